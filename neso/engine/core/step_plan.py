@@ -1,0 +1,75 @@
+"""What one engine step computes: immutable data, so that a step can be dumped and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """A flat batch: the new tokens of every scheduled sequence, one after another, without padding.
+
+    With S sequences, T new tokens, R logits rows (all arrays int32, read-only):
+
+    - sequence_ids[S]: ids of the sequences, unique over the engine's life.
+    - token_ids[T]: the new tokens. Those of sequence s are query_start[s]:query_start[s + 1].
+    - query_start[S + 1]: from 0 to T; every sequence has at least one new token.
+    - num_computed[S]: tokens of s whose keys and values are in the cache already. The new tokens of s have the
+      positions num_computed[s], num_computed[s] + 1, ...
+    - block_tables[S, B]: cache blocks of s in order of position, padded with -1; the table covers the new tokens
+      too, whose keys and values this step writes at block_tables[s, p // block_size], offset p % block_size.
+    - block_copies[C, 2]: (source, target) blocks to copy before anything is written (copy-on-write).
+    - logits_rows[R]: flat positions in [0, T) whose logits are wanted, in the order wanted; one may repeat.
+    """
+
+    step: int
+    sequence_ids: Int32Array
+    token_ids: Int32Array
+    query_start: Int32Array
+    num_computed: Int32Array
+    block_tables: Int32Array
+    block_copies: Int32Array
+    logits_rows: Int32Array
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequence_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def positions(self) -> Int32Array:
+        """Position of every new token in its sequence, int32[T]."""
+        lengths = np.diff(self.query_start)
+        starts = np.repeat(self.num_computed - self.query_start[:-1], lengths)
+        return (starts + np.arange(self.num_tokens, dtype=np.int32)).astype(np.int32)
+
+    def slots(self, block_size: int) -> Int32Array:
+        """Cache slot (block * block_size + offset) that every new token is written to, int32[T]."""
+        positions = self.positions()
+        rows = np.repeat(np.arange(self.num_sequences), np.diff(self.query_start))
+        return self.block_tables[rows, positions // block_size] * block_size + positions % block_size
+
+    def dump(self, path: Path) -> None:
+        """Write to an .npz file that `load` reads."""
+        np.savez(path, **{field.name: np.asarray(getattr(self, field.name)) for field in fields(self)})
+
+    @classmethod
+    def load(cls, path: Path) -> StepPlan:
+        """Read what `dump` wrote."""
+        with np.load(path) as saved:
+            arrays = {field.name: saved[field.name] for field in fields(cls)}
+        return cls(**{**arrays, "step": int(arrays["step"])})

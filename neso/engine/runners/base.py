@@ -1,0 +1,49 @@
+"""The contract of a runner: what executes the model's part of an engine step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from neso.engine.core.step_plan import StepPlan
+    from neso.engine.specs.decoder_spec import DecoderSpec
+    from neso.engine.weights.checkpoint import Checkpoint
+
+FloatArray = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Shape of the paged key-value cache: `num_blocks` blocks of `block_size` tokens, shared by all layers."""
+
+    num_blocks: int
+    block_size: int
+
+
+class Runner(ABC):
+    """Executes a `DecoderSpec`. One call does a whole step; nothing of a sequence is kept but its cache blocks."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, spec: DecoderSpec, checkpoint: Checkpoint) -> Runner:
+        """Take the weights. Raises `CheckpointError` when a tensor is missing or has a wrong shape."""
+
+    @abstractmethod
+    def allocate_cache(self, layout: CacheLayout) -> None:
+        """Make the key-value cache; once, before the first step."""
+
+    @abstractmethod
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        """Memory of one block over all layers, in bytes; what the cache is sized by."""
+
+    @abstractmethod
+    def step(self, plan: StepPlan) -> FloatArray:
+        """Compute the new tokens, write their keys and values, return logits float32[R, vocab_size].
+
+        Row i belongs to plan.logits_rows[i]. The array is the caller's: it may be changed in place.
+        """

@@ -1,0 +1,53 @@
+"""The face of a language model that front ends see beside its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from neso.generation.output import GenerationOutput
+from neso.generation.request import GenerationRequest
+
+
+class TextTools(Protocol):
+    """Text to tokens and back, for one model."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a chat. Raises `InvalidParameter("messages", …)` if the template refuses them."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can be used."""
+
+
+class LanguageModel(Protocol):
+    """A model that generates text. Engines implement it; OpenAI's front end and the `llm` backend use it."""
+
+    @property
+    def text(self) -> TextTools: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """Stream the outputs of `request`.
+
+        The request is checked at the first `__anext__`, which raises `InvalidParameter` when it cannot be served
+        (prompt too long, a parameter that the runner cannot honour) and `EngineDead` when the engine is gone.
+        Closing the iterator early (`aclose()`, or cancelling the task that reads it) aborts the request: its
+        blocks are free before the next engine step.
+        """

@@ -1,0 +1,76 @@
+"""What comes back while text is generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended. The values are those of OpenAI's API, where it has one."""
+
+    STOP = "stop"
+    """An end token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the model's length limit."""
+    ABORT = "abort"
+    """The client cancelled or went away."""
+    ERROR = "error"
+    """The engine could not go on with this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: of the token there, and of the `top` most likely ones.
+
+    `top` is sorted, most likely first: (token id, log probability, the token's text).
+    """
+
+    token_id: int
+    token: str
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one sequence of a request has gained since the last output.
+
+    `index` is in [0, n). `text` ends at a character boundary and never holds a part of a stop string;
+    `finish_reason` is set in the last delta of this sequence only. `stop_reason` names the stop string or
+    stop token that ended it, None when it was the end-of-sequence token or the length.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request so far."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """One message of a generation: deltas of one or more of its sequences.
+
+    `prompt_logprobs` comes once, with the first output, when asked for: one entry a prompt token, None for the
+    first. `finished` is True in the last output of the request.
+    """
+
+    request_id: str
+    deltas: list[CompletionDelta]
+    usage: Usage
+    finished: bool
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
