@@ -49,7 +49,9 @@ class DataType(str, Enum):
         """From a KServe name. Raises `InvalidArgument` that names the tensor."""
         found = cls._value2member_map_.get(name)
         if found is None:
-            raise InvalidArgument(f"unexpected datatype '{name}' for tensor '{tensor}', expected one of {', '.join(cls)}")
+            raise InvalidArgument(
+                f"unexpected datatype '{name}' for tensor '{tensor}', expected one of {', '.join(cls)}"
+            )
         return found  # type: ignore[return-value]
 
     @classmethod

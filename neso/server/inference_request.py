@@ -1,0 +1,54 @@
+"""A request for inference, whatever protocol it came by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from neso.server.tensor import Tensor
+
+ParameterValue = bool | int | float | str
+
+
+@dataclass(slots=True, eq=False)
+class InferenceRequest:
+    """Inputs and parameters for one execution of a model.
+
+    `model_version` "" asks for the newest that is ready. `requested_outputs` empty asks for all. `parameters`
+    holds what the client added beyond the protocol's own (those have fields here). `timeout_us` 0: none.
+    """
+
+    model_name: str
+    inputs: dict[str, Tensor]
+    model_version: str = ""
+    id: str = ""
+    requested_outputs: tuple[str, ...] = ()
+    parameters: dict[str, ParameterValue] = field(default_factory=dict)
+    priority: int = 0
+    timeout_us: int = 0
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    _cancelled: bool = field(default=False, repr=False)
+    _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the client gave up. Safe to read from any thread."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Give up. Idempotent; runs the callbacks once. Call on the core's loop."""
+        if self._cancelled:
+            return
+        self._cancelled = True
+        callbacks, self._cancel_callbacks = self._cancel_callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Call `callback` (on the core's loop) when the request is cancelled; at once if it was already."""
+        if self._cancelled:
+            callback()
+        else:
+            self._cancel_callbacks.append(callback)

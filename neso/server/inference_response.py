@@ -1,0 +1,109 @@
+"""Responses, and the stream that carries them from a backend to the one who asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from neso.server.errors import ServerError
+from neso.server.inference_request import InferenceRequest, ParameterValue
+from neso.server.tensor import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class InferenceResponse:
+    """One response. The last of a request has `final` set; it may be the flag only, without outputs.
+
+    Either `error` is set, or the outputs are good.
+    """
+
+    model_name: str
+    model_version: str
+    id: str = ""
+    outputs: list[Tensor] = field(default_factory=list)
+    parameters: dict[str, ParameterValue] = field(default_factory=dict)
+    error: ServerError | None = None
+    final: bool = False
+
+    @property
+    def flag_only(self) -> bool:
+        """Whether this says no more than that the request has ended."""
+        return self.final and self.error is None and not self.outputs
+
+    def output(self, name: str) -> Tensor:
+        """The output of that name. Raises `KeyError`."""
+        for tensor in self.outputs:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+
+class ResponseStream(AsyncIterator[InferenceResponse]):
+    """The responses of one request in flight: a backend writes, one consumer iterates.
+
+    All methods belong to the core's event loop; a thread uses `loop.call_soon_threadsafe(stream.send, …)`.
+    Iteration ends after the response with `final`. A consumer that stops early calls `cancel()`.
+    """
+
+    def __init__(
+        self, request: InferenceRequest, on_response: Callable[[InferenceResponse], None] | None = None
+    ) -> None:
+        self.request = request
+        self._on_response = on_response
+        self._responses: deque[InferenceResponse] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+        self._drained = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the final response was sent; later ones are dropped."""
+        return self._closed
+
+    def send(self, response: InferenceResponse, *, final: bool = False) -> None:
+        """Deliver a response; the one that is final closes the stream."""
+        if self._closed:
+            return
+        response.final = response.final or final
+        response.id = response.id or self.request.id
+        self._closed = response.final
+        if self._on_response is not None:
+            self._on_response(response)
+        self._responses.append(response)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def finish(self) -> None:
+        """Close the stream with a response that is the final flag only."""
+        self.send(InferenceResponse(self.request.model_name, self.request.model_version, final=True))
+
+    def fail(self, error: ServerError) -> None:
+        """Close the stream with an error."""
+        self.send(
+            InferenceResponse(self.request.model_name, self.request.model_version, error=error, final=True)
+        )
+
+    def cancel(self) -> None:
+        """Tell the backend that nobody wants the rest."""
+        if not self._closed:
+            self.request.cancel()
+
+    def __aiter__(self) -> ResponseStream:
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        while not self._responses:
+            if self._drained:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._drained:
+            raise StopAsyncIteration
+        response = self._responses.popleft()
+        self._drained = response.final
+        return response
