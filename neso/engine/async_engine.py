@@ -1,0 +1,161 @@
+"""The engine as a server sees it: a language model whose steps run elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from neso.engine.config import EngineConfig
+from neso.engine.core.request import SequenceOutput
+from neso.engine.core.stats import EngineStats
+from neso.engine.errors import EngineDead, EngineError
+from neso.engine.input_processor import InputProcessor
+from neso.engine.ipc.channel import EngineChannel, open_channel
+from neso.engine.ipc.messages import Abort, Add, CheckIntegrity, EngineInfo, Integrity, LoadFailed, StepOutputs
+from neso.engine.output_processor import RequestState, stopped_by_text
+from neso.engine.text.tokenizer import Tokenizer, TokenizerError
+from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter
+
+Outbox = asyncio.Queue[GenerationOutput | Exception]
+
+
+class AsyncEngine:
+    """A `LanguageModel` over the channel to an engine; made by `start`, on the event loop that uses it."""
+
+    def __init__(self, channel: EngineChannel, info: EngineInfo, tokenizer: Tokenizer) -> None:
+        self.info = info
+        self.stats = EngineStats(num_blocks=info.num_blocks)
+        self.text = tokenizer
+        self._channel = channel
+        self._input = InputProcessor(tokenizer, info.max_model_len, info.vocab_size)
+        self._requests: dict[str, tuple[RequestState, Outbox]] = {}
+        self._names = itertools.count()
+        self._integrity: asyncio.Future[Integrity] | None = None
+        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+        self._on_dead: list[Callable[[str], None]] = []
+        channel.dead.add_done_callback(lambda dead: self._fail_all(dead.result()))
+
+    @classmethod
+    async def start(cls, config: EngineConfig, *, in_process: bool = False) -> AsyncEngine:
+        """Start an engine and wait until its model is loaded. Raises `EngineError` with the reason why not."""
+        channel = open_channel(config, in_process=in_process)
+        try:
+            # The tokenizer loads here while the weights load there.
+            tokenizer = await asyncio.to_thread(Tokenizer.from_directory, Path(config.model))
+            event = await channel.receive_first()
+        except TokenizerError as error:
+            await channel.close(timeout=5)
+            raise EngineError(str(error)) from None
+        except BaseException:
+            await channel.close(timeout=5)
+            raise
+        if not isinstance(event, EngineInfo):
+            await channel.close(timeout=5)
+            raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
+        return cls(channel, event, tokenizer)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.info.max_model_len
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be served."""
+        return not self._channel.dead.done()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight."""
+        return len(self._requests)
+
+    def on_dead(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(reason)` if the engine ends without being told to."""
+        self._on_dead.append(callback)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """See `LanguageModel.generate`."""
+        if not self.alive:
+            raise EngineDead(self._channel.dead.result())
+        name = request.request_id or f"request-{next(self._names)}"
+        if name in self._requests:
+            raise InvalidParameter("request_id", f"'{name}' is in flight already")
+        prepared = self._input.process(replace(request, request_id=name))
+        outbox: Outbox = asyncio.Queue()
+        self._requests[name] = RequestState(prepared, self.text), outbox
+        self._channel.send(Add(prepared))
+        try:
+            while True:
+                output = await outbox.get()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:
+            # Still listed: the caller left before the end.
+            if self._requests.pop(name, None) is not None:
+                self._channel.send(Abort(name))
+
+    async def check_integrity(self) -> EngineStats:
+        """Have the engine check its books. Raises `EngineError` if they do not balance."""
+        if self._integrity is None:
+            self._integrity = asyncio.get_running_loop().create_future()
+            self._channel.send(CheckIntegrity())
+        result = await asyncio.shield(self._integrity)
+        if result.message:
+            raise EngineError(result.message)
+        return result.stats
+
+    async def stop(self, timeout: float = 5.0) -> None:
+        """End the engine; requests in flight fail with `EngineDead`."""
+        self._on_dead.clear()
+        self._reader.cancel()
+        await self._channel.close(timeout)
+
+    async def _read(self) -> None:
+        while True:
+            event = await self._channel.receive()
+            if isinstance(event, StepOutputs):
+                self.stats = event.stats
+                self._dispatch(event.outputs)
+            elif isinstance(event, Integrity) and self._integrity is not None:
+                self.stats = event.stats
+                self._integrity.set_result(event)
+                self._integrity = None
+
+    def _dispatch(self, outputs: list[SequenceOutput]) -> None:
+        # The scheduler keeps the sequences of a request together; a step's outputs of one are one message.
+        for name, group in groupby(outputs, key=lambda output: output.request_id):
+            entry = self._requests.get(name)
+            if entry is None:
+                continue
+            state, outbox = entry
+            mine = list(group)
+            try:
+                result = state.process(mine)
+            except Exception as error:
+                del self._requests[name]
+                self._channel.send(Abort(name))
+                outbox.put_nowait(error)
+                continue
+            for index in stopped_by_text(mine, state):
+                self._channel.send(Abort(name, index))
+            if state.finished:
+                del self._requests[name]
+            if result is not None:
+                outbox.put_nowait(result)
+
+    def _fail_all(self, reason: str) -> None:
+        self._reader.cancel()
+        requests, self._requests = self._requests, {}
+        for _, outbox in requests.values():
+            outbox.put_nowait(EngineDead(reason))
+        if self._integrity is not None:
+            self._integrity.set_exception(EngineDead(reason))
+            self._integrity = None
+        for callback in self._on_dead:
+            callback(reason)

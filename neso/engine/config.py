@@ -1,0 +1,46 @@
+"""Settings of an engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from neso.engine.core.scheduler import SchedulerConfig
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to run one model.
+
+    `model` is a checkpoint directory. `max_model_len` None takes the model's own limit. `kv_cache_memory` is in
+    bytes; None takes what `max_num_seqs` sequences of full length need, at most a quarter of the free memory.
+    `runner` "auto" is the fastest that this machine has.
+    """
+
+    model: str
+    runner: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_memory: int | None = None
+    num_blocks: int | None = None
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @classmethod
+    def from_options(cls, model: str, options: dict[str, object]) -> EngineConfig:
+        """Make from flat options (a model's `parameters`, keyword arguments); those of the scheduler go to it.
+
+        Values may be strings. Raises `ValueError` that names an unknown or bad option.
+        """
+        own = {f.name: f for f in msgspec.structs.fields(cls) if f.name not in ("model", "scheduler")}
+        scheduler = {f.name: f for f in msgspec.structs.fields(SchedulerConfig)}
+        unknown = sorted(set(options) - set(own) - set(scheduler))
+        if unknown:
+            raise ValueError(f"unknown engine option '{unknown[0]}', known are {', '.join([*own, *scheduler])}")
+
+        def convert(fields: dict[str, msgspec.structs.FieldInfo]) -> dict[str, object]:
+            values = {}
+            for name in fields.keys() & options.keys():
+                try:
+                    values[name] = msgspec.convert(options[name], fields[name].type, strict=False)
+                except msgspec.ValidationError as error:
+                    raise ValueError(f"engine option '{name}': {error}") from None
+            return values
+
+        return cls(model=model, scheduler=SchedulerConfig(**convert(scheduler)), **convert(own))  # type: ignore[arg-type]

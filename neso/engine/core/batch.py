@@ -1,0 +1,102 @@
+"""Lays a schedule out as the flat arrays of a step plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from neso.engine.core.scheduler import Schedule, ScheduledSequence
+from neso.engine.core.sequence import Sequence
+from neso.engine.core.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Logits rows [start, end) of the step that score prompt tokens `targets` of `sequence`."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    targets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A plan, and whom its logits rows belong to.
+
+    The first rows are for the sequences `sampled`, in their order: one each, and one more for every fork pending
+    (the same position, repeated). The rest score prompts.
+    """
+
+    plan: StepPlan
+    sampled: list[Sequence]
+    prompt_rows: list[PromptRows]
+
+
+def build_batch(schedule: Schedule, step: int) -> Batch:
+    """Lay out `schedule`; at least one sequence must be scheduled."""
+    shares = schedule.scheduled
+    lengths = [share.num_new_tokens for share in shares]
+    query_start = np.zeros(len(shares) + 1, np.int32)
+    np.cumsum(lengths, out=query_start[1:])
+    token_ids: list[int] = []
+    for share in shares:
+        first = share.sequence.num_computed_tokens
+        token_ids += share.sequence.token_ids[first : first + share.num_new_tokens]
+    rows, sampled = _sampled_rows(shares, query_start)
+    prompt_rows = _prompt_rows(shares, query_start, rows)
+    plan = StepPlan(
+        step=step,
+        sequence_ids=np.array([share.sequence.id for share in shares], np.int32),
+        token_ids=np.array(token_ids, np.int32),
+        query_start=query_start,
+        num_computed=np.array([share.sequence.num_computed_tokens for share in shares], np.int32),
+        block_tables=_block_tables(shares),
+        block_copies=np.array(schedule.block_copies, np.int32).reshape(-1, 2),
+        logits_rows=np.array(rows, np.int32),
+    )
+    return Batch(plan, sampled, prompt_rows)
+
+
+def _block_tables(shares: list[ScheduledSequence]) -> np.ndarray:
+    width = max(len(share.sequence.block_table) for share in shares)
+    tables = np.full((len(shares), width), -1, np.int32)
+    for row, share in zip(tables, shares, strict=True):
+        row[: len(share.sequence.block_table)] = share.sequence.block_table
+    return tables
+
+
+def _sampled_rows(
+    shares: list[ScheduledSequence], query_start: np.ndarray
+) -> tuple[list[int], list[Sequence]]:
+    rows: list[int] = []
+    sampled: list[Sequence] = []
+    for share, end in zip(shares, query_start[1:].tolist(), strict=True):
+        if share.samples:
+            copies = 1 + share.sequence.forks_pending
+            rows += [end - 1] * copies
+            sampled.append(share.sequence)
+    return rows, sampled
+
+
+def _prompt_rows(
+    shares: list[ScheduledSequence], query_start: np.ndarray, rows: list[int]
+) -> list[PromptRows]:
+    """Append the rows that score prompt tokens to `rows`: the logits at position p score the token at p + 1."""
+    found = []
+    for share, start in zip(shares, query_start.tolist(), strict=False):
+        sequence = share.sequence
+        if not sequence.wants_prompt_logprobs():
+            continue
+        # A preempted prompt is computed again, but what was reported is not reported twice.
+        first = max(sequence.num_computed_tokens, sequence.num_prompt_logprobs)
+        last = min(share.end, sequence.num_prompt_tokens - 1)
+        if first >= last:
+            continue
+        offset = start - sequence.num_computed_tokens
+        targets = sequence.token_ids[first + 1 : last + 1]
+        found.append(PromptRows(sequence, len(rows), len(rows) + len(targets), targets))
+        rows += range(offset + first, offset + last)
+        sequence.num_prompt_logprobs = last
+    return found

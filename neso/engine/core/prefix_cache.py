@@ -1,0 +1,94 @@
+"""Finds the blocks that hold the beginning of a prompt already."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Tokens of prompts looked up, and those found."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_blocks: int = 0
+
+    def record(self, queried: int, hit: int) -> None:
+        self.queried_tokens += queried
+        self.hit_tokens += hit
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A full block and the node that stands for the whole prefix up to its end."""
+
+    block: int
+    node: int
+
+
+@dataclass(slots=True)
+class PrefixCache:
+    """A map (parent, tokens) → cached block, where parent is the node of the block before.
+
+    The first block's parent is the request's cache identity (adapter version, salt), so prefixes of different
+    identities never meet. The dictionary compares the tokens themselves on a hit: two prefixes that hash alike
+    cannot be confused. Node numbers are never used again, so what hung on an evicted node is out of reach, and
+    its blocks are reused in their turn.
+    """
+
+    block_size: int
+    stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+    _cached: dict[tuple[Hashable, Tokens], CachedBlock] = field(default_factory=dict)
+    _key_of_block: dict[int, tuple[Hashable, Tokens]] = field(default_factory=dict)
+    _next_node: int = 0
+
+    def __len__(self) -> int:
+        return len(self._cached)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._key_of_block
+
+    def match(self, identity: Hashable, token_ids: list[int]) -> list[CachedBlock]:
+        """The cached blocks of the longest known prefix, at least one token short of the whole.
+
+        The last token is always left to compute: its logits are what the request is after.
+        """
+        found: list[CachedBlock] = []
+        parent = identity
+        size = self.block_size
+        for start in range(0, len(token_ids) - size, size):
+            cached = self._cached.get((parent, tuple(token_ids[start : start + size])))
+            if cached is None:
+                break
+            found.append(cached)
+            parent = cached.node
+        return found
+
+    def insert(self, parent: Hashable, tokens: Tokens, block: int) -> int:
+        """Register a full block; returns the node of the prefix that it ends.
+
+        If the same prefix is cached already in another block, that one stays and its node is returned.
+        """
+        key = (parent, tokens)
+        known = self._cached.get(key)
+        if known is not None:
+            return known.node
+        self._next_node += 1
+        self._cached[key] = CachedBlock(block, self._next_node)
+        self._key_of_block[block] = key
+        return self._next_node
+
+    def evict(self, block: int) -> None:
+        """Forget a block that is about to be overwritten, if it was cached."""
+        key = self._key_of_block.pop(block, None)
+        if key is not None:
+            del self._cached[key]
+            self.stats.evicted_blocks += 1
+
+    def clear(self) -> None:
+        """Forget everything, as when the weights change."""
+        self._cached.clear()
+        self._key_of_block.clear()

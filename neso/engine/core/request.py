@@ -1,0 +1,49 @@
+"""What the engine core is asked to do, and what it gives back; the messages of the engine's channel hold these."""
+
+from __future__ import annotations
+
+import msgspec
+
+from neso.generation.output import FinishReason
+from neso.generation.sampling_params import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token ids to continue. Checked already: the prompt fits, `max_tokens` is within the model's length.
+
+    `end_token_ids` end a sequence (the model's own, unless ignore_eos, and the request's stop tokens).
+    `cache_identity` keeps apart what must not share prefix-cache blocks (adapter version, salt).
+    Lower `priority` goes first.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    end_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_identity: tuple[str, ...] = ()
+
+
+class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one position: of `token_id`, its rank (1 is the most likely), and of the top tokens."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step gave one sequence. `error` says why, when the finish reason is ERROR."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    end_token_id: int | None = None
+    logprobs: list[PositionLogprobs] = []  # noqa: RUF012  msgspec copies it
+    prompt_logprobs: list[PositionLogprobs] = []  # noqa: RUF012
+    cached_tokens: int = 0
+    error: str = ""

@@ -1,0 +1,230 @@
+"""Decides what every step computes."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+import msgspec
+
+from neso.engine.core.kv_manager import BlockCopy, KVCacheManager
+from neso.engine.core.request import EngineRequest
+from neso.engine.core.sequence import Sequence, SequenceStatus
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a step. `max_num_batched_tokens` is the token budget; `max_prefill_chunk` bounds the share of one
+    sequence, so that a long prompt neither delays the tokens of the others much nor starves other prompts."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    max_prefill_chunk: int = 512
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence gets a token in every step"
+            )
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """The share of a sequence in a step: `num_new_tokens` from its `num_computed_tokens` on."""
+
+    sequence: Sequence
+    num_new_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.sequence.num_computed_tokens + self.num_new_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether this share reaches the last known token, so that the next can be sampled."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """What a step computes, before it is laid out as arrays."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(share.num_new_tokens for share in self.scheduled)
+
+
+class Scheduler:
+    """Spends a token budget a step on letting sequences catch up; knows no phases.
+
+    Running sequences go first, in order of priority and arrival, then waiting ones are admitted while there is
+    room. A sequence that cannot get its blocks takes them from the last running one, which starts over later
+    (preemption by recompute); the first in order can always go on, so there is no livelock.
+    """
+
+    def __init__(self, config: SchedulerConfig, num_blocks: int) -> None:
+        self.config = config
+        self.kv = KVCacheManager(
+            num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.num_preemptions = 0
+        self._sequences_of: dict[str, list[Sequence]] = {}
+        self._next_id = 0
+        self._released: list[Sequence] = []
+
+    # -- requests in, requests out ------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> Sequence:
+        """Queue a request. Raises `ValueError` if its id is in use or it can never run."""
+        if request.request_id in self._sequences_of:
+            raise ValueError(f"request id '{request.request_id}' is in use")
+        longest = len(request.prompt_token_ids) + request.max_tokens
+        if self.kv.blocks_for(longest) > self.kv.pool.num_blocks:
+            raise ValueError(
+                f"prompt and max_tokens need {longest} tokens of cache, there are "
+                f"{self.kv.pool.num_blocks * self.config.block_size}"
+            )
+        if request.sampling.n > self.config.max_num_seqs:
+            raise ValueError(f"n is {request.sampling.n}, at most {self.config.max_num_seqs} sequences can run")
+        sequence = self._new_sequence(request, index=0, token_ids=list(request.prompt_token_ids))
+        sequence.forks_pending = request.sampling.n - 1
+        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+        return sequence
+
+    def sequences_of(self, request_id: str) -> list[Sequence]:
+        """The sequences of a request that are not released."""
+        return list(self._sequences_of.get(request_id, ()))
+
+    def release(self, sequence: Sequence) -> None:
+        """The one way out, however a sequence ends: give back its blocks and forget it. Idempotent."""
+        if sequence.released:
+            return
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.kv.free(sequence)
+        sequence.status = SequenceStatus.RELEASED
+        siblings = self._sequences_of[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._sequences_of[sequence.request.request_id]
+        self._released.append(sequence)
+
+    def take_released(self) -> list[Sequence]:
+        """Sequences released since the last call, for those who keep state by sequence."""
+        released, self._released = self._released, []
+        return released
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Schedule:
+        """Choose the sequences of the next step and give them their blocks."""
+        plan = Schedule()
+        preempted = self._schedule_running(plan)
+        if not preempted:
+            self._schedule_waiting(plan)
+        return plan
+
+    def commit(self, plan: Schedule) -> None:
+        """Take note that the step has run: its tokens are in the cache now."""
+        for share in plan.scheduled:
+            if not share.sequence.released:
+                share.sequence.num_computed_tokens = share.end
+                self.kv.cache_full_blocks(share.sequence)
+
+    def fork(self, parent: Sequence) -> list[Sequence]:
+        """Make the sequences that `parent` has pending, on its blocks."""
+        children = []
+        for i in range(parent.forks_pending):
+            child = self._new_sequence(parent.request, index=i + 1, token_ids=list(parent.token_ids))
+            child.arrival = parent.arrival
+            child.num_cached_tokens = parent.num_cached_tokens
+            child.status = SequenceStatus.RUNNING
+            self.kv.fork(parent, child)
+            bisect.insort(self.running, child, key=lambda s: s.order)
+            children.append(child)
+        parent.forks_pending = 0
+        return children
+
+    def check_integrity(self) -> None:
+        """Check the conservation of blocks and the queues. Raises `IntegrityError`."""
+        self.kv.check_integrity([*self.running, *self.waiting])
+
+    def _schedule_running(self, plan: Schedule) -> bool:
+        budget = self.config.max_num_batched_tokens
+        preempted = False
+        i = 0
+        while i < len(self.running):
+            sequence = self.running[i]
+            # Everyone behind gets a token at least: a long prompt must not stall those who are decoding.
+            behind = len(self.running) - i - 1
+            num_new = min(sequence.num_uncomputed_tokens, self.config.max_prefill_chunk, budget - behind)
+            copies = self.kv.try_grow(sequence, sequence.num_computed_tokens + num_new)
+            if copies is None:
+                preempted = True
+                self._preempt(self.running[-1])
+                continue
+            plan.scheduled.append(ScheduledSequence(sequence, num_new))
+            plan.block_copies.extend(copies)
+            budget -= num_new
+            i += 1
+        return preempted
+
+    def _schedule_waiting(self, plan: Schedule) -> None:
+        budget = self.config.max_num_batched_tokens - plan.num_tokens
+        slots = self.config.max_num_seqs - sum(1 + sequence.forks_pending for sequence in self.running)
+        while self.waiting and budget > 0:
+            sequence = self.waiting[0]
+            if slots < 1 + sequence.forks_pending:
+                break
+            self.kv.attach_prefix(sequence)
+            num_new = min(sequence.num_uncomputed_tokens, self.config.max_prefill_chunk, budget)
+            copies = self.kv.try_grow(sequence, sequence.num_computed_tokens + num_new)
+            if copies is None:
+                self.kv.free(sequence)
+                break
+            self._admit(sequence)
+            plan.scheduled.append(ScheduledSequence(sequence, num_new))
+            plan.block_copies.extend(copies)
+            budget -= num_new
+            slots -= 1 + sequence.forks_pending
+
+    def _admit(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        bisect.insort(self.running, sequence, key=lambda s: s.order)
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.kv.prefix_cache.stats.record(sequence.num_tokens, sequence.num_computed_tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.kv.free(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def _new_sequence(self, request: EngineRequest, index: int, token_ids: list[int]) -> Sequence:
+        self._next_id += 1
+        sequence = Sequence(
+            id=self._next_id, request=request, arrival=self._next_id, index=index, token_ids=token_ids
+        )
+        self._sequences_of.setdefault(request.request_id, []).append(sequence)
+        return sequence
+

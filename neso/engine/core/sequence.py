@@ -1,0 +1,75 @@
+"""A sequence of tokens that the engine is generating."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from neso.engine.core.request import EngineRequest
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is: queued, among those that every step considers, or done with."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RELEASED = "released"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`token_ids` (prompt and output) is what is known, the first `num_computed_tokens` of them are in the cache.
+
+    The scheduler lets the second number catch up with the length of the first; prefill, decode, prefix hits and
+    resuming after preemption are all that. `forks_pending` further sequences of the same request start from this
+    one's prompt when it is computed (n > 1). `cache_parent` is the prefix cache's node for the block before the
+    next one to be cached.
+    """
+
+    id: int
+    request: EngineRequest
+    arrival: int
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    forks_pending: int = 0
+    num_cached_tokens: int = 0
+    num_cached_blocks: int = 0
+    cache_parent: Hashable = None
+    num_prompt_logprobs: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: what goes first is kept longest when the cache is short."""
+        return (self.request.priority, self.arrival, self.index)
+
+    @property
+    def released(self) -> bool:
+        return self.status is SequenceStatus.RELEASED
+
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None

@@ -1,0 +1,179 @@
+"""The engine: requests in, one step at a time, tokens out."""
+
+from __future__ import annotations
+
+import logging
+
+
+from neso.engine.core.batch import Batch, build_batch
+from neso.engine.core.request import EngineRequest, PositionLogprobs, SequenceOutput
+from neso.engine.core.scheduler import Scheduler, SchedulerConfig
+from neso.engine.core.sequence import Sequence
+from neso.engine.core.stats import EngineStats
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.runners.base import CacheLayout, FloatArray, Runner
+from neso.engine.sampling.logprobs import position_logprobs
+from neso.engine.sampling.sampler import BROKEN, SampledToken, Sampler
+from neso.engine.sampling.state import SamplingState
+from neso.generation.output import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Schedules, runs and samples; single-threaded, no I/O. `step` is the whole of it."""
+
+    def __init__(self, runner: Runner, config: SchedulerConfig, num_blocks: int) -> None:
+        self.scheduler = Scheduler(config, num_blocks)
+        self.runner = runner
+        self.runner.allocate_cache(CacheLayout(num_blocks, config.block_size))
+        self.last_plan: StepPlan | None = None
+        self._sampler = Sampler()
+        self._states: dict[int, SamplingState] = {}
+        self._step = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: EngineRequest) -> list[SequenceOutput]:
+        """Take a request; one that can never run is answered at once with an error."""
+        try:
+            self.scheduler.add(request)
+        except ValueError as error:
+            return [_failed(request.request_id, 0, str(error))]
+        return []
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Forget a request, or one of its sequences, in whatever state; unknown ones are ignored."""
+        for sequence in self.scheduler.sequences_of(request_id):
+            if index is None or sequence.index == index:
+                self.scheduler.release(sequence)
+
+    def step(self) -> list[SequenceOutput]:
+        """Run one step; returns what it gave, by sequence. Nothing that happens in it raises."""
+        schedule = self.scheduler.schedule()
+        self._forget_released()
+        if not schedule.scheduled:
+            return []
+        self._step += 1
+        batch = build_batch(schedule, self._step)
+        self.last_plan = batch.plan
+        try:
+            logits = self.runner.step(batch.plan)
+        except Exception as error:
+            logger.exception("step %d failed", self._step)
+            return self._fail([share.sequence for share in schedule.scheduled], f"the model failed: {error}")
+        self.scheduler.commit(schedule)
+        outputs = self._sample(batch, logits)
+        self._forget_released()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """The state of queues and cache."""
+        scheduler = self.scheduler
+        prefix = scheduler.kv.prefix_cache
+        return EngineStats(
+            step=self._step,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=scheduler.kv.pool.num_blocks,
+            num_used_blocks=scheduler.kv.pool.num_used,
+            num_cached_blocks=len(prefix),
+            num_batched_tokens=self.last_plan.num_tokens if self.last_plan is not None else 0,
+            preemptions=scheduler.num_preemptions,
+            prefix_queried_tokens=prefix.stats.queried_tokens,
+            prefix_hit_tokens=prefix.stats.hit_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Check the books of the cache and of the sampler. Raises `IntegrityError`."""
+        self.scheduler.check_integrity()
+        self._forget_released()
+        live = {s.id for s in [*self.scheduler.running, *self.scheduler.waiting]}
+        assert self._states.keys() <= live, "the sampler remembers sequences that are gone"
+
+    def _sample(self, batch: Batch, logits: FloatArray) -> list[SequenceOutput]:
+        prompt_logprobs = {
+            rows.sequence.id: position_logprobs(
+                logits[rows.start : rows.end], rows.targets, rows.sequence.request.sampling.prompt_logprobs or 0
+            )
+            for rows in batch.prompt_rows
+        }
+        sequences = [s for sampled in batch.sampled for s in (sampled, *self.scheduler.fork(sampled))]
+        tokens = self._sampler.sample(logits[: len(sequences)], [self._state(s) for s in sequences])
+        outputs = [
+            self._append(sequence, token, prompt_logprobs.pop(sequence.id, []))
+            for sequence, token in zip(sequences, tokens, strict=True)
+        ]
+        # Chunks of prompts that are not through yet.
+        outputs += [
+            SequenceOutput(
+                request_id=rows.sequence.request.request_id,
+                index=rows.sequence.index,
+                token_ids=[],
+                prompt_logprobs=prompt_logprobs[rows.sequence.id],
+            )
+            for rows in batch.prompt_rows
+            if rows.sequence.id in prompt_logprobs
+        ]
+        return outputs
+
+    def _append(
+        self, sequence: Sequence, token: SampledToken, prompt_logprobs: list[PositionLogprobs]
+    ) -> SequenceOutput:
+        request = sequence.request
+        if token.token_id == BROKEN:
+            self.scheduler.release(sequence)
+            return _failed(request.request_id, sequence.index, "the model gave logits that are not numbers")
+        sequence.token_ids.append(token.token_id)
+        reason = _finish_reason(sequence, token.token_id)
+        if reason is not None:
+            self.scheduler.release(sequence)
+        return SequenceOutput(
+            request_id=request.request_id,
+            index=sequence.index,
+            token_ids=[token.token_id],
+            finish_reason=reason,
+            end_token_id=token.token_id if reason is FinishReason.STOP else None,
+            logprobs=[token.logprobs] if token.logprobs is not None else [],
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _fail(self, sequences: list[Sequence], message: str) -> list[SequenceOutput]:
+        for sequence in sequences:
+            self.scheduler.release(sequence)
+        self._forget_released()
+        return [_failed(s.request.request_id, s.index, message) for s in sequences]
+
+    def _state(self, sequence: Sequence) -> SamplingState:
+        state = self._states.get(sequence.id)
+        if state is None:
+            request = sequence.request
+            state = SamplingState.create(
+                request.sampling, sequence.index, request.prompt_token_ids, request.end_token_ids
+            )
+            self._states[sequence.id] = state
+        return state
+
+    def _forget_released(self) -> None:
+        for sequence in self.scheduler.take_released():
+            self._states.pop(sequence.id, None)
+
+
+def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
+    request = sequence.request
+    if token_id in request.end_token_ids and sequence.num_output_tokens > request.sampling.min_tokens:
+        return FinishReason.STOP
+    if sequence.num_output_tokens >= request.max_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def _failed(request_id: str, index: int, message: str) -> SequenceOutput:
+    return SequenceOutput(
+        request_id=request_id, index=index, token_ids=[], finish_reason=FinishReason.ERROR, error=message
+    )
+
+

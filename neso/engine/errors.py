@@ -1,0 +1,11 @@
+"""What can go wrong with an engine as a whole."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """The engine could not be started or could not do what was asked; the message is fit for the user."""
+
+
+class EngineDead(EngineError):
+    """The engine's process has ended; nothing more can be generated until the model is loaded again."""

@@ -1,0 +1,65 @@
+"""Turns a request for text into one for the engine core."""
+
+from __future__ import annotations
+
+from neso.engine.core.request import EngineRequest
+from neso.engine.text.tokenizer import Tokenizer
+from neso.generation import GenerationRequest, InvalidParameter
+
+
+class InputProcessor:
+    """Tokenizes and checks against the limits of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+
+    def process(self, request: GenerationRequest) -> EngineRequest:
+        """Raises `InvalidParameter` for what the model cannot do.
+
+        `max_tokens` beyond the model's length is cut to it: such a sequence ends with the reason "length".
+        """
+        prompt = self._prompt_token_ids(request)
+        params = request.sampling
+        for token in params.logit_bias:
+            if token >= self._vocab_size:
+                raise InvalidParameter("logit_bias", f"token {token} is not in the vocabulary of {self._vocab_size}")
+        for token in params.stop_token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise InvalidParameter(
+                    "stop_token_ids", f"token {token} is not in the vocabulary of {self._vocab_size}"
+                )
+        room = self._max_model_len - len(prompt)
+        if params.min_tokens > room:
+            raise InvalidParameter("min_tokens", f"{params.min_tokens} tokens do not fit, there is room for {room}")
+        own_ends = () if params.ignore_eos else tuple(self._tokenizer.eos_token_ids)
+        return EngineRequest(
+            request_id=request.request_id,
+            prompt_token_ids=prompt,
+            sampling=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            end_token_ids=(*own_ends, *params.stop_token_ids),
+            priority=request.priority,
+            cache_identity=(request.cache_salt,),
+        )
+
+    def _prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        if isinstance(request.prompt, str):
+            ids = self._tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            ids = list(request.prompt)
+            for token in ids:
+                if not 0 <= token < self._vocab_size:
+                    raise InvalidParameter(
+                        "prompt", f"token {token} is not in the vocabulary of {self._vocab_size}"
+                    )
+        if not ids:
+            raise InvalidParameter("prompt", "is empty")
+        if len(ids) >= self._max_model_len:
+            raise InvalidParameter(
+                "prompt",
+                f"is {len(ids)} tokens long; this model's context is {self._max_model_len} tokens, "
+                "of which at least one must be left for the output",
+            )
+        return ids

@@ -1,0 +1,146 @@
+"""The server's side of the channel to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from neso.engine.config import EngineConfig
+from neso.engine.errors import EngineDead
+from neso.engine.ipc.engine_loop import run_engine
+from neso.engine.ipc.messages import Command, Event, Shutdown, command_encoder, event_decoder
+
+
+class EngineChannel:
+    """A ZeroMQ pair to an engine; commands are gathered and sent as one message a turn of the event loop.
+
+    Belongs to the event loop that it was made on.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+        self._pending: list[Command] = []
+        self._loop = asyncio.get_running_loop()
+        self.dead: asyncio.Future[str] = self._loop.create_future()
+        """Resolved, with the reason, when the engine has gone."""
+
+    def send(self, command: Command) -> None:
+        """Queue a command. Does nothing once the engine is dead."""
+        if self.dead.done():
+            return
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append(command)
+
+    async def receive(self) -> Event:
+        """The engine's next message; waits for ever if the engine is dead: watch `dead` beside it."""
+        return event_decoder.decode(await self._socket.recv())
+
+    async def receive_first(self) -> Event:
+        """The message that says whether the engine came up. Raises `EngineDead`."""
+        message = asyncio.ensure_future(self.receive())
+        await asyncio.wait((message, self.dead), return_when=asyncio.FIRST_COMPLETED)
+        if not message.done():
+            # Its last words may still be on the way.
+            await asyncio.wait((message,), timeout=0.5)
+        if message.done():
+            return message.result()
+        message.cancel()
+        raise EngineDead(self.dead.result())
+
+    async def close(self, timeout: float) -> None:
+        """End the engine; the forceful way after `timeout` seconds."""
+        self.send(Shutdown())
+        self._flush()
+        self._socket.close(linger=1000)
+
+    def _flush(self) -> None:
+        commands, self._pending = self._pending, []
+        if commands and not self._socket.closed:
+            # The pair has no high-water mark, so this never waits.
+            self._socket.send(command_encoder.encode(commands))
+
+
+class ProcessChannel(EngineChannel):
+    """An engine in a process of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="neso-"))
+        address = f"ipc://{self._directory}/engine"
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        socket.set_hwm(0)
+        socket.bind(address)
+        super().__init__(socket)
+        self._alive, child_end = os.pipe()
+        command = [sys.executable, "-m", "neso.engine.ipc.engine_process", address]
+        self.process = subprocess.Popen(
+            [*command, msgspec.json.encode(config).decode()], stdin=subprocess.PIPE, pass_fds=(child_end,)
+        )
+        os.close(child_end)
+        # The child holds the only write end of this pipe: it reads as closed when the child ends, however it ends.
+        self._loop.add_reader(self._alive, self._on_exit)
+
+    async def close(self, timeout: float) -> None:
+        await super().close(timeout)
+        try:
+            await asyncio.wait_for(asyncio.shield(self.dead), timeout)
+        except asyncio.TimeoutError:
+            self.process.kill()
+            await self.dead
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._alive)
+        os.close(self._alive)
+        code = self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        self.dead.set_result(f"the engine process has ended ({how})")
+
+
+class ThreadChannel(EngineChannel):
+    """An engine in a thread of this process, for tests: the same loop, the same messages."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        context = zmq.asyncio.Context.instance()
+        address = f"inproc://engine-{id(self)}"
+        socket = context.socket(zmq.PAIR)
+        socket.set_hwm(0)
+        socket.bind(address)
+        super().__init__(socket)
+        engine_socket = zmq.Context(context).socket(zmq.PAIR)
+        engine_socket.set_hwm(0)
+        engine_socket.connect(address)
+        self._thread = threading.Thread(target=self._run, args=(engine_socket, config), daemon=True)
+        self._thread.start()
+
+    async def close(self, timeout: float) -> None:
+        await super().close(timeout)
+        await self.dead
+
+    def _run(self, socket: zmq.Socket[bytes], config: EngineConfig) -> None:
+        from neso.engine.loader import load_engine
+
+        try:
+            run_engine(socket, lambda: load_engine(config))
+        finally:
+            self._loop.call_soon_threadsafe(self.dead.set_result, "the engine's thread has ended")
+
+
+def open_channel(config: EngineConfig, *, in_process: bool) -> EngineChannel:
+    """Start an engine; its first message is `EngineInfo` or `LoadFailed`."""
+    return ThreadChannel(config) if in_process else ProcessChannel(config)
+
+

@@ -1,0 +1,100 @@
+"""The engine's side of the channel: commands in, a step, outputs out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from neso.engine.core.block_pool import IntegrityError
+from neso.engine.core.request import SequenceOutput
+from neso.engine.engine_core import EngineCore
+from neso.engine.errors import EngineError
+from neso.engine.ipc.messages import (
+    Abort,
+    Add,
+    CheckIntegrity,
+    Command,
+    EngineInfo,
+    Event,
+    Integrity,
+    LoadFailed,
+    Shutdown,
+    StepOutputs,
+    command_decoder,
+    event_encoder,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def run_engine(socket: zmq.Socket[bytes], load: Callable[[], tuple[EngineCore, EngineInfo]]) -> None:
+    """Load a model and serve it until `Shutdown`; owns the socket, and closes it at the end."""
+    try:
+        try:
+            core, info = load()
+        except EngineError as error:
+            _send(socket, LoadFailed(str(error)))
+            return
+        except Exception as error:
+            logger.exception("loading the model failed")
+            _send(socket, LoadFailed(f"{type(error).__name__}: {error}"))
+            return
+        _send(socket, info)
+        EngineLoop(socket, core).run()
+    finally:
+        socket.close(linger=1000)
+
+
+class EngineLoop:
+    """Serves one `EngineCore`; sleeps in the socket when there is nothing to do."""
+
+    def __init__(self, socket: zmq.Socket[bytes], core: EngineCore) -> None:
+        self._socket = socket
+        self._core = core
+
+    def run(self) -> None:
+        """Until a `Shutdown` comes."""
+        while True:
+            outputs: list[SequenceOutput] = []
+            for command in self._receive():
+                if isinstance(command, Shutdown):
+                    return
+                outputs += self._apply(command)
+            if self._core.has_work:
+                outputs += self._core.step()
+            if outputs:
+                _send(self._socket, StepOutputs(outputs, self._core.stats()))
+
+    def _receive(self) -> list[Command]:
+        """All commands that have come; waits for some if there is no work."""
+        commands: list[Command] = []
+        if not self._core.has_work:
+            commands += command_decoder.decode(self._socket.recv())
+        while True:
+            try:
+                commands += command_decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return commands
+
+    def _apply(self, command: Command) -> list[SequenceOutput]:
+        match command:
+            case Add(request):
+                return self._core.add(request)
+            case Abort(request_id, index):
+                self._core.abort(request_id, index)
+            case CheckIntegrity():
+                _send(self._socket, self._integrity())
+        return []
+
+    def _integrity(self) -> Integrity:
+        try:
+            self._core.check_integrity()
+        except IntegrityError as error:
+            return Integrity(str(error), self._core.stats())
+        return Integrity("", self._core.stats())
+
+
+def _send(socket: zmq.Socket[bytes], event: Event) -> None:
+    socket.send(event_encoder.encode(event))

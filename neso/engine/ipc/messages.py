@@ -1,0 +1,72 @@
+"""What crosses the channel between a server and an engine process, as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from neso.engine.core.request import EngineRequest, SequenceOutput
+from neso.engine.core.stats import EngineStats
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Start a request."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget a request, or one of its sequences."""
+
+    request_id: str
+    index: int | None = None
+
+
+class CheckIntegrity(msgspec.Struct, frozen=True, tag="check"):
+    """Compare the books of the cache; answered by `Integrity`."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End the process."""
+
+
+Command = Add | Abort | CheckIntegrity | Shutdown
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded. Lengths are in tokens, `cache_bytes` is the size of the key-value cache."""
+
+    runner: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    cache_bytes: int
+    load_seconds: float
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The model could not be loaded, for a reason fit for the user."""
+
+    message: str
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
+    """What one step gave, for all requests together."""
+
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+
+
+class Integrity(msgspec.Struct, frozen=True, tag="integrity"):
+    """Result of `CheckIntegrity`: an empty message if all is well."""
+
+    message: str
+    stats: EngineStats
+
+
+Event = EngineInfo | LoadFailed | StepOutputs | Integrity
+
+command_encoder = msgspec.msgpack.Encoder()
+command_decoder = msgspec.msgpack.Decoder(list[Command])
+event_encoder = msgspec.msgpack.Encoder()
+event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
