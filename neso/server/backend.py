@@ -44,14 +44,20 @@ class ModelContext:
 
 
 class Backend(ABC):
-    """Executes the requests of one model version. Made by the core, used on its event loop only."""
+    """Executes the requests of one model version. Made by the core, used on its event loop only.
+
+    `counts_executions`: the backend executes several requests at once and calls `statistics.record_execution`
+    itself; otherwise each request that succeeds counts as one execution.
+    """
+
+    counts_executions = False
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
 
-    @classmethod
-    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:  # noqa: B027
-        """Fill in what the user left out of the `ModelConfig`. Raises `ServerError`."""
+    @classmethod  # noqa: B027  most backends have nothing to add
+    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+        """Fill in what the user left out of the `ModelConfig`. May block. Raises `ServerError`."""
 
     @abstractmethod
     async def load(self) -> None:

@@ -62,7 +62,7 @@ class DataType(str, Enum):
 
     @classmethod
     def of_numpy(cls, dtype: np.dtype[Any]) -> DataType:
-        """The datatype of an array; every string, bytes or object dtype is BYTES. Raises `InvalidArgument`."""
+        """The datatype of an array; string, bytes and object dtypes are BYTES. Raises `InvalidArgument`."""
         if dtype.kind in "SUO":
             return cls.BYTES
         found = _FROM_NUMPY.get(dtype.newbyteorder("="))

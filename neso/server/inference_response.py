@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from neso.server.errors import ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
+from neso.server.statistics import FailureReason, Timeline
 from neso.server.tensor import Tensor
 
 
@@ -43,14 +44,24 @@ class InferenceResponse:
 class ResponseStream(AsyncIterator[InferenceResponse]):
     """The responses of one request in flight: a backend writes, one consumer iterates.
 
+    `batch_size` is that of the request, 1 for models that do not batch. A backend notes on `timeline` when it
+    began to compute and so on. `on_response(stream, response)` sees each response before the consumer does;
+    `failure` is why the request counts as failed, None while it does not.
+
     All methods belong to the core's event loop; a thread uses `loop.call_soon_threadsafe(stream.send, …)`.
     Iteration ends after the response with `final`. A consumer that stops early calls `cancel()`.
     """
 
     def __init__(
-        self, request: InferenceRequest, on_response: Callable[[InferenceResponse], None] | None = None
+        self,
+        request: InferenceRequest,
+        on_response: Callable[[ResponseStream, InferenceResponse], None] | None = None,
+        batch_size: int = 1,
     ) -> None:
         self.request = request
+        self.batch_size = batch_size
+        self.timeline = Timeline()
+        self.failure: FailureReason | None = None
         self._on_response = on_response
         self._responses: deque[InferenceResponse] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -70,7 +81,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         response.id = response.id or self.request.id
         self._closed = response.final
         if self._on_response is not None:
-            self._on_response(response)
+            self._on_response(self, response)
         self._responses.append(response)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -33,7 +33,7 @@ class Tensor:
 
     @classmethod
     def from_numpy(cls, name: str, array: npt.ArrayLike) -> Tensor:
-        """Wrap an array (or a list); strings become UTF-8 bytes. Raises `InvalidArgument` for a strange dtype."""
+        """Wrap an array or a list; strings become UTF-8 bytes. Raises `InvalidArgument` for a strange dtype."""
         array = np.asarray(array)
         datatype = DataType.of_numpy(array.dtype)
         if datatype is DataType.BYTES:
@@ -63,7 +63,8 @@ class Tensor:
         dtype = datatype.dtype
         if len(data) != count * dtype.itemsize:
             raise InvalidArgument(
-                f"unexpected total byte size {len(data)} for input '{name}', expecting {count * dtype.itemsize}"
+                f"unexpected total byte size {len(data)} for input '{name}', "
+                f"expecting {count * dtype.itemsize}"
             )
         return cls(name, datatype, np.frombuffer(data, dtype).reshape(shape))
 
@@ -78,7 +79,7 @@ class Tensor:
         return b"".join(parts)
 
     def strings(self) -> list[str]:
-        """The elements of a BYTES tensor as text, flat. Raises `InvalidArgument` for bytes that are no UTF-8."""
+        """The elements of a BYTES tensor as text, flat. Raises `InvalidArgument` if they are no UTF-8."""
         try:
             return [element.decode() for element in self.array.flat]
         except UnicodeDecodeError:
@@ -111,7 +112,8 @@ def _split_bytes(name: str, data: bytes | memoryview, count: int) -> npt.NDArray
     view = memoryview(data)
     if count > len(view) // 4:
         raise InvalidArgument(
-            f"expected {count} string elements for input '{name}', got {len(view)} bytes, too few for their lengths"
+            f"expected {count} string elements for input '{name}', got {len(view)} bytes, "
+            "too few for their lengths"
         )
     elements = np.empty(count, np.object_)
     offset = 0

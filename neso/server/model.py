@@ -1,0 +1,188 @@
+"""One version of a model: takes requests, checks them, counts them, and hands them to the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from neso.server.backend import Backend, ModelContext
+from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.metadata import ModelMetadata
+from neso.server.signature import Signature
+from neso.server.statistics import FailureReason, Timeline
+
+if TYPE_CHECKING:
+    from neso.generation import GenerationOutput, GenerationRequest, LanguageModel
+    from neso.server.inference_request import InferenceRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Model:
+    """A loaded version. `versions` are those of the model's name that are ready, kept by the lifecycle.
+
+    When a reload has replaced this version, `submit` passes requests on to its successor, so that a front end
+    may hold a `Model` across an await.
+    """
+
+    def __init__(self, context: ModelContext, backend: Backend) -> None:
+        self.name = context.name
+        self.version = context.version
+        self.versions = [context.version]
+        self.config: Any = context.config
+        self.decoupled = bool(context.config.model_transaction_policy.decoupled)
+        self.statistics = context.statistics
+        self.signature = Signature(context.config)
+        self.load_duration = 0.0
+        self.source: object = None  # kept alive as long as the model: it may own a temporary folder
+        self.metric_labels = {"model": self.name, "version": self.version}
+        self.metric_labels.update({f"_{key}": value for key, value in self.config.metric_tags.items()})
+        self._backend = backend
+        self._in_flight: set[ResponseStream] = set()
+        self._generating = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._retired = False
+        self._successor: Model | None = None
+
+    @property
+    def language_model(self) -> LanguageModel | None:
+        """The model's text face, if it has one."""
+        return self._backend.language_model
+
+    @property
+    def pending_count(self) -> int:
+        """Requests that were accepted and are not being computed yet."""
+        return sum(1 for stream in tuple(self._in_flight) if not stream.timeline.compute_start)
+
+    @property
+    def in_flight_count(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._in_flight) + self._generating
+
+    def ready(self) -> bool:
+        """Whether requests are accepted and the backend can execute them."""
+        return not self._retired and self._backend.ready()
+
+    def metadata(self) -> ModelMetadata:
+        """What clients are told. The platform of a backend without one is the backend's name."""
+        return ModelMetadata(
+            self.name,
+            list(self.versions),
+            self.config.platform or self.config.backend,
+            self.signature.metadata(self.signature.inputs),
+            self.signature.metadata(self.signature.outputs),
+        )
+
+    def submit(self, request: InferenceRequest) -> ResponseStream:
+        """Start a request. Raises `InvalidArgument` if it does not fit; later errors come as responses."""
+        if self._retired:
+            return self._after_retirement().submit(request)
+        batch_size = self.signature.check(request)
+        request.model_version = self.version
+        stream = ResponseStream(request, self._observe, batch_size)
+        self._in_flight.add(stream)
+        self._idle.clear()
+        try:
+            self._backend.submit(stream)
+        except ServerError as error:
+            stream.fail(error)
+        except Exception as error:
+            logger.exception("backend of model '%s' failed to take a request", self.name)
+            stream.fail(InternalError(f"backend of model '{self.name}' failed to take the request: {error}"))
+        return stream
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """Generate text. Raises `Unsupported` without a language model, and what that one raises."""
+        if self._retired:
+            async for output in self._after_retirement().generate(request):
+                yield output
+            return
+        language_model = self.language_model
+        if language_model is None:
+            raise Unsupported(f"model '{self.name}' is not a language model")
+        timeline = Timeline()
+        failure: FailureReason | None = FailureReason.CANCELED
+        self._generating += 1
+        self._idle.clear()
+        try:
+            async for output in language_model.generate(request):
+                if output.finished:
+                    failure = None
+                yield output
+            failure = None
+        except Exception:
+            failure = FailureReason.BACKEND
+            raise
+        finally:
+            self._generating -= 1
+            self._count(timeline, 1, failure)
+
+    def retire(self, successor: Model | None = None) -> None:
+        """Accept no more requests; pass them to the successor if there is one."""
+        self._retired = True
+        self._successor = successor
+
+    async def drain(self, timeout: float | None) -> bool:
+        """Wait until no request is in flight; False when that takes longer than `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    async def unload(self, timeout: float | None) -> None:
+        """End the requests in flight, by force after `timeout`, and give back what the backend holds."""
+        self._retired = True
+        if not await self.drain(timeout):
+            for stream in tuple(self._in_flight):
+                stream.cancel()
+                stream.fail(Unavailable(f"model '{self.name}' is unloaded, the request did not end in time"))
+        await self._backend.unload()
+        for stream in tuple(self._in_flight):
+            stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
+
+    def _after_retirement(self) -> Model:
+        if self._successor is None:
+            raise Unavailable(f"Request for unknown model: '{self.name}' has no available versions")
+        return self._successor
+
+    def _observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
+        """Every response passes here on its way to the consumer."""
+        if not response.model_name:
+            response.model_name, response.model_version = self.name, self.version
+        if response.outputs:
+            self._shape_outputs(stream, response)
+        if response.error is not None and stream.failure is None:
+            stream.failure = _reason(response.error, stream.request)
+        if response.final:
+            self._in_flight.discard(stream)
+            self._count(stream.timeline, stream.batch_size, stream.failure)
+
+    def _shape_outputs(self, stream: ResponseStream, response: InferenceResponse) -> None:
+        wanted = stream.request.requested_outputs
+        if wanted:
+            response.outputs = [tensor for tensor in response.outputs if tensor.name in wanted]
+        try:
+            response.outputs = self.signature.restore(response.outputs)
+        except ServerError as error:
+            response.outputs, response.error = [], InternalError(error.message)
+
+    def _count(self, timeline: Timeline, batch_size: int, failure: FailureReason | None) -> None:
+        if failure is None:
+            self.statistics.record_success(timeline, batch_size)
+            if not self._backend.counts_executions:
+                self.statistics.record_execution(batch_size, timeline)
+        else:
+            self.statistics.record_failure(timeline, failure)
+        if not self._in_flight and not self._generating:
+            self._idle.set()
+
+
+def _reason(error: ServerError, request: InferenceRequest) -> FailureReason:
+    if isinstance(error, Cancelled) or error.code is ErrorCode.CANCELLED or request.cancelled:
+        return FailureReason.CANCELED
+    return FailureReason.BACKEND

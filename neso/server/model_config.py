@@ -1,0 +1,168 @@
+"""The configuration of a model: read, completed, checked, and written as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format, text_format  # type: ignore[import-untyped]
+from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+
+from neso.server.errors import InvalidArgument, Unsupported
+
+CONFIG_FILENAME = "config.pbtxt"
+
+_BACKEND_OF_FILE = {"model.py": "python", "model.onnx": "onnxruntime", "model.pt": "pytorch"}
+
+
+def read_config(directory: Path) -> ModelConfig | None:
+    """Parse the model's config.pbtxt, None without one. Raises `InvalidArgument` with line and column."""
+    path = directory / CONFIG_FILENAME
+    if not path.is_file():
+        return None
+    try:
+        return text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
+    except (text_format.ParseError, UnicodeDecodeError, OSError) as error:
+        raise InvalidArgument(f"failed to read text proto from {path}: {error}") from None
+
+
+def config_from_json(text: str) -> ModelConfig:
+    """Parse a configuration as JSON. Raises `InvalidArgument`."""
+    try:
+        return json_format.Parse(text, ModelConfig())
+    except json_format.ParseError as error:
+        raise InvalidArgument(f"failed to parse the model configuration: {error}") from None
+
+
+def config_to_json(config: ModelConfig) -> str:
+    """The configuration as JSON, by the names of the protocol buffer fields."""
+    return json.dumps(config_to_dict(config))
+
+
+def config_to_dict(message: Any) -> dict[str, Any]:
+    """A message as a dictionary, by field names, with its defaults; 64-bit integers stay integers.
+
+    (The JSON mapping of protocol buffers would make them strings, which no client of Triton expects.)
+    """
+    result: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            entry = field.message_type
+            if entry is not None and entry.GetOptions().map_entry:
+                of_value = entry.fields_by_name["value"]
+                result[field.name] = {str(key): _plain(of_value, value[key]) for key in sorted(value)}
+            else:
+                result[field.name] = [_plain(field, element) for element in value]
+        elif not field.has_presence or message.HasField(field.name):
+            result[field.name] = _plain(field, value)
+    return result
+
+
+def _plain(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None:
+        return config_to_dict(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value
+
+
+def complete_config(config: ModelConfig, name: str, version_directory: Path) -> None:
+    """Fill in what follows without the backend: name, backend, file name, policy, instance group."""
+    if not config.name:
+        config.name = name
+    if not config.backend and config.platform != "ensemble":
+        config.backend = _infer_backend(config, version_directory)
+    if config.backend == "python" and not config.default_model_filename:
+        config.default_model_filename = "model.py"
+    if config.version_policy.WhichOneof("policy_choice") is None:
+        config.version_policy.latest.num_versions = 1
+    if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
+        return
+    if not config.instance_group:
+        config.instance_group.add()
+    for index, group in enumerate(config.instance_group):
+        group.name = group.name or f"{name}_{index}"
+        group.count = group.count or 1
+        if group.kind == ModelInstanceGroup.KIND_AUTO:
+            group.kind = ModelInstanceGroup.KIND_CPU
+
+
+def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
+    if config.platform == "onnxruntime_onnx":
+        return "onnxruntime"
+    if config.platform.startswith("pytorch"):
+        return "pytorch"
+    if config.default_model_filename:
+        return _BACKEND_OF_FILE.get(config.default_model_filename, "")
+    for filename, backend in _BACKEND_OF_FILE.items():
+        if (version_directory / filename).exists():
+            return backend
+    return ""
+
+
+def check_config(config: ModelConfig, name: str) -> None:
+    """Refuse what makes no sense, or what no scheduler here can serve. Raises `ServerError`."""
+    if config.name != name:
+        raise InvalidArgument(
+            f"unexpected directory name '{name}' for model '{config.name}', "
+            "directory name must equal model name"
+        )
+    _check_schedulers(config)
+    if not config.backend:
+        raise InvalidArgument(f"must specify 'platform' or 'backend' for '{name}'")
+    if config.max_batch_size < 0:
+        raise InvalidArgument(f"'max_batch_size' must be non-negative value for {name}")
+    for kind, tensors in (("input", config.input), ("output", config.output)):
+        seen: set[str] = set()
+        for tensor in tensors:
+            _check_tensor(tensor, kind, config)
+            if tensor.name in seen:
+                raise InvalidArgument(f"model {kind} '{tensor.name}' is specified more than once for {name}")
+            seen.add(tensor.name)
+
+
+def _check_schedulers(config: ModelConfig) -> None:
+    scheduler = config.WhichOneof("scheduling_choice")
+    if scheduler == "ensemble_scheduling" or config.platform == "ensemble":
+        raise Unsupported(f"ensemble scheduling is not supported yet, for {config.name}")
+    if scheduler == "sequence_batching":
+        raise Unsupported(f"sequence batching is not supported yet, for {config.name}")
+
+
+def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:
+    where = f"for {config.name}"
+    if not tensor.name:
+        raise InvalidArgument(f"model {kind} must specify 'name' {where}")
+    if not tensor.data_type:
+        raise InvalidArgument(f"model {kind} '{tensor.name}' must specify 'data_type' {where}")
+    if not tensor.dims and config.max_batch_size == 0:
+        raise InvalidArgument(f"model {kind} '{tensor.name}' must specify 'dims' {where}")
+    for extent in tensor.dims:
+        if extent < 1 and extent != -1:
+            raise InvalidArgument(
+                f"model {kind} '{tensor.name}' dimension must be integer >= 1, or -1 to indicate a "
+                f"variable-size dimension, got {extent} {where}"
+            )
+    if tensor.HasField("reshape"):
+        _check_reshape(tensor, kind, where)
+
+
+def _check_reshape(tensor: Any, kind: str, where: str) -> None:
+    dims, shape = list(tensor.dims), list(tensor.reshape.shape)
+    if dims.count(-1) != shape.count(-1):
+        raise InvalidArgument(
+            f"model {kind} '{tensor.name}' has different number of variable-size dimensions for dims "
+            f"and reshape {where}"
+        )
+    if -1 not in dims and _count(dims) != _count(shape):
+        raise InvalidArgument(f"model {kind} '{tensor.name}' has different size for dims and reshape {where}")
+
+
+def _count(extents: list[int]) -> int:
+    count = 1
+    for extent in extents:
+        count *= extent
+    return count

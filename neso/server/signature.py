@@ -1,0 +1,170 @@
+"""What tensors a model takes and gives, and the check of requests against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from neso.server.datatypes import DataType
+from neso.server.errors import InvalidArgument
+from neso.server.inference_request import InferenceRequest
+from neso.server.metadata import TensorMetadata
+from neso.server.tensor import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output of a model. `dims` are without the batch dimension; -1 varies.
+
+    `reshape`: the shape that the backend sees in place of `dims`, None when it is the same.
+    """
+
+    name: str
+    datatype: DataType
+    dims: Shape
+    optional: bool = False
+    reshape: Shape | None = None
+
+    @classmethod
+    def of(cls, tensor: Any) -> TensorSpec:
+        """From a `ModelInput` or `ModelOutput` message."""
+        kind = tensor.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[tensor.data_type].name
+        return cls(
+            tensor.name,
+            DataType.from_config(kind),
+            tuple(tensor.dims),
+            bool(getattr(tensor, "optional", False)),
+            tuple(tensor.reshape.shape) if tensor.HasField("reshape") else None,
+        )
+
+    def matches(self, shape: Shape) -> bool:
+        """Whether a shape (without the batch dimension) fits `dims`."""
+        if len(shape) != len(self.dims):
+            return False
+        return all(expected in (-1, extent) for expected, extent in zip(self.dims, shape, strict=True))
+
+
+class Signature:
+    """The inputs and outputs of one model, compiled from its configuration so that checks are cheap."""
+
+    def __init__(self, config: Any) -> None:
+        self.model = config.name
+        self.max_batch_size = int(config.max_batch_size)
+        self.inputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.input}
+        self.outputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.output}
+        self._required = sum(not spec.optional for spec in self.inputs.values())
+        self._reshaped_outputs = {name for name, spec in self.outputs.items() if spec.reshape is not None}
+
+    def metadata(self, specs: dict[str, TensorSpec]) -> list[TensorMetadata]:
+        """`specs` as clients see them, with the batch dimension."""
+        batch = (-1,) if self.max_batch_size else ()
+        return [TensorMetadata(spec.name, spec.datatype.value, batch + spec.dims) for spec in specs.values()]
+
+    def check(self, request: InferenceRequest) -> int:
+        """Check the tensors of a request, reshape them for the backend; its batch size, at least 1.
+
+        Raises `InvalidArgument` with Triton's wording.
+        """
+        try:
+            self._check_names(request)
+            batch_size = self._batch_size(request.inputs)
+            for name, tensor in request.inputs.items():
+                self._check_tensor(self.inputs[name], tensor)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"[request id: {request.id or '<id_unknown>'}] {error.message}") from None
+        for name in request.inputs:
+            spec = self.inputs[name]
+            if spec.reshape is not None:
+                request.inputs[name] = self._reshape(request.inputs[name], spec.dims, spec.reshape)
+        return batch_size
+
+    def restore(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Outputs of the backend in the shapes that clients expect."""
+        if not self._reshaped_outputs:
+            return outputs
+        restored = []
+        for tensor in outputs:
+            spec = self.outputs.get(tensor.name)
+            if spec is not None and spec.reshape is not None:
+                tensor = self._reshape(tensor, spec.reshape, spec.dims)
+            restored.append(tensor)
+        return restored
+
+    def _check_names(self, request: InferenceRequest) -> None:
+        for name in request.requested_outputs:
+            if name not in self.outputs:
+                raise InvalidArgument(f"unexpected inference output '{name}' for model '{self.model}'")
+        given, most = len(request.inputs), len(self.inputs)
+        if given > most or given < self._required:
+            expected = f"{most}"
+            if self._required != most:
+                expected = f"number of inputs between {self._required} and {most}"
+                raise InvalidArgument(f"expected {expected} but got {given} inputs for model '{self.model}'")
+            raise InvalidArgument(
+                f"expected {expected} inputs but got {given} inputs for model '{self.model}'"
+            )
+        for name in request.inputs:
+            if name not in self.inputs:
+                raise InvalidArgument(f"unexpected inference input '{name}' for model '{self.model}'")
+        missing = [n for n, spec in self.inputs.items() if not spec.optional and n not in request.inputs]
+        if missing:
+            raise InvalidArgument(
+                f"expected {self._required} required inputs but got {self._required - len(missing)} for "
+                f"model '{self.model}', missing are {', '.join(missing)}"
+            )
+
+    def _batch_size(self, inputs: dict[str, Tensor]) -> int:
+        if self.max_batch_size == 0:
+            return 1
+        batch_size: int | None = None
+        for name, tensor in inputs.items():
+            if not tensor.shape:
+                raise InvalidArgument(
+                    f"input '{name}' has no shape but model requires batch dimension for '{self.model}'"
+                )
+            if batch_size is None:
+                batch_size = tensor.shape[0]
+            elif tensor.shape[0] != batch_size:
+                raise InvalidArgument(
+                    f"input '{name}' batch size does not match other inputs for '{self.model}'"
+                )
+        batch_size = batch_size or 0
+        if batch_size > self.max_batch_size:
+            raise InvalidArgument(
+                f"inference request batch-size must be <= {self.max_batch_size} for '{self.model}'"
+            )
+        return max(batch_size, 1)
+
+    def _check_tensor(self, spec: TensorSpec, tensor: Tensor) -> None:
+        if tensor.datatype is not spec.datatype:
+            raise InvalidArgument(
+                f"inference input data-type is '{tensor.datatype.value}', model expects "
+                f"'{spec.datatype.value}' for '{self.model}'"
+            )
+        batched = self.max_batch_size > 0
+        if not spec.matches(tensor.shape[1:] if batched else tensor.shape):
+            expected = (-1, *spec.dims) if batched else spec.dims
+            raise InvalidArgument(
+                f"unexpected shape for input '{spec.name}' for model '{self.model}'. Expected "
+                f"{_text(expected)}, got {_text(tensor.shape)}"
+            )
+
+    def _reshape(self, tensor: Tensor, dims: Shape, shape: Shape) -> Tensor:
+        first = 1 if self.max_batch_size else 0
+        varying = iter(
+            extent for extent, expected in zip(tensor.shape[first:], dims, strict=False) if expected == -1
+        )
+        try:
+            new = tuple(next(varying) if extent == -1 else extent for extent in shape)
+            return Tensor(tensor.name, tensor.datatype, tensor.array.reshape(tensor.shape[:first] + new))
+        except (StopIteration, RuntimeError, ValueError):
+            raise InvalidArgument(
+                f"tensor '{tensor.name}' of model '{self.model}' has shape {_text(tensor.shape)}, which can "
+                f"not be reshaped to {_text(shape)}"
+            ) from None
+
+
+def _text(shape: Shape) -> str:
+    return "[" + ",".join(str(extent) for extent in shape) + "]"

@@ -1,0 +1,141 @@
+"""Counters and durations of one model version, as the statistics extension reports them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class FailureReason(str, Enum):
+    """Why a request failed, as metrics tell it."""
+
+    REJECTED = "REJECTED"
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"
+    OTHER = "OTHER"
+
+
+@dataclass(slots=True)
+class Duration:
+    """How often something happened and how long it took in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        self.count += count
+        self.ns += ns
+
+    def as_dict(self) -> dict[str, int]:
+        return {"count": self.count, "ns": self.ns}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When a request reached its stages, in ns of the monotonic clock; 0: not yet, or not told.
+
+    queue_start → compute_start → input_end → output_start → the final response. A backend sets what it knows;
+    stages that it leaves out take no time.
+    """
+
+    queue_start: int = field(default_factory=time.monotonic_ns)
+    compute_start: int = 0
+    input_end: int = 0
+    output_start: int = 0
+
+    def stages(self, end: int) -> tuple[int, int, int, int]:
+        """ns spent in the queue, in compute input, infer and output."""
+        start = self.compute_start or self.queue_start
+        input_end = self.input_end or start
+        output_start = self.output_start or end
+        return start - self.queue_start, input_end - start, output_start - input_end, end - output_start
+
+
+@dataclass(slots=True)
+class BatchStatistics:
+    """Executions of one batch size."""
+
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+
+
+class ModelStatistics:
+    """Counts what the requests of a model version did. Written on the core's loop, read from anywhere.
+
+    A request counts once it has ended. Requests that validation refused were never accepted and do not count.
+    """
+
+    def __init__(self, name: str, version: str) -> None:
+        self.name = name
+        self.version = version
+        self.last_inference_ms = 0
+        self.inference_count = 0
+        self.execution_count = 0
+        self.success = Duration()
+        self.fail = Duration()
+        self.queue = Duration()
+        self.compute_input = Duration()
+        self.compute_infer = Duration()
+        self.compute_output = Duration()
+        self.cache_hit = Duration()
+        self.cache_miss = Duration()
+        self.failures = dict.fromkeys(FailureReason, 0)
+        self.batches: dict[int, BatchStatistics] = {}
+
+    def record_success(self, timeline: Timeline, batch_size: int) -> None:
+        """A request has ended well. `batch_size` is 1 for models that do not batch."""
+        end = time.monotonic_ns()
+        queue, compute_input, infer, output = timeline.stages(end)
+        self.success.add(end - timeline.queue_start)
+        self.queue.add(queue)
+        self.compute_input.add(compute_input)
+        self.compute_infer.add(infer)
+        self.compute_output.add(output)
+        self.inference_count += batch_size
+        self.last_inference_ms = time.time_ns() // 1_000_000
+
+    def record_failure(self, timeline: Timeline, reason: FailureReason) -> None:
+        """A request has ended badly."""
+        self.fail.add(time.monotonic_ns() - timeline.queue_start)
+        self.failures[reason] += 1
+
+    def record_execution(self, batch_size: int, timeline: Timeline) -> None:
+        """The model was executed once for requests of `batch_size` in all."""
+        _, compute_input, infer, output = timeline.stages(time.monotonic_ns())
+        self.execution_count += 1
+        batch = self.batches.setdefault(batch_size, BatchStatistics())
+        batch.compute_input.add(compute_input)
+        batch.compute_infer.add(infer)
+        batch.compute_output.add(output)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The values now, in the form and by the names of the statistics extension."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "last_inference": self.last_inference_ms,
+            "inference_count": self.inference_count,
+            "execution_count": self.execution_count,
+            "inference_stats": {
+                "success": self.success.as_dict(),
+                "fail": self.fail.as_dict(),
+                "queue": self.queue.as_dict(),
+                "compute_input": self.compute_input.as_dict(),
+                "compute_infer": self.compute_infer.as_dict(),
+                "compute_output": self.compute_output.as_dict(),
+                "cache_hit": self.cache_hit.as_dict(),
+                "cache_miss": self.cache_miss.as_dict(),
+            },
+            "batch_stats": [
+                {
+                    "batch_size": size,
+                    "compute_input": batch.compute_input.as_dict(),
+                    "compute_infer": batch.compute_infer.as_dict(),
+                    "compute_output": batch.compute_output.as_dict(),
+                }
+                for size, batch in sorted(self.batches.items())
+            ],
+        }
