@@ -1,0 +1,96 @@
+"""Fields of config.json that several families read the same way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from neso.engine.specs.config_reader import ConfigReader
+from neso.engine.specs.decoder_spec import Activation
+from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.specs.rotary_spec import DynamicScaling, RotarySpec
+
+# Hugging Face's names of activations to ours.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads: counts and width."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def read_heads(config: ConfigReader, kv_heads: int | None = None, head_dim: int | None = None) -> Heads:
+    """The defaults are those of the family; None: as many as query heads, and hidden_size / heads."""
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise config.invalid(
+            "num_key_value_heads", f"({num_kv_heads}) does not divide {num_heads} attention heads"
+        )
+    if not config.has("head_dim") and head_dim is None:
+        if hidden_size % num_heads:
+            raise config.invalid(
+                "hidden_size", f"({hidden_size}) is no multiple of {num_heads} attention heads"
+            )
+        head_dim = hidden_size // num_heads
+    return Heads(num_heads, num_kv_heads, config.integer("head_dim", head_dim))
+
+
+def read_activation(config: ConfigReader) -> Activation:
+    name = config.string("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"config field 'hidden_act': activation {name!r} is not supported; "
+            f"supported are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def read_rotary(config: ConfigReader, head_dim: int, default_length: int) -> tuple[RotarySpec, int]:
+    """The rotary embedding, and the longest sequence in tokens: `max_position_embeddings`.
+
+    Dynamic scaling alone takes that field as the length before scaling.
+    """
+    max_position = config.integer("max_position_embeddings", default_length)
+    rotary = RotarySpec.from_config(config, head_dim, max_position)
+    if isinstance(rotary.scaling, DynamicScaling):
+        return rotary, int(max_position * rotary.scaling.factor)
+    return rotary, max_position
+
+
+def read_layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Windows of Qwen 2 and 3: by `layer_types` or from a layer onwards; none unless `use_sliding_window`."""
+    enabled = config.boolean("use_sliding_window", False)
+    window = config.integer("sliding_window", 4096) if enabled and _window_given(config) else None
+    if not config.has("layer_types"):
+        first = config.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    kinds = config.strings("layer_types", num_layers)
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModel(f"config field 'layer_types': {kind!r} is not supported")
+        if kind == "sliding_attention" and window is None:
+            raise config.invalid("layer_types", "asks for sliding_attention, but there is no sliding window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _window_given(config: ConfigReader) -> bool:
+    """An absent `sliding_window` takes the default; an explicit null means none."""
+    return config.has("sliding_window") or not config.mentions("sliding_window")
+
+
+def refuse_quantization(config: ConfigReader) -> None:
+    if config.has("quantization_config"):
+        method = config.section("quantization_config").value("quant_method")
+        raise UnsupportedModel(
+            f"config field 'quantization_config': checkpoints quantized with {method!r} are not supported"
+        )

@@ -1,0 +1,98 @@
+"""Typed access to a Hugging Face config.json, so that a broken one is refused by the name of its field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from neso.engine.specs.errors import InvalidConfig
+
+
+class ConfigReader:
+    """Reads the fields of one JSON object.
+
+    A field that is absent or null takes the default; without a default it is required. Every method raises
+    `InvalidConfig` when the value does not have the type or lies outside the bounds.
+    """
+
+    def __init__(self, values: Mapping[str, Any], within: str = "") -> None:
+        """`within` is prepended to field names in messages, as in "rope_scaling.factor"."""
+        if not isinstance(values, Mapping):
+            raise InvalidConfig(f"config field {within.rstrip('.') or 'config.json'!r} must be a JSON object")
+        self._values = values
+        self._within = within
+
+    def has(self, field: str) -> bool:
+        return self._values.get(field) is not None
+
+    def mentions(self, field: str) -> bool:
+        """Whether the field is there at all, be it null."""
+        return field in self._values
+
+    def value(self, field: str) -> Any:
+        """The raw value, None where it is absent."""
+        return self._values.get(field)
+
+    def nests_objects(self) -> bool:
+        """Whether any field holds a JSON object."""
+        return any(isinstance(value, Mapping) for value in self._values.values())
+
+    def invalid(self, field: str, problem: str) -> InvalidConfig:
+        """The error to raise about a field."""
+        return InvalidConfig(f"config field '{self._within}{field}' {problem}")
+
+    def integer(self, field: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self._get(field, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.invalid(field, f"must be an integer, not {value!r}")
+        if value < minimum:
+            raise self.invalid(field, f"must be at least {minimum}, not {value}")
+        return value
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.invalid(field, f"must be a number, not {value!r}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or number <= 0:
+            raise self.invalid(field, f"must be a finite number above zero, not {value!r}")
+        return number
+
+    def boolean(self, field: str, default: bool | None = None) -> bool:
+        value = self._get(field, default)
+        if not isinstance(value, bool):
+            raise self.invalid(field, f"must be true or false, not {value!r}")
+        return value
+
+    def string(self, field: str, default: str | None = None) -> str:
+        value = self._get(field, default)
+        if not isinstance(value, str):
+            raise self.invalid(field, f"must be a string, not {value!r}")
+        return value
+
+    def strings(self, field: str, length: int) -> tuple[str, ...]:
+        """A list of exactly `length` strings."""
+        value = self._get(field, None)
+        if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+            raise self.invalid(field, f"must be a list of strings, not {value!r}")
+        if len(value) != length:
+            raise self.invalid(field, f"must have {length} entries, one per layer, but has {len(value)}")
+        return tuple(value)
+
+    def section(self, field: str) -> ConfigReader:
+        """A reader of the JSON object in `field`."""
+        return ConfigReader(self._get(field, None), f"{self._within}{field}.")
+
+    def _get(self, field: str, default: Any) -> Any:
+        value = self._values.get(field)
+        value = default if value is None else value
+        if value is None:
+            raise self.invalid(field, "is missing")
+        return value

@@ -1,0 +1,55 @@
+"""Which architectures there are: config.json to `DecoderSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from neso.engine.specs.config_reader import ConfigReader
+from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.specs.errors import UnsupportedModel
+
+# Architecture (config.json's `architectures`) to the module of its family; imported when asked for.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+# `model_type`, for a config.json without `architectures`.
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of the model that a config.json describes.
+
+    Raises `UnsupportedModel` for an architecture or feature that is not there, `InvalidConfig` for a broken
+    field.
+    """
+    reader = ConfigReader(config)
+    family = import_module(f"neso.engine.specs.{ARCHITECTURES[_architecture(reader)]}")
+    spec: DecoderSpec = family.decoder_spec(reader)
+    return spec
+
+
+def _architecture(config: ConfigReader) -> str:
+    if config.value("architectures"):
+        listed = config.value("architectures")
+        if not isinstance(listed, list) or not isinstance(listed[0], str):
+            raise config.invalid("architectures", f"must be a list of strings, not {listed!r}")
+        name = listed[0]
+    else:
+        model_type = config.string("model_type")
+        name = MODEL_TYPES.get(model_type, model_type)
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    return name

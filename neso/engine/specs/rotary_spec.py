@@ -1,0 +1,152 @@
+"""Rotary position embedding as data: base, width and the way frequencies are scaled for long contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from neso.engine.specs.config_reader import ConfigReader
+from neso.engine.specs.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All frequencies divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """The base grows with the sequence once it is longer than `original_max_position` ("dynamic NTK")."""
+
+    factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between them (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): interpolation by rotations per context.
+
+    Cosines and sines are multiplied by `attention_factor`. `truncate` rounds the ends of the ramp to whole
+    dimensions, as the paper's code does.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+
+RotaryScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Rotation of the first `rotary_dim` dimensions of each head, halves paired (i, i + rotary_dim / 2)."""
+
+    theta: float
+    rotary_dim: int
+    scaling: RotaryScaling | None
+
+    @classmethod
+    def from_config(cls, config: ConfigReader, head_dim: int, max_position: int) -> RotarySpec:
+        """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before it).
+
+        Where both forms are present, `rope_scaling` wins, as it does in transformers.
+        """
+        field = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
+        rope = config.section(field) if config.has(field) else ConfigReader({}, f"{field}.")
+        if rope.nests_objects() or rope.has("mrope_section"):
+            raise UnsupportedModel(
+                f"config field {field!r} asks for several rotary embeddings, which is not supported"
+            )
+        theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+        fraction = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+        rotary_dim = int(head_dim * fraction)
+        if fraction > 1.0 or rotary_dim < 2 or rotary_dim % 2:
+            raise config.invalid(
+                "partial_rotary_factor" if fraction != 1.0 else "head_dim",
+                f"gives {rotary_dim} rotary dimensions in heads of {head_dim}; they must be even and fit",
+            )
+        return cls(theta, rotary_dim, _read_scaling(rope, config, theta, rotary_dim, max_position))
+
+
+def _read_scaling(
+    rope: ConfigReader, config: ConfigReader, theta: float, rotary_dim: int, max_position: int
+) -> RotaryScaling | None:
+    kind = rope.string("rope_type", rope.string("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(rope.number("factor"))
+    if kind == "dynamic":
+        if rotary_dim <= 2:
+            raise rope.invalid("rope_type", "'dynamic' needs more than two rotary dimensions")
+        return DynamicScaling(_factor_of_growth(rope), max_position)
+    original = config.integer(
+        "original_max_position_embeddings",
+        rope.integer("original_max_position_embeddings", max_position),
+    )
+    if kind == "llama3":
+        return _read_llama3(rope, original)
+    if kind == "yarn":
+        if theta <= 1.0:
+            raise rope.invalid("rope_theta", f"must be above 1 for 'yarn', not {theta}")
+        return _read_yarn(rope, original, max_position)
+    raise UnsupportedModel(
+        f"rotary scaling {kind!r} (config field 'rope_scaling' or 'rope_parameters') is not supported; "
+        "supported are default, linear, dynamic, llama3, yarn"
+    )
+
+
+def _factor_of_growth(rope: ConfigReader) -> float:
+    factor = rope.number("factor")
+    if factor < 1.0:
+        raise rope.invalid("factor", f"must be at least 1, not {factor}")
+    return factor
+
+
+def _read_llama3(rope: ConfigReader, original: int) -> Llama3Scaling:
+    scaling = Llama3Scaling(
+        rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"), original
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise rope.invalid("high_freq_factor", "must be above low_freq_factor")
+    return scaling
+
+
+def _read_yarn(rope: ConfigReader, original: int, max_position: int) -> YarnScaling:
+    factor = rope.number("factor", max_position / original)
+    return YarnScaling(
+        factor=factor,
+        original_max_position=original,
+        attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    """Square root of YaRN's 1/t, equation 22; DeepSeek's `mscale` pair changes its slope."""
+
+    def slope(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    # Zero stands for "not given" here, as in transformers.
+    if rope.value("mscale") and rope.value("mscale_all_dim"):
+        return slope(rope.number("mscale")) / slope(rope.number("mscale_all_dim"))
+    return slope(1.0)

@@ -1,0 +1,124 @@
+"""A Hugging Face checkpoint directory: config.json, generation_config.json and safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from neso.engine.weights.dtype import copy_as_float32, is_float
+from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.safetensors_file import SafetensorsFile
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """Opens a directory and looks tensors up by name, without copying them.
+
+    - config: the content of config.json
+    - generation_config: the content of generation_config.json, empty where there is none
+
+    Raises `CheckpointError` at opening for missing or broken files. A context manager; tensors handed
+    out before `close` stay valid.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory}: there is no such directory")
+        self.config = _read_json(self.directory / "config.json")
+        generation = self.directory / "generation_config.json"
+        self.generation_config = _read_json(generation) if generation.exists() else {}
+        self._files = self._open_files()
+
+    def names(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        """A read-only view in the dtype of the file. It may be unaligned (`flags.aligned`).
+
+        Raises `CheckpointError` when the tensor is missing, or does not have `shape` where that is given.
+        """
+        if name not in self._files:
+            raise CheckpointError(f"{self.directory}: the checkpoint has no tensor {name!r}")
+        file = self._files[name]
+        found = file.entry(name).shape
+        if shape is not None and found != shape:
+            raise CheckpointError(
+                f"{file.path}: tensor {name!r} has the shape {list(found)}, but the model needs {list(shape)}"
+            )
+        return file.tensor(name)
+
+    def read_float32(self, name: str, target: npt.NDArray[np.float32]) -> None:
+        """Copy a floating-point tensor into `target`. Raises `CheckpointError` as `tensor` does."""
+        source = self.tensor(name, target.shape)
+        if not is_float(source.dtype):
+            raise CheckpointError(
+                f"{self._files[name].path}: tensor {name!r} has the type {source.dtype}; "
+                "only float32, float16, bfloat16 and float64 weights are supported"
+            )
+        copy_as_float32(source, target)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_files(self) -> dict[str, SafetensorsFile]:
+        """Tensor name to the file that holds it."""
+        if (self.directory / INDEX_FILE).exists():
+            return self._open_shards()
+        path = self.directory / SINGLE_FILE
+        if not path.exists():
+            raise CheckpointError(
+                f"{self.directory}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                "weights in other formats must be converted to safetensors"
+            )
+        file = SafetensorsFile(path)
+        return dict.fromkeys(file.names(), file)
+
+    def _open_shards(self) -> dict[str, SafetensorsFile]:
+        index = self.directory / INDEX_FILE
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index}: 'weight_map' must be a JSON object with the tensors' files")
+        shards: dict[str, SafetensorsFile] = {}
+        for name, shard in weight_map.items():
+            # A plain name: a checkpoint has no business reading files outside its directory.
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(f"{index}: tensor {name!r} is in {shard!r}, which is no file name")
+            if shard not in shards:
+                shards[shard] = SafetensorsFile(self.directory / shard)
+            if name not in shards[shard]:
+                raise CheckpointError(f"{index}: tensor {name!r} is not in {shard}")
+        return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: no JSON object")
+    return content

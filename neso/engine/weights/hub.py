@@ -1,0 +1,54 @@
+"""From the name of a model to a directory on this machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from neso.engine.weights.errors import ModelNotFound
+
+# What the engine reads. Some repositories hold the weights a second time in other layouts, at the top level
+# as "consolidated*" and in folders.
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+_UNWANTED = ["consolidated*", "*/*"]
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(name_or_path: str | Path, revision: str | None = None) -> Path:
+    """The directory of a model: a local one, or the hub's "organization/name", downloaded where not cached.
+
+    Raises `ModelNotFound` when it is neither, or the hub cannot be reached and the cache does not have it.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if not _HUB_NAME.fullmatch(name):
+        raise ModelNotFound(f"{name}: there is no such directory")
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        )
+    except errors.GatedRepoError as error:
+        raise ModelNotFound(
+            f"{name}: access to this model is restricted; ask for it on huggingface.co and set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFound(f"{name}: the model has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"{name}: neither a directory nor a model on huggingface.co (a private one needs HF_TOKEN)"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise ModelNotFound(
+            f"{name}: no such directory, not in the local cache, and the Hugging Face hub cannot be reached"
+        ) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise ModelNotFound(f"{name}: cannot be downloaded: {error}") from error

@@ -1,0 +1,121 @@
+"""Tiny random Hugging Face checkpoints, made with transformers: the oracle writes what the engine reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCAB_SIZE = 384
+BOS, EOS, PAD = 0, 1, 2
+
+# Heads are wider than hidden_size / heads in Qwen 3, as in the real one.
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    # Far above the usual 0.02: logits spread out, so that greedy tokens are not near ties.
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+}
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 16, "use_sliding_window": False},
+}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ["<s>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+_TEXT = [
+    "The quick brown fox jumps over the lazy dog. A server answers requests, and a client waits for them.",
+    "In 1989 Voyager 2 found six moons of Neptune; Neso, the outermost, was found in 2002.",
+    "def add(a, b):\n    return a + b\n",
+]
+
+
+def make_checkpoint(
+    directory: Path,
+    arch: str = "llama",
+    *,
+    dtype: str = "float32",
+    max_shard_size: str | None = None,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """Write a checkpoint with a tokenizer into `directory` and return it.
+
+    - arch: "llama", "mistral", "qwen2" or "qwen3"
+    - dtype: of the weights on disk: "float32", "bfloat16" or "float16"
+    - max_shard_size: such as "20KB", for several files with an index
+    - overrides: fields of the config.json
+    """
+    fields = {**SHAPE, **ARCHITECTURES[arch], **overrides}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **fields))
+    randomize(model)
+    model.to(getattr(torch, dtype))
+    sharding = {"max_shard_size": max_shard_size} if max_shard_size else {}
+    model.save_pretrained(directory, **sharding)
+    write_tokenizer(directory)
+    return directory
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Give biases and norms other values than the 0 and 1 of their initialization, so that their use is tested."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level BPE tokenizer of at most `VOCAB_SIZE` tokens, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL_TOKENS,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT * 4, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def rewrite_config(directory: Path, remove: tuple[str, ...] = (), **fields: Any) -> None:
+    """Change config.json by hand, to what transformers would not write."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for field in remove:
+        config.pop(field, None)
+    path.write_text(json.dumps({**config, **fields}))
+
+
+def load_oracle(directory: Path) -> torch.nn.Module:
+    """The same model in transformers, float32."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()
