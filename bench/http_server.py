@@ -1,0 +1,166 @@
+"""How many requests a second the HTTP server takes, against uvicorn with a bare ASGI app, in one run.
+
+    pip install uvicorn          # not a dependency of the project
+    apt-get install wrk          # without it a small asyncio client is used, which is the bottleneck then
+    python bench/http_server.py [--connections 16] [--seconds 3]
+
+Each server is one process that parses a small JSON body and answers it as JSON. Prints one line per server and
+the ratios. A machine with two cores shares them between the server and the load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvloop
+
+from neso.frontends.http import AsgiServer, HttpServer, HttpServerOptions, Request, Response
+
+BODY = orjson.dumps({"text_input": "a small prompt", "max_tokens": 16, "stream": False})
+LUA = """
+wrk.method = "POST"
+wrk.headers["Content-Type"] = "application/json"
+wrk.body = '%s'
+"""
+
+
+async def echo_async(request: Request) -> Response:
+    return Response(orjson.dumps(orjson.loads(request.body)))
+
+
+def echo_plain(request: Request) -> Response:
+    return Response(orjson.dumps(orjson.loads(request.body)))
+
+
+async def echo_asgi(
+    scope: MutableMapping[str, Any],
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+    send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
+) -> None:
+    if scope["type"] != "http":
+        return
+    message = await receive()
+    body = orjson.dumps(orjson.loads(message["body"]))
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def serve(kind: str, port: int) -> None:
+    """Run one server until it is killed."""
+    if kind == "uvicorn":
+        import uvicorn
+
+        uvicorn.run(
+            echo_asgi,
+            port=port,
+            loop="uvloop",
+            http="httptools",
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+        )
+        return
+    options = HttpServerOptions(port=port)
+    server = {
+        "neso": lambda: HttpServer(echo_async, options),
+        "neso, plain function": lambda: HttpServer(echo_plain, options),
+        "neso, ASGI bridge": lambda: AsgiServer(echo_asgi, options),
+    }[kind]()
+
+    async def forever() -> None:
+        await server.start()
+        await asyncio.Event().wait()
+
+    uvloop.run(forever())
+
+
+def measure(kind: str, connections: int, seconds: float) -> float:
+    """Requests a second of one kind of server."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(kind, port), daemon=True)
+    process.start()
+    try:
+        wait_until_up(port)
+        load(port, connections, 0.5)
+        return load(port, connections, seconds)
+    finally:
+        process.kill()
+        process.join()
+
+
+def wait_until_up(port: int) -> None:
+    for _ in range(200):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.05)
+    raise SystemExit("the server did not start (uvicorn: pip install uvicorn)")
+
+
+def load(port: int, connections: int, seconds: float) -> float:
+    if shutil.which("wrk"):
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / "echo.lua"
+            script.write_text(LUA % BODY.decode())
+            command = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(script)]
+            text = subprocess.run(
+                [*command, f"http://127.0.0.1:{port}/"], capture_output=True, text=True, check=True
+            ).stdout
+        if "Non-2xx" in text:
+            raise SystemExit(text)
+        found = re.search(r"Requests/sec:\s+([\d.]+)", text)
+        assert found is not None, text
+        return float(found[1])
+    return uvloop.run(load_asyncio(port, connections, seconds))
+
+
+async def load_asyncio(port: int, connections: int, seconds: float) -> float:
+    """Without wrk: request, answer, request, on each connection."""
+    request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+    end = time.perf_counter() + seconds
+    done = 0
+
+    async def client() -> None:
+        nonlocal done
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while time.perf_counter() < end:
+            writer.write(request)
+            await reader.readuntil(b"}")
+            done += 1
+        writer.close()
+
+    await asyncio.gather(*(client() for _ in range(connections)))
+    return done / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=3)
+    arguments = parser.parse_args()
+    base = measure("uvicorn", arguments.connections, arguments.seconds)
+    print(f"{'uvicorn, bare ASGI app':24} {base:9,.0f} req/s")
+    for kind in ("neso", "neso, plain function", "neso, ASGI bridge"):
+        rate = measure(kind, arguments.connections, arguments.seconds)
+        print(f"{kind:24} {rate:9,.0f} req/s  {rate / base:.2f} x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Front ends: the wire formats. They parse, call the core and write."""

@@ -1,0 +1,183 @@
+"""Bytes in, requests out: the HTTP/1.x parser with its limits. Knows nothing of sockets."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+import httptools
+
+from neso.frontends.http.options import HttpServerOptions
+from neso.frontends.http.request import Request, split_target
+
+
+class Phase(Enum):
+    """Which part of a request comes next."""
+
+    IDLE = "idle"
+    HEAD = "head"
+    BODY = "body"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the connection's next request is not served; nothing after it is read."""
+
+    status: int
+    message: str
+
+
+class RequestParser:
+    """Feed it whatever arrived; take complete requests from `requests`, in order.
+
+    `refusal` is set by the first thing that cannot be served; the requests before it remain to be answered.
+    After a request that ends the connection, further bytes are ignored.
+    """
+
+    def __init__(self, options: HttpServerOptions) -> None:
+        self.requests: deque[Request] = deque()
+        self.refusal: Refusal | None = None
+        self.phase = Phase.IDLE
+        self.expects_continue = False
+        self._max_body = options.max_body
+        self._max_head = options.max_head
+        self._parser = httptools.HttpRequestParser(self)
+        self._ended = False
+        self._begun = False
+        self._head_size = 0
+        self._reset()
+
+    def feed(self, data: bytes) -> None:
+        """Parse. Never raises: what is wrong is in `refusal`."""
+        if self._ended or self.refusal is not None:
+            return
+        in_head = self.phase is Phase.HEAD
+        self._begun = False
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            if self.refusal is None and not self._ended:
+                self._refuse(400, "malformed HTTP request")
+        if in_head and self.phase is Phase.HEAD and not self._begun:
+            # A head that never ends: the exact check comes with its end, but a field that still grows is held
+            # in the C parser, out of our sight. Here only bytes that surely belong to this head count.
+            self._head_size += len(data)
+            if self._head_size > 2 * self._max_head and self.refusal is None:
+                self._refuse(431, "request header fields too large")
+
+    def close(self) -> None:
+        """Forget what has arrived; ignore what else arrives."""
+        self._ended = True
+        self.requests.clear()
+        self._body.clear()
+
+    def _reset(self) -> None:
+        self._target = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+        self._body_size = 0
+        self._upgrade = False
+
+    def _refuse(self, status: int, message: str) -> None:
+        self.refusal = Refusal(status, message)
+        self._body.clear()
+
+    def _stop(self, status: int, message: str) -> None:
+        """Refuse from within a callback: the exception makes the C parser stop."""
+        self._refuse(status, message)
+        raise ValueError(message)
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Go on without the upgrade (Java's client offers h2c with every first request, body and all).
+
+        The C parser skips the body of such a request, so a fresh one is given the head without the offer.
+        """
+        method = self._parser.get_method()
+        self._parser = httptools.HttpRequestParser(self)
+        fields = b"".join(
+            name + b": " + value + b"\r\n" for name, value in self._headers.items() if name != b"upgrade"
+        )
+        head = method + b" " + self._target + b" HTTP/1.1\r\n" + fields + b"\r\n"
+        self.phase = Phase.IDLE
+        self.feed(head + rest)
+
+    # What the C parser calls, in the order of a request.
+
+    def on_message_begin(self) -> None:
+        self._reset()
+        self._begun = True
+        self._head_size = 0
+        self.phase = Phase.HEAD
+
+    def on_url(self, part: bytes) -> None:
+        self._target += part
+
+    def on_header(self, name: bytes, value: bytes | None) -> None:
+        if self.phase is not Phase.HEAD:
+            return  # trailers of a chunked body carry nothing that we use
+        name = name.lower()
+        value = b"" if value is None else value
+        known = self._headers.get(name)
+        if known is None:
+            self._headers[name] = value
+        else:
+            self._headers[name] = known + (b"; " if name == b"cookie" else b", ") + value
+
+    def on_headers_complete(self) -> None:
+        headers = self._headers
+        size = len(self._target) + sum(map(len, headers)) + sum(map(len, headers.values())) + 3 * len(headers)
+        if size > self._max_head:
+            self._stop(431, "request header fields too large")
+        self._version: str = self._parser.get_http_version()
+        if self._version not in ("1.1", "1.0"):
+            self._stop(505, "HTTP version not supported")
+        if b"upgrade" in headers or self._parser.should_upgrade():
+            if self._parser.get_method() == b"CONNECT":
+                self._stop(501, "CONNECT is not supported")
+            self._upgrade = self._parser.should_upgrade()
+            if self._upgrade:
+                return
+        if self._version == "1.1" and b"host" not in headers:
+            self._stop(400, "missing Host header")
+        length = headers.get(b"content-length")
+        if length is not None and int(length) > self._max_body:
+            self._stop(413, f"request body of {int(length)} bytes exceeds the limit of {self._max_body}")
+        expect = headers.get(b"expect")
+        if expect is not None and self._version == "1.1":
+            if expect.lower() != b"100-continue":
+                self._stop(417, "unknown expectation")
+            self.expects_continue = True
+        self.phase = Phase.BODY
+
+    def on_body(self, part: bytes) -> None:
+        self.expects_continue = False
+        self._body_size += len(part)
+        if self._body_size > self._max_body:
+            self._stop(413, f"request body exceeds the limit of {self._max_body} bytes")
+        self._body.append(part)
+
+    def on_message_complete(self) -> None:
+        if self._upgrade:
+            return
+        self.phase = Phase.IDLE
+        self.expects_continue = False
+        try:
+            path, query = split_target(self._target)
+        except ValueError:
+            self._stop(400, "malformed request target")
+        body = self._body
+        request = Request(
+            self._parser.get_method().decode(),
+            path,
+            query,
+            self._headers,
+            body[0] if len(body) == 1 else b"".join(body),
+            self._version,
+            self._parser.should_keep_alive(),
+        )
+        self._ended = not request.keep_alive
+        self._body = []
+        self.requests.append(request)
