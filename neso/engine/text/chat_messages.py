@@ -1,0 +1,128 @@
+"""Chat messages as clients send them, made ready for chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from neso.generation import InvalidParameter
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Fresh messages of plain JSON values, as templates expect them; the given ones are not changed.
+
+    - Fields that are null are left out: templates test whether a field is there.
+    - `tool_calls[].function.arguments` given as JSON text become the value.
+    - Reasoning is there under each of the names that templates read.
+    - A content that is a list has text parts only, {"type": "text", "text": …}.
+
+    Raises `InvalidParameter("messages", …)` for what is no message, and for parts that are not text.
+    """
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise InvalidParameter("messages", "must be a list of messages")
+    if not messages:
+        raise InvalidParameter("messages", "must not be empty")
+    return [_prepare(message, f"message {index}") for index, message in enumerate(messages)]
+
+
+def plain(value: Any, field: str, where: str) -> Any:
+    """A copy of a JSON value made of plain dicts, lists and scalars.
+
+    Templates call methods of what they are given, so nothing else may reach them. Raises `InvalidParameter`.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, field, where) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, field, where) for item in value]
+    for base in (str, int, float):  # enumerations and the like
+        if isinstance(value, base):
+            return base(value.value if isinstance(value, Enum) else value)
+    raise InvalidParameter(field, f"{where} holds a {type(value).__name__}, which is not a JSON value")
+
+
+def flatten_content(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a content that is one string: the texts of its parts, a newline between them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def split_content(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a content that is a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _prepare(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidParameter("messages", f"{where} must be an object")
+    fresh = {key: value for key, value in plain(message, "messages", where).items() if value is not None}
+    if not isinstance(fresh.get("role"), str):
+        raise InvalidParameter("messages", f"{where} has no role")
+    if "content" in fresh:
+        fresh["content"] = _check_content(fresh["content"], where)
+    if "tool_calls" in fresh:
+        _parse_arguments(fresh["tool_calls"], where)
+    reasoning = next((fresh[name] for name in _REASONING_NAMES if name in fresh), None)
+    if reasoning is not None:
+        fresh = {"thinking": reasoning, **fresh, "reasoning_content": reasoning}
+    return fresh
+
+
+def _check_content(content: Any, where: str) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidParameter("messages", f"the content of {where} must be a string or a list of parts")
+    return [{"type": "text", "text": _part_text(part, where)} for part in content]
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidParameter("messages", f"a content part of {where} is not an object")
+    kind = part.get("type")
+    if kind is None and set(part) == {"text"}:
+        kind = "text"
+    if kind not in _TEXT_PARTS and kind != "refusal":
+        raise InvalidParameter(
+            "messages", f"{where} has a content part of type {kind!r}; this model takes text only"
+        )
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise InvalidParameter("messages", f"a content part of {where} has no text")
+    return text
+
+
+def _parse_arguments(tool_calls: Any, where: str) -> None:
+    """Replace arguments that are JSON text by their value, in place.
+
+    Text that is no JSON object stays: a model can have written it, and most templates can quote it.
+    """
+    if not isinstance(tool_calls, list) or not all(isinstance(call, dict) for call in tool_calls):
+        raise InvalidParameter("messages", f"tool_calls of {where} must be a list of objects")
+    for call in tool_calls:
+        function = call.get("function")
+        if not isinstance(function, dict):
+            continue
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                parsed = json.loads(arguments or "{}")
+            except ValueError:
+                continue
+            if isinstance(parsed, dict):
+                function["arguments"] = parsed
+        elif arguments is None:
+            function["arguments"] = {}

@@ -1,0 +1,199 @@
+"""Text to token ids and back, for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Backend
+
+from neso.engine.text.detokenizer import Detokenizer, PieceDetokenizer, WindowDetokenizer
+from neso.engine.text.errors import TokenizerError
+from neso.engine.text.special_tokens import SpecialTokens, special_token_texts, token_text
+from neso.engine.text.token_pieces import TokenPieces, token_name
+from neso.engine.text.tokenizer_files import TokenizerFiles
+from neso.generation import InvalidParameter
+
+if TYPE_CHECKING:
+    from neso.engine.text.chat_template import ChatTemplate
+
+
+class Tokenizer:
+    """The tokenizer of a model directory (`TextTools` of `neso.generation`). Safe to share between threads.
+
+    It gives the token ids that `transformers.AutoTokenizer` gives. As there (from version 5), tokenizer.json
+    says which special tokens are put around a text; `add_bos_token` and `add_eos_token` in
+    tokenizer_config.json do not count beside it: they are what its post-processor was once made from.
+    """
+
+    def __init__(
+        self, backend: Backend, special_tokens: SpecialTokens, chat_templates: Mapping[str, str]
+    ) -> None:
+        """Use `from_directory`, or give the parts. `backend` is taken over: truncation and padding go off."""
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = special_tokens
+        self._backend = backend
+        self._chat_templates = dict(chat_templates)
+        self._special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._pieces = TokenPieces.of(backend, self._special_ids)
+
+    @classmethod
+    def from_directory(
+        cls, path: str | Path, *, add_bos_token: bool | None = None, add_eos_token: bool | None = None
+    ) -> Tokenizer:
+        """Load the tokenizer in a Hugging Face model directory. Raises `TokenizerError`; it names the file.
+
+        `add_bos_token` and `add_eos_token` override what tokenizer.json puts around a text; if only one is
+        given, the other is False (as in `transformers`).
+        """
+        files = TokenizerFiles.read(Path(path))
+        backend = _load_backend(files.tokenizer_json)
+        _add_missing_tokens(backend, files)
+        special_tokens = SpecialTokens.resolve(files, backend.token_to_id)
+        if add_bos_token is not None or add_eos_token is not None:
+            begin = special_tokens.texts.get("bos_token") if add_bos_token else None
+            end = special_tokens.texts.get("eos_token") if add_eos_token else None
+            _surround(backend, begin, end)
+        return cls(backend, special_tokens, files.chat_templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises `InvalidParameter("prompt", …)` for text that is not Unicode."""
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each of `texts`, on all cores if there are many. Raises as `encode`."""
+        try:
+            # "fast": without the positions of tokens in the text, which nobody asks for here.
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidParameter("prompt", f"is not valid Unicode text: {error}") from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return detokenizer.add(token_ids) + detokenizer.finish()
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A detokenizer for one sequence, whose texts joined are what `decode` gives.
+
+        With `prompt_token_ids` the text continues that of the prompt: it keeps the space before its first
+        word, and a character that began in the prompt.
+        """
+        if self._pieces is not None:
+            return PieceDetokenizer(
+                self._pieces, skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
+            )
+        hidden = self._special_ids if skip_special_tokens else frozenset[int]()
+        return WindowDetokenizer(self._backend, special_ids=hidden, prompt_token_ids=prompt_token_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token, as log probabilities show it: a part of a character is U+FFFD."""
+        if self._pieces is not None:
+            return self._pieces.piece(token_id).decode("utf-8", "replace")
+        if token_name(self._backend, token_id) is None:
+            return ""
+        text: str = self._backend.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token, exactly; None if the tokenizer has no bytes for single tokens (WordPiece)."""
+        return None if self._pieces is None else self._pieces.piece(token_id)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token id. The model may have more rows, as padding."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.special_tokens.bos_id
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence: those of the tokenizer, generation_config.json and config.json."""
+        return self.special_tokens.eos_ids
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self.special_tokens.pad_id
+
+    @property
+    def backend(self) -> Backend:
+        """The library's tokenizer, for grammars that need it. Do not change it."""
+        return self._backend
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a chat; see `ChatTemplate.render`. Encode it without adding special tokens."""
+        return self._chat_template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        from neso.engine.text.chat_template import ChatTemplate  # brings jinja2, which not everyone needs
+
+        return ChatTemplate(self._chat_templates, self.special_tokens.texts)
+
+
+def _load_backend(path: Path) -> Backend:
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+
+def _add_missing_tokens(backend: Backend, files: TokenizerFiles) -> None:
+    """Make special those tokens that only the configuration says are so.
+
+    Named special tokens must be in the vocabulary: one that is not has no row in the model. Others that
+    `added_tokens_decoder` lists are added if they get the id that it says.
+    """
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for text in special_token_texts(files).values():
+        if text not in known and backend.token_to_id(text) is not None:
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+    declared = files.tokenizer_config.get("added_tokens_decoder")
+    if not isinstance(declared, dict):
+        return
+    for token_id, token in sorted(declared.items(), key=lambda item: int(item[0])):
+        content = token_text(token)
+        if content is None or content in known:
+            continue
+        if int(token_id) in (backend.token_to_id(content), backend.get_vocab_size()):
+            options = {
+                k: v for k, v in token.items() if k in ("lstrip", "rstrip", "single_word", "normalized")
+            }
+            added = AddedToken(content, special=bool(token.get("special")), **options)
+            (backend.add_special_tokens if added.special else backend.add_tokens)([added])
+
+
+def _surround(backend: Backend, begin: str | None, end: str | None) -> None:
+    """Put `begin` before and `end` after every text that is encoded with special tokens."""
+    special = {token: backend.token_to_id(token) for token in (begin, end) if token is not None}
+    missing = [token for token, token_id in special.items() if token_id is None]
+    if missing:
+        raise TokenizerError(f"{missing[0]!r} is not in the vocabulary, so it cannot be added to texts")
+    single = [*([begin] if begin else []), "$A", *([end] if end else [])]
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, pair=[*single, "$B:1"], special_tokens=list(special.items())
+    )
