@@ -1,0 +1,154 @@
+"""The methods of inference.GRPCInferenceService."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc.aio import ServicerContext as Context
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from neso.frontends.kserve_grpc.calls import Calls, rpc
+from neso.frontends.kserve_grpc.encoding import encode_response
+from neso.frontends.kserve_grpc.infer import only_response, read_request
+from neso.frontends.kserve_grpc.repository import (
+    read_load_parameters,
+    read_unload_dependents,
+    refuse_repository_name,
+)
+from neso.frontends.kserve_grpc.stream import InferStream
+from neso.server.core import Core
+from neso.server.errors import ServerError, Unsupported
+
+
+def refuses(what: str) -> Callable[[Servicer, Any, Context], Coroutine[Any, Any, Any]]:
+    """A method for what this server does not have."""
+
+    async def refuse(self: Servicer, request: Any, context: Context) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{what} is not supported by this server")
+
+    return refuse
+
+
+def add_to_server(servicer: Servicer, server: grpc.aio.Server) -> None:
+    """Register every method, those that infer without a serializer: they answer with bytes."""
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    read = service_pb2.ModelInferRequest.FromString
+    server.add_registered_method_handlers(
+        "inference.GRPCInferenceService",
+        {
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(servicer.ModelInfer, read),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(servicer.ModelStreamInfer, read),
+        },
+    )
+
+
+class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Reads a request message, asks the core, writes the reply."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.calls = Calls()
+
+    @rpc
+    async def ServerLive(self, request: Any, context: Context) -> Any:
+        return service_pb2.ServerLiveResponse(live=self.core.live())
+
+    @rpc
+    async def ServerReady(self, request: Any, context: Context) -> Any:
+        return service_pb2.ServerReadyResponse(ready=self.core.ready())
+
+    @rpc
+    async def ModelReady(self, request: Any, context: Context) -> Any:
+        try:
+            ready = self.core.model(request.name, request.version).ready()
+        except ServerError:  # unknown, or not loaded: a plain no, as in Triton
+            ready = False
+        return service_pb2.ModelReadyResponse(ready=ready)
+
+    @rpc
+    async def ServerMetadata(self, request: Any, context: Context) -> Any:
+        metadata = self.core.metadata()
+        return service_pb2.ServerMetadataResponse(
+            name=metadata.name, version=metadata.version, extensions=metadata.extensions
+        )
+
+    @rpc
+    async def ModelMetadata(self, request: Any, context: Context) -> Any:
+        metadata = self.core.model(request.name, request.version).metadata()
+        reply = service_pb2.ModelMetadataResponse(
+            name=metadata.name, versions=metadata.versions, platform=metadata.platform
+        )
+        for target, tensors in ((reply.inputs, metadata.inputs), (reply.outputs, metadata.outputs)):
+            for tensor in tensors:
+                target.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        return reply
+
+    @rpc
+    async def ModelConfig(self, request: Any, context: Context) -> Any:
+        return service_pb2.ModelConfigResponse(config=self.core.model(request.name, request.version).config)
+
+    @rpc
+    async def ModelStatistics(self, request: Any, context: Context) -> Any:
+        core = self.core
+        models = [core.model(request.name, request.version)] if request.name else core.models()
+        reply = service_pb2.ModelStatisticsResponse()
+        for model in models:
+            # The snapshot has the names of the extension, which are those of the message's fields.
+            reply.model_stats.add(**model.statistics.snapshot())
+        return reply
+
+    @rpc
+    async def RepositoryIndex(self, request: Any, context: Context) -> Any:
+        refuse_repository_name(request)
+        reply = service_pb2.RepositoryIndexResponse()
+        for entry in self.core.repository_index(ready_only=request.ready):
+            state = entry.state.value if entry.state is not None else ""
+            reply.models.add(name=entry.name, version=entry.version, state=state, reason=entry.reason)
+        return reply
+
+    @rpc
+    async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:
+        refuse_repository_name(request)
+        config, files = read_load_parameters(request)
+        await self.core.load_model(request.model_name, config, files or None)
+        return service_pb2.RepositoryModelLoadResponse()
+
+    @rpc
+    async def RepositoryModelUnload(self, request: Any, context: Context) -> Any:
+        refuse_repository_name(request)
+        await self.core.unload_model(request.model_name, read_unload_dependents(request))
+        return service_pb2.RepositoryModelUnloadResponse()
+
+    @rpc
+    async def ModelInfer(self, message: Any, context: Context) -> bytes:
+        model = self.core.model(message.model_name, message.model_version)
+        if model.decoupled:
+            raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
+        request, _ = read_request(message)
+        responses = model.submit(request)
+        try:
+            response = await only_response(responses)
+        finally:
+            responses.cancel()  # the client is gone, or the model broke its promise; else it does nothing
+        return encode_response(response)
+
+    @rpc
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Context) -> None:
+        stream = InferStream(self.core, context)
+        self.calls.on_stop(stream.drain)
+        try:
+            await stream.run(requests)
+        finally:
+            self.calls.forget(stream.drain)
+
+    SystemSharedMemoryStatus = refuses("system shared memory")
+    SystemSharedMemoryRegister = refuses("system shared memory")
+    SystemSharedMemoryUnregister = refuses("system shared memory")
+    CudaSharedMemoryStatus = refuses("CUDA shared memory")
+    CudaSharedMemoryRegister = refuses("CUDA shared memory")
+    CudaSharedMemoryUnregister = refuses("CUDA shared memory")
+    TraceSetting = refuses("changing trace settings")
+    LogSettings = refuses("changing log settings")

@@ -1,0 +1,134 @@
+"""ModelStreamInfer: many requests and their responses, interleaved on one stream.
+
+                read        submit               responses
+client ──────▶ _read ──────▶ model ──────▶ _answer (a task a request) ──▶ _write ──▶ client
+                 │                              │
+                 └── half-close ──▶ _over ◀─────┘ the last one ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from neso.frontends.kserve_grpc.calls import STOPPING
+from neso.frontends.kserve_grpc.encoding import encode_stream_error, encode_stream_response
+from neso.frontends.kserve_grpc.errors import as_server_error
+from neso.frontends.kserve_grpc.infer import only_response, read_request
+from neso.server.core import Core
+from neso.server.errors import ServerError, Unavailable
+from neso.server.inference_response import ResponseStream
+
+STATUS_ERRORS_HEADER = "triton_grpc_error"
+
+
+class InferStream:
+    """One ModelStreamInfer RPC.
+
+    The stream ends when the client has half-closed it and every request is answered. An error of one request
+    is a message on the stream, unless the client's header asks that the first one become the RPC's status.
+    """
+
+    def __init__(self, core: Core, context: grpc.aio.ServicerContext) -> None:
+        self._core = core
+        self._context = context
+        self._status_errors = (STATUS_ERRORS_HEADER, "true") in (context.invocation_metadata() or ())
+        self._in_flight: dict[asyncio.Task[None], ResponseStream] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._writing = asyncio.Lock()  # gRPC takes one message at a time
+
+    async def run(self, requests: AsyncIterator[Any]) -> None:
+        """Serve the stream to its end. Raises the `ServerError` that it is to end with.
+
+        Cancelling this (the client has cancelled or is gone) cancels every request that is in flight.
+        """
+        self._reader = asyncio.create_task(self._read(requests))
+        self._reader.add_done_callback(self._reading_ended)
+        try:
+            await self._over
+        finally:
+            self._reader.cancel()
+            for task, responses in self._in_flight.items():
+                responses.cancel()
+                task.cancel()
+
+    def drain(self) -> None:
+        """Take no more requests: answer those in flight, then end with UNAVAILABLE."""
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[Any]) -> None:
+        async for message in requests:
+            # Submitted here, not in the task: requests of a sequence must reach the model in order.
+            try:
+                request, parameters = read_request(message)
+                model = self._core.model(request.model_name, request.model_version)
+                responses = model.submit(request)
+            except Exception as failure:
+                await self._fail(message.model_name, message.id, as_server_error(failure, "ModelStreamInfer"))
+                continue
+            if model.decoupled:
+                answering = self._answer_many(responses, parameters.empty_final_response)
+            else:
+                answering = self._answer_one(responses)
+            task = asyncio.create_task(answering)
+            self._in_flight[task] = responses
+            task.add_done_callback(self._answer_ended)
+
+    async def _answer_one(self, responses: ResponseStream) -> None:
+        try:
+            response = await only_response(responses)
+        except ServerError as error:
+            responses.cancel()
+            await self._fail(responses.request.model_name, responses.request.id, error)
+        else:
+            await self._write(encode_stream_response(response, final=True))
+
+    async def _answer_many(self, responses: ResponseStream, empty_final: bool) -> None:
+        async for response in responses:
+            if response.error is not None:
+                await self._fail(response.model_name, response.id, response.error, final=response.final)
+            elif empty_final or not response.flag_only:
+                await self._write(encode_stream_response(response, final=response.final))
+
+    async def _fail(
+        self, model_name: str, request_id: str, error: ServerError, *, final: bool = True
+    ) -> None:
+        if self._status_errors:
+            self._end(error)
+        else:
+            await self._write(encode_stream_error(model_name, request_id, error, final=final))
+
+    async def _write(self, message: bytes) -> None:
+        async with self._writing:
+            if not self._over.done():
+                await self._context.write(message)
+
+    def _answer_ended(self, task: asyncio.Task[None]) -> None:
+        responses = self._in_flight.pop(task)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            responses.cancel()
+            self._end(as_server_error(failure, "ModelStreamInfer"))
+        self._end_if_idle()
+
+    def _reading_ended(self, reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled() and (failure := reader.exception()) is not None:
+            self._end(as_server_error(failure, "ModelStreamInfer"))
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        assert self._reader is not None
+        if self._reader.done() and not self._in_flight:
+            self._end(Unavailable(STOPPING) if self._reader.cancelled() else None)
+
+    def _end(self, error: ServerError | None) -> None:
+        if self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)

@@ -1,0 +1,113 @@
+"""The tensors of a request, off the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from neso.server.datatypes import DataType
+from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.tensor import Tensor, element_count
+
+# Which field of InferTensorContents holds the elements; FP16 and BF16 have none and travel raw only.
+_CONTENTS = {
+    DataType.BOOL: "bool_contents",
+    DataType.INT8: "int_contents",
+    DataType.INT16: "int_contents",
+    DataType.INT32: "int_contents",
+    DataType.INT64: "int64_contents",
+    DataType.UINT8: "uint_contents",
+    DataType.UINT16: "uint_contents",
+    DataType.UINT32: "uint_contents",
+    DataType.UINT64: "uint64_contents",
+    DataType.FP32: "fp32_contents",
+    DataType.FP64: "fp64_contents",
+    DataType.BYTES: "bytes_contents",
+}
+
+
+def read_inputs(message: Any) -> dict[str, Tensor]:
+    """The inputs of a `ModelInferRequest`, by name. Raises `ServerError` that names the input.
+
+    Raw inputs of fixed-size types are views of the bytes that protobuf hands out: no copy, and read-only.
+    """
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
+        _refuse_mixed_contents(message)
+        raise InvalidArgument(
+            f"expected as many raw_input_contents as inputs for model '{message.model_name}', "
+            f"got {len(raw)} for {len(message.inputs)} inputs"
+        )
+    inputs: dict[str, Tensor] = {}
+    for i, wire in enumerate(message.inputs):
+        name = wire.name
+        if name in inputs:
+            raise InvalidArgument(f"input '{name}' already exists in request")
+        if wire.parameters:
+            _refuse_shared_memory("input", wire)
+        datatype = DataType.parse(wire.datatype, name)
+        shape = tuple(wire.shape)
+        if any(extent < 0 for extent in shape):
+            raise InvalidArgument(f"input '{name}' has a negative dimension in its shape {list(shape)}")
+        if not raw:
+            inputs[name] = _from_contents(name, datatype, shape, wire)
+        elif wire.HasField("contents"):
+            _refuse_mixed_contents(message)
+        else:
+            inputs[name] = Tensor.from_wire(name, datatype, shape, raw[i])
+    return inputs
+
+
+def read_requested_outputs(message: Any) -> tuple[str, ...]:
+    """The names of the outputs that the client wants. Raises `Unsupported` for what we cannot do to them."""
+    for wire in message.outputs:
+        if wire.parameters:
+            _refuse_shared_memory("output", wire)
+            if "classification" in wire.parameters:
+                raise Unsupported(f"classification of output '{wire.name}' is not supported")
+    return tuple(wire.name for wire in message.outputs)
+
+
+def _from_contents(name: str, datatype: DataType, shape: tuple[int, ...], wire: Any) -> Tensor:
+    field = _CONTENTS.get(datatype)
+    if field is None:
+        raise InvalidArgument(f"input '{name}' has datatype {datatype.value}, which needs raw_input_contents")
+    elements = getattr(wire.contents, field)
+    count = element_count(shape)
+    if len(elements) != count:
+        others = [each.name for each, _ in wire.contents.ListFields() if each.name != field]
+        hint = f"; its {', '.join(others)} cannot hold {datatype.value}" if others else ""
+        raise InvalidArgument(
+            f"unexpected number of elements {len(elements)} in {field} for input '{name}', "
+            f"expecting {count}{hint}"
+        )
+    return Tensor(name, datatype, _array(name, datatype, elements, count).reshape(shape))
+
+
+def _array(name: str, datatype: DataType, elements: Any, count: int) -> npt.NDArray[Any]:
+    if datatype is DataType.BYTES:
+        array = np.empty(count, np.object_)
+        array[:] = elements
+        return array
+    try:
+        return np.fromiter(elements, datatype.dtype, count)
+    except OverflowError:
+        raise InvalidArgument(
+            f"an element of input '{name}' is out of the range of {datatype.value}"
+        ) from None
+
+
+def _refuse_mixed_contents(message: Any) -> None:
+    for wire in message.inputs:
+        if wire.HasField("contents"):
+            raise InvalidArgument(
+                "contents field must not be specified when using raw_input_contents for "
+                f"'{wire.name}' for model '{message.model_name}'"
+            )
+
+
+def _refuse_shared_memory(kind: str, wire: Any) -> None:
+    if "shared_memory_region" in wire.parameters:
+        raise Unsupported(f"shared memory for {kind} '{wire.name}' is not supported")

@@ -1,0 +1,51 @@
+"""Request messages for the test models, and waiting for their effects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from tritonclient.grpc import service_pb2
+
+
+def one_input(
+    datatype: str = "FP32", shape: tuple[int, ...] = (2,), name: str = "", **fields: Any
+) -> dict[str, Any]:
+    """The fields of an `InferInputTensor`, of the identity model unless named otherwise."""
+    return {"name": name or f"IN_{datatype}", "datatype": datatype, "shape": shape, **fields}
+
+
+def waiting_request(request_id: str) -> service_pb2.ModelInferRequest:
+    """Gets no answer."""
+    return service_pb2.ModelInferRequest(
+        model_name="wait",
+        id=request_id,
+        inputs=[one_input("INT32", (1, 1), "X")],
+        raw_input_contents=[bytes(4)],
+    )
+
+
+def repeat_request(
+    request_id: str, count: int, *, empty_final: bool = False, **parameters: float
+) -> service_pb2.ModelInferRequest:
+    """Gets `count` responses."""
+    message = service_pb2.ModelInferRequest(
+        model_name="repeat",
+        id=request_id,
+        inputs=[one_input("INT32", (1,), "COUNT")],
+        raw_input_contents=[count.to_bytes(4, "little")],
+    )
+    for key, value in parameters.items():
+        message.parameters[key].double_param = value
+    if empty_final:
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
+    return message
+
+
+async def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
+    """Wait for what another task or thread will bring about."""
+    deadline = asyncio.get_running_loop().time() + timeout
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "it did not happen"
+        await asyncio.sleep(0.005)
