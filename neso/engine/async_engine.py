@@ -15,7 +15,15 @@ from neso.engine.core.stats import EngineStats
 from neso.engine.errors import EngineDead, EngineError
 from neso.engine.input_processor import InputProcessor
 from neso.engine.ipc.channel import EngineChannel, open_channel
-from neso.engine.ipc.messages import Abort, Add, CheckIntegrity, EngineInfo, Integrity, LoadFailed, StepOutputs
+from neso.engine.ipc.messages import (
+    Abort,
+    Add,
+    CheckIntegrity,
+    EngineInfo,
+    Integrity,
+    LoadFailed,
+    StepOutputs,
+)
 from neso.engine.output_processor import RequestState, stopped_by_text
 from neso.engine.text.tokenizer import Tokenizer, TokenizerError
 from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter

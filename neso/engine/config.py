@@ -32,7 +32,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         scheduler = {f.name: f for f in msgspec.structs.fields(SchedulerConfig)}
         unknown = sorted(set(options) - set(own) - set(scheduler))
         if unknown:
-            raise ValueError(f"unknown engine option '{unknown[0]}', known are {', '.join([*own, *scheduler])}")
+            raise ValueError(
+                f"unknown engine option '{unknown[0]}', known are {', '.join([*own, *scheduler])}"
+            )
 
         def convert(fields: dict[str, msgspec.structs.FieldInfo]) -> dict[str, object]:
             values = {}

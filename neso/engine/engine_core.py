@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-
 from neso.engine.core.batch import Batch, build_batch
+from neso.engine.core.block_pool import IntegrityError
 from neso.engine.core.request import EngineRequest, PositionLogprobs, SequenceOutput
 from neso.engine.core.scheduler import Scheduler, SchedulerConfig
 from neso.engine.core.sequence import Sequence
@@ -91,12 +91,15 @@ class EngineCore:
         self.scheduler.check_integrity()
         self._forget_released()
         live = {s.id for s in [*self.scheduler.running, *self.scheduler.waiting]}
-        assert self._states.keys() <= live, "the sampler remembers sequences that are gone"
+        if not self._states.keys() <= live:
+            raise IntegrityError("the sampler remembers sequences that are gone")
 
     def _sample(self, batch: Batch, logits: FloatArray) -> list[SequenceOutput]:
         prompt_logprobs = {
             rows.sequence.id: position_logprobs(
-                logits[rows.start : rows.end], rows.targets, rows.sequence.request.sampling.prompt_logprobs or 0
+                logits[rows.start : rows.end],
+                rows.targets,
+                rows.sequence.request.sampling.prompt_logprobs or 0,
             )
             for rows in batch.prompt_rows
         }
@@ -175,5 +178,3 @@ def _failed(request_id: str, index: int, message: str) -> SequenceOutput:
     return SequenceOutput(
         request_id=request_id, index=index, token_ids=[], finish_reason=FinishReason.ERROR, error=message
     )
-
-

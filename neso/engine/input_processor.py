@@ -24,7 +24,9 @@ class InputProcessor:
         params = request.sampling
         for token in params.logit_bias:
             if token >= self._vocab_size:
-                raise InvalidParameter("logit_bias", f"token {token} is not in the vocabulary of {self._vocab_size}")
+                raise InvalidParameter(
+                    "logit_bias", f"token {token} is not in the vocabulary of {self._vocab_size}"
+                )
         for token in params.stop_token_ids:
             if not 0 <= token < self._vocab_size:
                 raise InvalidParameter(
@@ -32,7 +34,9 @@ class InputProcessor:
                 )
         room = self._max_model_len - len(prompt)
         if params.min_tokens > room:
-            raise InvalidParameter("min_tokens", f"{params.min_tokens} tokens do not fit, there is room for {room}")
+            raise InvalidParameter(
+                "min_tokens", f"{params.min_tokens} tokens do not fit, there is room for {room}"
+            )
         own_ends = () if params.ignore_eos else tuple(self._tokenizer.eos_token_ids)
         return EngineRequest(
             request_id=request.request_id,

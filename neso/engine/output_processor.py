@@ -34,8 +34,21 @@ class RequestState:
 
     def __post_init__(self) -> None:
         params = self.request.sampling
-        self.sequences = [SequenceState(SequenceText(self.tokenizer, params)) for _ in range(params.n)]
+        self.sequences = [SequenceState(self._sequence_text()) for _ in range(params.n)]
         self._prompt_logprobs = [None] if params.prompt_logprobs is not None else None
+
+    def _sequence_text(self) -> SequenceText:
+        params = self.request.sampling
+        return SequenceText(
+            # The end of the prompt says whether the first word keeps the space before it.
+            self.tokenizer.detokenizer(
+                skip_special_tokens=params.skip_special_tokens,
+                prompt_token_ids=self.request.prompt_token_ids[-8:],
+            ),
+            params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
 
     @property
     def finished(self) -> bool:
@@ -68,6 +81,7 @@ class RequestState:
                 cached_tokens=self.cached_tokens,
             ),
             finished=self.finished,
+            num_sequences=len(self.sequences),
             prompt_token_ids=self.request.prompt_token_ids if first else [],
             prompt_logprobs=self._prompt_logprobs if first else None,
         )
@@ -90,7 +104,9 @@ class RequestState:
         state.finished = reason is not None
         logprobs = [self._logprobs(entry) for entry in output.logprobs] if output.logprobs else None
         if logprobs is not None:
-            state.cumulative_logprob = (state.cumulative_logprob or 0.0) + sum(entry.logprob for entry in logprobs)
+            state.cumulative_logprob = (state.cumulative_logprob or 0.0) + sum(
+                entry.logprob for entry in logprobs
+            )
         return CompletionDelta(
             index=output.index,
             text=text,

@@ -64,13 +64,14 @@ class Usage:
 class GenerationOutput:
     """One message of a generation: deltas of one or more of its sequences.
 
-    `prompt_logprobs` comes once, with the first output, when asked for: one entry a prompt token, None for the
-    first. `finished` is True in the last output of the request.
+    `num_sequences` is the request's n. `prompt_token_ids` and `prompt_logprobs` come with the first output; the
+    latter when asked for: one entry a prompt token, None for the first. `finished` is True in the last output.
     """
 
     request_id: str
     deltas: list[CompletionDelta]
     usage: Usage
     finished: bool
+    num_sequences: int = 1
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None

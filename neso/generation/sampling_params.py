@@ -43,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logit_bias: dict[int, float] = {}  # noqa: RUF012  msgspec copies it
+    logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
@@ -64,7 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _in_range("max_tokens", self.max_tokens, 1, None)
         _in_range("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParameter("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")
+            raise InvalidParameter(
+                "min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}"
+            )
         if any(not s for s in self.stop):
             raise InvalidParameter("stop", "a stop string must not be empty")
         for name in ("logprobs", "prompt_logprobs"):

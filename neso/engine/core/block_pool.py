@@ -58,6 +58,10 @@ class BlockPool:
         """Compare with `holders`, block → how many block tables name it. Raises `IntegrityError`."""
         for block, count in enumerate(self._references):
             if count != holders.get(block, 0):
-                raise IntegrityError(f"block {block} has {count} references, {holders.get(block, 0)} tables name it")
+                raise IntegrityError(
+                    f"block {block} has {count} references, {holders.get(block, 0)} tables name it"
+                )
             if (count == 0) != (block in self._free):
-                raise IntegrityError(f"block {block} has {count} references and is free: {block in self._free}")
+                raise IntegrityError(
+                    f"block {block} has {count} references and is free: {block in self._free}"
+                )

@@ -43,7 +43,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     end_token_id: int | None = None
-    logprobs: list[PositionLogprobs] = []  # noqa: RUF012  msgspec copies it
-    prompt_logprobs: list[PositionLogprobs] = []  # noqa: RUF012
+    logprobs: list[PositionLogprobs] = []
+    prompt_logprobs: list[PositionLogprobs] = []
     cached_tokens: int = 0
     error: str = ""

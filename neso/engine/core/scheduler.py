@@ -95,7 +95,9 @@ class Scheduler:
                 f"{self.kv.pool.num_blocks * self.config.block_size}"
             )
         if request.sampling.n > self.config.max_num_seqs:
-            raise ValueError(f"n is {request.sampling.n}, at most {self.config.max_num_seqs} sequences can run")
+            raise ValueError(
+                f"n is {request.sampling.n}, at most {self.config.max_num_seqs} sequences can run"
+            )
         sequence = self._new_sequence(request, index=0, token_ids=list(request.prompt_token_ids))
         sequence.forks_pending = request.sampling.n - 1
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
@@ -227,4 +229,3 @@ class Scheduler:
         )
         self._sequences_of.setdefault(request.request_id, []).append(sequence)
         return sequence
-

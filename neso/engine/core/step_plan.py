@@ -65,7 +65,8 @@ class StepPlan:
 
     def dump(self, path: Path) -> None:
         """Write to an .npz file that `load` reads."""
-        np.savez(path, **{field.name: np.asarray(getattr(self, field.name)) for field in fields(self)})
+        arrays = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
+        np.savez(path, allow_pickle=False, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> StepPlan:

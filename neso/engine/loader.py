@@ -1,0 +1,78 @@
+"""From a checkpoint directory to an engine that is ready to step."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from neso.engine.config import EngineConfig
+from neso.engine.engine_core import EngineCore
+from neso.engine.errors import EngineError
+from neso.engine.ipc.messages import EngineInfo
+from neso.engine.runners.base import Runner
+from neso.engine.runners.registry import find_runner
+from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.checkpoint import Checkpoint
+from neso.engine.weights.errors import CheckpointError
+
+SHARE_OF_FREE_MEMORY = 0.25
+
+
+def load_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
+    """Load the weights and allocate the cache. Raises `EngineError` with a reason fit for the user."""
+    started = time.perf_counter()
+    try:
+        with Checkpoint(config.model) as checkpoint:
+            spec = decoder_spec(checkpoint.config)
+            max_model_len = _max_model_len(config, spec.max_position)
+            runner_class = find_runner(config.runner)
+            runner = runner_class.load(spec, checkpoint)
+    except (CheckpointError, UnsupportedModel, ValueError) as error:
+        raise EngineError(str(error)) from None
+    num_blocks = _num_blocks(config, runner, max_model_len)
+    block_size = config.scheduler.block_size
+    core = EngineCore(runner, config.scheduler, num_blocks)
+    info = EngineInfo(
+        runner=runner_class.__name__,
+        # A sequence longer than the whole cache could never be finished.
+        max_model_len=min(max_model_len, num_blocks * block_size),
+        vocab_size=spec.vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        cache_bytes=num_blocks * runner.cache_bytes_per_block(block_size),
+        load_seconds=time.perf_counter() - started,
+    )
+    return core, info
+
+
+def _max_model_len(config: EngineConfig, max_position: int) -> int:
+    if config.max_model_len is None:
+        return max_position
+    if not 2 <= config.max_model_len <= max_position:
+        raise EngineError(
+            f"max_model_len {config.max_model_len} must be between 2 and the model's {max_position}"
+        )
+    return config.max_model_len
+
+
+def _num_blocks(config: EngineConfig, runner: Runner, max_model_len: int) -> int:
+    if config.num_blocks is not None:
+        if config.num_blocks < 2:
+            raise EngineError(f"num_blocks must be at least 2, got {config.num_blocks}")
+        return config.num_blocks
+    block_size = config.scheduler.block_size
+    per_block = runner.cache_bytes_per_block(block_size)
+    memory = config.kv_cache_memory
+    if memory is None:
+        memory = int(_free_memory() * SHARE_OF_FREE_MEMORY)
+    useful = config.scheduler.max_num_seqs * -(-max_model_len // block_size)
+    num_blocks = min(memory // per_block, useful)
+    if num_blocks < 2:
+        raise EngineError(f"kv_cache_memory {memory} bytes holds less than two blocks of {per_block} bytes")
+    return num_blocks
+
+
+def _free_memory() -> int:
+    """Bytes that can be allocated without swapping."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,94 @@
+"""A runner without a model: its tokens are a function of the text so far, so every schedule can be checked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from neso.engine.core.request import EngineRequest
+from neso.engine.core.scheduler import SchedulerConfig
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.engine_core import EngineCore
+from neso.engine.runners.base import CacheLayout, FloatArray, Runner
+from neso.generation import SamplingParams
+
+VOCAB = 97
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model says after `tokens`: depends on all of them, and on their order."""
+    state = 17
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1_000_003
+    return state % VOCAB
+
+
+class FakeRunner(Runner):
+    """Keeps the tokens themselves in the paged cache, and reads back what attention would read."""
+
+    @classmethod
+    def load(cls, spec, checkpoint):
+        return cls()
+
+    def allocate_cache(self, layout: CacheLayout) -> None:
+        self.layout = layout
+        self.cache = np.full(layout.num_blocks * layout.block_size, -1, np.int64)
+
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        return 8 * block_size
+
+    def step(self, plan: StepPlan) -> FloatArray:
+        size = self.layout.block_size
+        blocks = self.cache.reshape(-1, size)
+        for source, target in plan.block_copies:
+            blocks[target] = blocks[source]
+        slots = plan.slots(size)
+        assert len(set(slots.tolist())) == len(slots), "two tokens written to one slot"
+        self.cache[slots] = plan.token_ids
+        positions = plan.positions()
+        logits = np.zeros((len(plan.logits_rows), VOCAB), np.float32)
+        for i, row in enumerate(plan.logits_rows):
+            sequence = int(np.searchsorted(plan.query_start, row, side="right")) - 1
+            length = int(positions[row]) + 1
+            table = plan.block_tables[sequence, : -(-length // size)]
+            assert (table >= 0).all(), "the table does not cover the tokens"
+            seen = blocks[table].reshape(-1)[:length]
+            logits[i, next_token(seen.tolist())] = 1.0
+        return logits
+
+
+def make_core(num_blocks: int = 64, **options) -> EngineCore:
+    """An engine core on the fake runner, with small limits unless told otherwise."""
+    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_prefill_chunk": 32, "block_size": 4}
+    return EngineCore(FakeRunner(), SchedulerConfig(**{**defaults, **options}), num_blocks)
+
+
+def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **options) -> EngineRequest:
+    """A greedy request; options of `SamplingParams` and `EngineRequest` alike."""
+    own = {
+        name: options.pop(name) for name in ("end_token_ids", "priority", "cache_identity") if name in options
+    }
+    sampling = SamplingParams(temperature=options.pop("temperature", 0.0), max_tokens=max_tokens, **options)
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling=sampling, max_tokens=max_tokens, **own
+    )
+
+
+def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
+    """What the fake model generates, without any engine."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def run(core: EngineCore, max_steps: int = 10_000) -> dict[tuple[str, int], list[int]]:
+    """Step until nothing is left to do; tokens by (request id, index)."""
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            return tokens
+        for output in core.step():
+            assert not output.error, output.error
+            tokens.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        core.check_integrity()
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,243 @@
+"""The engine core on a fake model: whatever the schedule, each sequence gets its tokens and the books balance."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_engine import expected_tokens, make_core, make_request, next_token, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neso.engine.core.step_plan import StepPlan
+from neso.generation import FinishReason
+
+prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=24), min_size=1, max_size=10)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    prompts=prompts,
+    max_tokens=st.integers(1, 12),
+    num_blocks=st.integers(9, 40),
+    chunk=st.sampled_from([1, 3, 32]),
+    caching=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_schedule_gives_the_same_tokens(prompts, max_tokens, num_blocks, chunk, caching, seed):
+    """Prefix hits, chunks, preemption and late arrivals change nothing; all blocks come back."""
+    core = make_core(num_blocks, max_prefill_chunk=chunk, enable_prefix_caching=caching)
+    rng = random.Random(seed)
+    tokens: dict[str, list[int]] = {}
+    late = [make_request(str(i), prompt, max_tokens) for i, prompt in enumerate(prompts)]
+    while late or core.has_work:
+        while late and rng.random() < 0.5:
+            assert core.add(late.pop()) == []
+        for output in core.step():
+            assert not output.error
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        core.check_integrity()
+    assert tokens == {str(i): expected_tokens(p, max_tokens) for i, p in enumerate(prompts)}
+    assert core.scheduler.kv.pool.num_used == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompts=prompts, num_blocks=st.integers(9, 30), seed=st.integers(0, 10_000))
+def test_aborts_at_any_time_lose_nothing(prompts, num_blocks, seed):
+    """Aborted requests, forked or not, give their blocks back; the others get every token."""
+    core = make_core(num_blocks)
+    rng = random.Random(seed)
+    requests = [make_request(str(i), p, 8, n=rng.choice([1, 1, 3])) for i, p in enumerate(prompts)]
+    for request in requests:
+        core.add(request)
+    doomed = {r.request_id for r in requests if rng.random() < 0.5}
+    aborted: set[str] = set()
+    tokens: dict[tuple[str, int], list[int]] = {}
+    while core.has_work:
+        if doomed - aborted and rng.random() < 0.4:
+            victim = rng.choice(sorted(doomed - aborted))
+            core.abort(victim)
+            aborted.add(victim)
+            core.check_integrity()
+        for output in core.step():
+            assert output.request_id not in aborted
+            tokens.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        core.check_integrity()
+    for request in requests:
+        if request.request_id not in aborted:
+            for index in range(request.sampling.n):
+                expected = expected_tokens(request.prompt_token_ids, 8)
+                assert tokens[request.request_id, index] == expected
+    assert core.scheduler.kv.pool.num_used == 0
+
+
+def test_preemption_happens_and_is_invisible():
+    core = make_core(num_blocks=12)
+    for i in range(6):
+        core.add(make_request(str(i), [i] * 8, max_tokens=20))
+    tokens = run(core)
+    assert core.scheduler.num_preemptions > 0
+    assert tokens == {(str(i), 0): expected_tokens([i] * 8, 20) for i in range(6)}
+
+
+def test_prefix_is_computed_once():
+    core = make_core()
+    prompt = list(range(17))
+    core.add(make_request("first", prompt))
+    run(core)
+    before = core.stats()
+    core.add(make_request("second", prompt))
+    core.step()
+    assert core.last_plan is not None
+    assert core.last_plan.num_computed.tolist() == [16], "four full blocks were found"
+    assert core.stats().prefix_hit_tokens - before.prefix_hit_tokens == 16
+
+
+def test_wholly_cached_prompt_leaves_one_token_to_compute():
+    core = make_core()
+    prompt = list(range(16))
+    for name in ("first", "second"):
+        core.add(make_request(name, prompt))
+        tokens = run(core)
+        assert tokens[name, 0] == expected_tokens(prompt, 8)
+
+
+def test_cache_identities_do_not_meet():
+    core = make_core()
+    prompt = list(range(17))
+    core.add(make_request("first", prompt, cache_identity=("tenant-a",)))
+    run(core)
+    core.add(make_request("second", prompt, cache_identity=("tenant-b",)))
+    core.step()
+    assert core.last_plan is not None and core.last_plan.num_computed.tolist() == [0]
+
+
+def test_forks_share_the_prompt_and_copy_on_write():
+    core = make_core(num_blocks=64)
+    prompt = list(range(10))
+    core.add(make_request("n", prompt, max_tokens=6, n=4))
+    core.step()
+    assert core.scheduler.kv.pool.num_used == 3, "four sequences on the blocks of one prompt"
+    core.step()
+    assert core.last_plan is not None
+    assert len(core.last_plan.block_copies) == 3, "the last of four writes in place"
+    rest = run(core)
+    assert {index for _, index in rest} == {0, 1, 2, 3}
+
+
+def test_long_prompt_does_not_stall_decoding():
+    core = make_core(num_blocks=128, max_num_batched_tokens=16, max_prefill_chunk=16)
+    core.add(make_request("short", [1, 2], max_tokens=30))
+    core.step()
+    core.add(make_request("long", [3] * 200, max_tokens=2))
+    for _ in range(10):
+        outputs = core.step()
+        assert [o.request_id for o in outputs] == ["short"], "a token for the short one in every step"
+
+
+def test_priority_goes_first_and_is_preempted_last():
+    core = make_core(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=32)
+    core.add(make_request("a", [1], max_tokens=2))
+    core.add(make_request("b", [2], max_tokens=2))
+    core.add(make_request("urgent", [3], max_tokens=2, priority=-1))
+    order = []
+    while core.has_work:
+        order += [o.request_id for o in core.step() if o.finish_reason]
+    assert order == ["urgent", "a", "b"]
+
+
+def test_end_token_and_min_tokens():
+    prompt = [4, 5]
+    end = expected_tokens(prompt, 3)[2]
+    core = make_core()
+    core.add(make_request("stops", prompt, max_tokens=20, end_token_ids=(end,)))
+    last = None
+    while core.has_work:
+        (last,) = core.step()
+    assert last is not None
+    assert (last.finish_reason, last.end_token_id) == (FinishReason.STOP, end)
+    core.add(make_request("goes on", prompt, max_tokens=5, min_tokens=5, end_token_ids=(end,)))
+    assert end not in run(core)["goes on", 0][:5]
+
+
+@pytest.mark.parametrize(
+    ("request_id", "options", "message"),
+    [
+        ("big", {"prompt": [1] * 300, "max_tokens": 8}, "308 tokens of cache"),
+        ("many", {"prompt": [1], "n": 9}, "at most 8 sequences"),
+        ("twice", {"prompt": [1]}, "in use"),
+    ],
+)
+def test_impossible_requests_are_answered(request_id, options, message):
+    core = make_core(num_blocks=64)
+    core.add(make_request("twice", [1]))
+    (output,) = core.add(make_request(request_id, **options))
+    assert output.finish_reason is FinishReason.ERROR
+    assert message in output.error
+
+
+def test_failing_step_fails_its_requests_only(monkeypatch):
+    core = make_core()
+    core.add(make_request("doomed", [1, 2, 3]))
+
+    def explode(plan):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core.runner, "step", explode)
+        (output,) = core.step()
+    assert output.finish_reason is FinishReason.ERROR and "no room" in output.error
+    core.check_integrity()
+    assert not core.has_work
+    core.add(make_request("next", [1, 2, 3]))
+    assert run(core)["next", 0] == expected_tokens([1, 2, 3], 8)
+
+
+def test_logits_that_are_no_numbers_fail_one_request(monkeypatch):
+    core = make_core()
+    core.add(make_request("bad", [1]))
+    core.add(make_request("good", [2]))
+    step = core.runner.step
+
+    def poison(plan):
+        logits = step(plan)
+        logits[0, 3] = float("nan")
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core.runner, "step", poison)
+        bad, good = core.step()
+    assert bad.finish_reason is FinishReason.ERROR and "not numbers" in bad.error
+    assert good.token_ids == [next_token([2])]
+    assert run(core)["good", 0] == expected_tokens([2], 8)[1:]
+
+
+def test_prompt_logprobs_come_once_across_chunks_and_preemption():
+    core = make_core(num_blocks=10, max_prefill_chunk=3)
+    prompt = list(range(20))
+    core.add(make_request("other", [9] * 8, max_tokens=16, priority=-1))
+    core.add(make_request("scored", prompt, max_tokens=4, prompt_logprobs=1))
+    entries = []
+    while core.has_work:
+        for output in core.step():
+            if output.request_id == "scored":
+                entries += output.prompt_logprobs
+    assert [entry.token_id for entry in entries] == prompt[1:]
+
+
+def test_step_plan_survives_a_dump(tmp_path):
+    core = make_core()
+    core.add(make_request("a", [1, 2, 3]))
+    core.step()
+    plan = core.last_plan
+    assert plan is not None
+    plan.dump(tmp_path / "plan.npz")
+    loaded = StepPlan.load(tmp_path / "plan.npz")
+    for name in StepPlan.__dataclass_fields__:
+        assert (
+            (getattr(loaded, name) == getattr(plan, name)).all()
+            if name != "step"
+            else loaded.step == plan.step
+        )
+    with pytest.raises(ValueError, match="read-only"):
+        plan.token_ids[0] = 1

@@ -1,0 +1,133 @@
+"""The sampler: filters against a naive oracle, distributions by counting, seeds, penalties, log probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neso.engine.sampling.random_choice import choose_filtered, softmax
+from neso.engine.sampling.sampler import BROKEN, Sampler
+from neso.engine.sampling.state import SamplingState
+from neso.generation import SamplingParams
+
+
+def state(index: int = 0, prompt: tuple[int, ...] = (), end: tuple[int, ...] = (), **params) -> SamplingState:
+    return SamplingState.create(SamplingParams(**params), index, list(prompt), end)
+
+
+def sample(logits, *states):
+    tokens = Sampler().sample(np.array(logits, np.float32), list(states))
+    return [t.token_id for t in tokens]
+
+
+def oracle_support(probabilities, top_k, top_p, min_p):
+    """Tokens that the filters leave of one row, by their definitions."""
+    order = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i], i))[:top_k]
+    total = sum(probabilities[i] for i in order)
+    kept, mass = [], 0.0
+    for i in order:
+        if top_p < 1.0 and mass >= top_p * total:
+            break
+        kept.append(i)
+        mass += probabilities[i]
+    return {i for i in kept if probabilities[i] >= min_p * probabilities[order[0]]} | {order[0]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    vocab=st.sampled_from([5, 300, 1000]),
+    top_k=st.sampled_from([1, 3, 50, 400, 0]),
+    top_p=st.sampled_from([0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_filters_match_the_oracle(seed, vocab, top_k, top_p, min_p):
+    """What is drawn over many uniforms is just what a row-by-row definition leaves."""
+    rng = np.random.default_rng(seed)
+    row = softmax(rng.normal(size=(1, vocab)).astype(np.float32) * 3)
+    k = min(top_k or vocab, vocab)
+    support = oracle_support(row[0].astype(float).tolist(), k, top_p, min_p)
+    draws = 200
+    uniforms = np.linspace(0, 1, draws, endpoint=False)
+    rows = np.repeat(row, draws, axis=0)
+    chosen = choose_filtered(rows, uniforms, np.full(draws, k), np.full(draws, top_p), np.full(draws, min_p))
+    drawn = set(chosen.tolist())
+    edge = {i for i in drawn - support if row[0, i] < 1e-4}
+    assert drawn - edge <= support
+    assert int(row[0].argmax()) in drawn
+
+
+def test_distribution_is_the_softmax():
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    states = [state(seed=i) for i in range(4000)]
+    counts = np.bincount(sample([logits] * 4000, *states), minlength=4) / 4000
+    np.testing.assert_allclose(counts, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+
+
+def test_filtered_distribution_is_renormalised():
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    states = [state(seed=i, top_k=2) for i in range(4000)]
+    counts = np.bincount(sample([logits] * 4000, *states), minlength=4) / 4000
+    np.testing.assert_allclose(counts, [0.625, 0.375, 0, 0], atol=0.03)
+
+
+def test_seed_decides_whatever_the_batch_mates():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(8, 500)).astype(np.float32)
+    params = {"temperature": 1.3, "seed": 7, "top_p": 0.9}
+    alone = [sample([row], state(**params))[0] for row in rows]
+    mate = {"temperature": 0.7, "seed": 1, "top_k": 400}
+    together = [
+        sample([other, row], state(**mate), state(**params))[1]
+        for row, other in zip(rows, rows[::-1], strict=True)
+    ]
+    assert alone == together
+    stream = state(**params)
+    first = [sample([rows[0]], stream)[0] for _ in range(10)]
+    again = state(**params)
+    assert first == [sample([rows[0]], again)[0] for _ in range(10)]
+    assert first != [sample([rows[0]], s)[0] for s in [state(index=1, **params)] for _ in range(10)]
+
+
+def test_greedy_and_random_rows_mix():
+    logits = [[0, 5, 0], [0, 5, 0], [9, 0, 0]]
+    assert sample(logits, state(temperature=0), state(top_k=1), state(temperature=0)) == [1, 1, 0]
+
+
+def test_penalties():
+    s = state(temperature=0, presence_penalty=1.0, frequency_penalty=0.5)
+    assert [sample([[2.0, 1.9, 0.0]], s)[0] for _ in range(3)] == [0, 1, 0]
+    repeated = state(temperature=0, repetition_penalty=2.0, prompt=(0,))
+    assert sample([[2.0, 1.5, -1.0]], repeated) == [1]
+    negative = state(temperature=0, repetition_penalty=2.0, prompt=(0, 1))
+    assert sample([[-1.0, -1.5, -1.9]], negative) == [2]
+
+
+def test_bias_and_minimum_length():
+    assert sample([[1.0, 0.0]], state(temperature=0, logit_bias={1: 5.0})) == [1]
+    s = state(temperature=0, min_tokens=2, end=(0,))
+    assert [sample([[9.0, 0.0]], s)[0] for _ in range(3)] == [1, 1, 0]
+
+
+def test_logprobs_are_the_models_own():
+    logits = np.array([[1.0, 2.0, 3.0, 0.0]], np.float32)
+    s = state(temperature=0, logprobs=2, logit_bias={0: 100.0})
+    (token,) = Sampler().sample(logits.copy(), [s])
+    expected = logits[0] - np.log(np.exp(logits[0]).sum())
+    assert token.token_id == 0 and token.logprobs is not None
+    assert token.logprobs.logprob == pytest.approx(expected[0], abs=1e-5)
+    assert token.logprobs.rank == 3
+    assert token.logprobs.top_ids == [2, 1]
+    np.testing.assert_allclose(token.logprobs.top_logprobs, expected[[2, 1]], rtol=1e-5)
+
+
+def test_rows_that_are_no_numbers_are_marked():
+    nan = float("nan")
+    logits = [[nan, 1.0], [0.0, 1.0], [0.0, nan]]
+    assert sample(logits, state(temperature=0), state(temperature=0), state(temperature=1.0)) == [
+        BROKEN,
+        1,
+        BROKEN,
+    ]
