@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from neso.server.errors import AlreadyExists
 
@@ -176,7 +177,8 @@ def _render(metric: Metric) -> Iterator[str]:
             f'{key}="{_escape(value, quote=True)}"' for key, value in sorted(sample.labels.items())
         )
         braces = f"{{{labels}}}" if labels else ""
-        value = int(sample.value) if float(sample.value).is_integer() else repr(float(sample.value))
+        whole = float(sample.value).is_integer()
+        value = int(sample.value) if whole else floatToGoString(sample.value)  # type: ignore[no-untyped-call]
         yield f"{sample.name}{braces} {value}\n"
 
 

@@ -12,7 +12,7 @@ from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError,
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
 from neso.server.signature import Signature
-from neso.server.statistics import FailureReason, Timeline
+from neso.server.statistics import FailureReason, ModelStatistics, Timeline
 
 if TYPE_CHECKING:
     from neso.generation import GenerationOutput, GenerationRequest, LanguageModel
@@ -34,9 +34,9 @@ class Model:
         self.versions = [context.version]
         self.config: Any = context.config
         self.decoupled = bool(context.config.model_transaction_policy.decoupled)
-        self.statistics = context.statistics
+        self.statistics: ModelStatistics = context.statistics
         self.signature = Signature(context.config)
-        self.load_duration = 0.0
+        self.load_duration: float = 0.0
         self.source: object = None  # kept alive as long as the model: it may own a temporary folder
         self.metric_labels = {"model": self.name, "version": self.version}
         self.metric_labels.update({f"_{key}": value for key, value in self.config.metric_tags.items()})

@@ -33,7 +33,7 @@ class Tensor:
 
     @classmethod
     def from_numpy(cls, name: str, array: npt.ArrayLike) -> Tensor:
-        """Wrap an array or a list; strings become UTF-8 bytes. Raises `InvalidArgument` for a strange dtype."""
+        """Wrap an array or a list; strings become UTF-8 bytes. Raises `InvalidArgument` for other dtypes."""
         array = np.asarray(array)
         datatype = DataType.of_numpy(array.dtype)
         if datatype is DataType.BYTES:

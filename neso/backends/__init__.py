@@ -1,0 +1,1 @@
+"""What executes models: each folder is a backend, found by the name that a model configuration gives."""

@@ -1,0 +1,58 @@
+"""The errors that a Python model raises, or puts into its responses."""
+
+from __future__ import annotations
+
+from neso.server.errors import ErrorCode, ServerError
+
+# The numbers are those of TRITONSERVER_Error_Code.
+_CODES = {
+    0: ErrorCode.UNKNOWN,
+    1: ErrorCode.INTERNAL,
+    2: ErrorCode.NOT_FOUND,
+    3: ErrorCode.INVALID_ARG,
+    4: ErrorCode.UNAVAILABLE,
+    5: ErrorCode.UNSUPPORTED,
+    6: ErrorCode.ALREADY_EXISTS,
+    7: ErrorCode.CANCELLED,
+}
+
+
+class TritonError:
+    """An error for one response: a message and one of the codes below."""
+
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message = str(message)
+        self._code = code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+    def __str__(self) -> str:
+        return self._message
+
+    def to_server(self) -> ServerError:
+        """As the server's own error."""
+        return ServerError(self._message, _CODES.get(self._code, ErrorCode.INTERNAL))
+
+
+class TritonModelException(Exception):
+    """Raised by the functions of pb_utils, and by models; fails the requests that are being executed."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        self._message = message
+
+    def message(self) -> str:
+        return self._message

@@ -1,0 +1,117 @@
+"""What Python models import as `triton_python_backend_utils`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from neso.backends.python.datatypes import (
+    deserialize_bytes_tensor,
+    numpy_to_triton_type,
+    serialize_byte_tensor,
+    triton_string_to_numpy,
+    triton_to_numpy_type,
+)
+from neso.backends.python.errors import TritonError, TritonModelException
+from neso.backends.python.logger import Logger, LogLevel
+from neso.backends.python.model_config import ModelConfig
+from neso.backends.python.model_module import current_folder
+from neso.backends.python.request import (
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+    InferenceRequest,
+)
+from neso.backends.python.response import InferenceResponse
+from neso.backends.python.response_sender import TRITONSERVER_RESPONSE_COMPLETE_FINAL, ResponseSender
+from neso.backends.python.tensor import Tensor
+
+__all__ = [
+    "TRITONSERVER_MEMORY_CPU",
+    "TRITONSERVER_MEMORY_GPU",
+    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
+    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
+    "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
+    "InferenceRequest",
+    "InferenceResponse",
+    "LogLevel",
+    "Logger",
+    "MetricFamily",
+    "ModelConfig",
+    "ResponseSender",
+    "Tensor",
+    "TritonError",
+    "TritonModelException",
+    "deserialize_bytes_tensor",
+    "get_input_config_by_name",
+    "get_input_tensor_by_name",
+    "get_model_dir",
+    "get_output_config_by_name",
+    "get_output_tensor_by_name",
+    "is_model_ready",
+    "load_model",
+    "numpy_to_triton_type",
+    "serialize_byte_tensor",
+    "triton_string_to_numpy",
+    "triton_to_numpy_type",
+    "unload_model",
+    "using_decoupled_model_transaction_policy",
+]
+
+TRITONSERVER_MEMORY_CPU = 0
+TRITONSERVER_MEMORY_GPU = 1
+
+
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+    """The input of that name, None if the request has none (optional inputs may be left out)."""
+    return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
+
+
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+    """The output of that name, None if the response has none."""
+    return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
+
+
+def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """The part of a configuration that describes an input, None if there is none of that name."""
+    return _tensor_config(model_config, "input", name)
+
+
+def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """The part of a configuration that describes an output, None if there is none of that name."""
+    return _tensor_config(model_config, "output", name)
+
+
+def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
+    """Whether a configuration says that the model sends any number of responses to a request."""
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+def get_model_dir() -> str:
+    """The folder of the model's version. In the threads that run the model only."""
+    return str(current_folder())
+
+
+def load_model(model_name: str, config: str = "", files: Any = None) -> NoReturn:
+    raise TritonModelException("loading models from a model (load_model) is not supported yet")
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> NoReturn:
+    raise TritonModelException("unloading models from a model (unload_model) is not supported yet")
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
+    raise TritonModelException("asking for other models (is_model_ready) is not supported yet")
+
+
+class MetricFamily:
+    """Custom metrics, not supported yet: making one raises."""
+
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+    def __init__(self, name: str = "", description: str = "", kind: int = COUNTER) -> None:
+        raise TritonModelException("custom metrics (MetricFamily) are not supported yet")
+
+
+def _tensor_config(model_config: dict[str, Any], kind: str, name: str) -> dict[str, Any] | None:
+    return next((tensor for tensor in model_config.get(kind, []) if tensor["name"] == name), None)

@@ -1,0 +1,119 @@
+"""`pb_utils.InferenceRequest`: what a model is asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from neso.backends.python.errors import TritonModelException
+from neso.backends.python.response_sender import Responder, ResponseSender
+from neso.backends.python.tensor import Tensor
+
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+
+
+class InferenceRequest:
+    """A request that the server hands to `execute`, or one that a model makes for another model."""
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] = (),
+        requested_output_names: Sequence[str] = (),
+        model_name: str = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: Any = None,
+        trace: Any = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._request_id = request_id
+        self._correlation_id = correlation_id
+        self._inputs = list(inputs)
+        self._requested_output_names = list(requested_output_names)
+        self._model_name = model_name
+        self._model_version = model_version
+        self._flags = flags
+        self._timeout = timeout
+        self._parameters = dict(parameters or {})
+        self._responder: Responder | None = None
+
+    @classmethod
+    def from_server(cls, responder: Responder, output_names: Sequence[str]) -> InferenceRequest:
+        """The request of a stream; without a choice of the client, all `output_names` are requested."""
+        source = responder.stream.request
+        request = cls(
+            source.id,
+            source.sequence_id,
+            [Tensor.from_server(tensor) for tensor in source.inputs.values()],
+            source.requested_outputs or output_names,
+            source.model_name,
+            int(source.model_version),
+            (TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if source.sequence_start else 0)
+            | (TRITONSERVER_REQUEST_FLAG_SEQUENCE_END if source.sequence_end else 0),
+            source.timeout_us,
+            parameters=source.parameters,
+        )
+        request._responder = responder
+        return request
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._request_id
+
+    def correlation_id(self) -> int | str:
+        return self._correlation_id
+
+    def requested_output_names(self) -> list[str]:
+        return self._requested_output_names
+
+    def model_name(self) -> str:
+        return self._model_name
+
+    def model_version(self) -> int:
+        return self._model_version
+
+    def flags(self) -> int:
+        """A sum of the `TRITONSERVER_REQUEST_FLAG_*` numbers."""
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = flags
+
+    def timeout(self) -> int:
+        """In microseconds, 0 without one."""
+        return self._timeout
+
+    def parameters(self) -> str:
+        """The request's parameters as JSON."""
+        return json.dumps(self._parameters)
+
+    def is_cancelled(self) -> bool:
+        """Whether the client gave up."""
+        return self._responder is not None and self._responder.cancelled
+
+    def get_response_sender(self) -> ResponseSender:
+        """The way to answer from any thread, before or after `execute` returns."""
+        if self._responder is None:
+            raise TritonModelException(
+                "only requests that the server handed to execute have a response sender"
+            )
+        return ResponseSender(self._responder)
+
+    def exec(self, decoupled: bool = False) -> NoReturn:
+        raise TritonModelException("calling other models (InferenceRequest.exec) is not supported yet")
+
+    def async_exec(self, decoupled: bool = False) -> NoReturn:
+        raise TritonModelException("calling other models (InferenceRequest.async_exec) is not supported yet")
+
+    def set_release_flags(self, flags: int) -> NoReturn:
+        raise TritonModelException("rescheduling requests (set_release_flags) is not supported yet")
+
+    def trace(self) -> NoReturn:
+        raise TritonModelException("tracing (InferenceRequest.trace) is not supported yet")

@@ -1,0 +1,138 @@
+"""From a model's thread to the stream of a request on the server's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from neso.backends.python.errors import TritonModelException
+from neso.backends.python.response import InferenceResponse
+from neso.server.datatypes import DataType
+from neso.server.errors import InternalError, ServerError
+from neso.server.inference_response import InferenceResponse as ServerResponse
+from neso.server.inference_response import ResponseStream
+
+logger = logging.getLogger(__name__)
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+
+@dataclass
+class ModelOutputs:
+    """What the responders of one instance need to know of its model."""
+
+    loop: asyncio.AbstractEventLoop
+    instance: str
+    decoupled: bool
+    datatypes: dict[str, DataType]
+    mismatched: set[str] = field(default_factory=set)
+
+    def convert(self, response: InferenceResponse) -> ServerResponse:
+        """As the server's response. Outputs that the configuration does not declare are dropped, as in Triton."""
+        error = response.error()
+        if error is not None:
+            return ServerResponse("", "", error=error.to_server(), parameters=response._parameters)
+        outputs = [
+            tensor.to_server() for tensor in response.output_tensors() if tensor.name() in self.datatypes
+        ]
+        for tensor in outputs:
+            expected = self.datatypes[tensor.name]
+            if tensor.datatype is not expected and tensor.name not in self.mismatched:
+                self.mismatched.add(tensor.name)
+                logger.warning(
+                    "output '%s' of '%s' is %s, its configuration says %s; it is sent as it is",
+                    tensor.name,
+                    self.instance,
+                    tensor.datatype.value,
+                    expected.value,
+                )
+        return ServerResponse("", "", outputs=outputs, parameters=dict(response._parameters))
+
+
+class Responder:
+    """Answers one request, from any thread. Shared by the request and its sender.
+
+    When both are gone and the final response was not sent, nobody can send it any more: the request fails then,
+    so that no client waits for ever.
+    """
+
+    def __init__(self, stream: ResponseStream, outputs: ModelOutputs) -> None:
+        self.stream = stream
+        self.closed = False
+        self._outputs = outputs
+        self._held: ServerResponse | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self.stream.request.cancelled
+
+    def send(self, response: InferenceResponse | None, *, final: bool) -> None:
+        """Raises `TritonModelException` after the final response, or for a second response of a model that is
+        not decoupled. The response of such a model waits for the final flag.
+        """
+        if self.closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        converted = self._outputs.convert(response) if response is not None else None
+        if not self._outputs.decoupled:
+            if converted is not None and self._held is not None:
+                raise TritonModelException(
+                    "Unable to send response. A model that is not decoupled must send exactly one response."
+                )
+            self._held = converted = converted or self._held
+            if not final:
+                return
+            if converted is None:
+                self.fail(InternalError(f"model instance '{self._outputs.instance}' sent no response"))
+                return
+        self.closed = final
+        if converted is None:
+            self._post(ServerResponse("", "", final=True))
+        else:
+            converted.final = final
+            self._post(converted)
+
+    def fail(self, error: ServerError) -> None:
+        """End the request with an error, unless it has ended."""
+        if not self.closed:
+            self.closed = True
+            self._post(ServerResponse("", "", error=error, final=True))
+
+    def _post(self, response: ServerResponse) -> None:
+        try:
+            self._outputs.loop.call_soon_threadsafe(self.stream.send, response)
+        except RuntimeError:
+            logger.debug("response of '%s' came after the server's end", self._outputs.instance)
+
+    def __del__(self) -> None:
+        if not self.closed:
+            self.fail(
+                InternalError(
+                    f"model instance '{self._outputs.instance}' let go of a request without a final response"
+                )
+            )
+
+
+class ResponseSender:
+    """`request.get_response_sender()`: sends any number of responses, the last one with the final flag."""
+
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Send a response, the final flag, or both."""
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException(f"Unable to send response. Unsupported flag provided: {flags}")
+        if response is None and not flags:
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flag is set to zero."
+            )
+        if response is not None and not isinstance(response, InferenceResponse):
+            raise TritonModelException(
+                f"response must be a pb_utils.InferenceResponse, got {type(response).__name__}"
+            )
+        self._responder.send(response, final=bool(flags))
+
+    def is_cancelled(self) -> bool:
+        """Whether the client gave up."""
+        return self._responder.cancelled

@@ -1,0 +1,97 @@
+"""`pb_utils.Tensor`: a named numpy array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from neso.backends.python.datatypes import numpy_to_triton_type
+from neso.backends.python.errors import TritonModelException
+from neso.server.datatypes import DataType
+from neso.server.errors import InvalidArgument
+from neso.server.tensor import Tensor as ServerTensor
+
+
+class Tensor:
+    """An input or output tensor. BYTES tensors are arrays of objects, `bytes` when they come from a client."""
+
+    def __init__(self, name: str, array: npt.NDArray[Any]) -> None:
+        if not isinstance(array, np.ndarray):
+            raise TritonModelException(
+                f"Tensor '{name}' must be made from a numpy array, got {type(array).__name__}"
+            )
+        self._name = name
+        self._array = array
+        try:
+            self._datatype = DataType.of_numpy(array.dtype)
+        except InvalidArgument as error:
+            raise TritonModelException(f"Tensor '{name}': {error.message}") from None
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> npt.NDArray[Any]:
+        """The elements. Arrays that view a client's message are copied once: models may write into theirs."""
+        if not self._array.flags.writeable:
+            self._array = self._array.copy()
+        return self._array
+
+    def triton_dtype(self) -> int:
+        """The number of the datatype in model configurations."""
+        return numpy_to_triton_type(self._datatype.dtype.type)
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def is_cpu(self) -> bool:
+        """True: tensors of the server are in the memory of the CPU."""
+        return True
+
+    def to_dlpack(self) -> Any:
+        """A DLPack capsule that shares the memory."""
+        return self.__dlpack__()
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        """From a capsule, or an object with `__dlpack__`; shares the memory of CPU tensors."""
+        source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
+        try:
+            return Tensor(name, np.from_dlpack(source))
+        except (RuntimeError, BufferError, TypeError) as error:
+            raise TritonModelException(f"Tensor '{name}' cannot be made from DLPack: {error}") from None
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.as_numpy().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[Any, Any]:
+        return self._array.__dlpack_device__()
+
+    @classmethod
+    def from_server(cls, tensor: ServerTensor) -> Tensor:
+        """Wrap a tensor of a request."""
+        return cls(tensor.name, tensor.array)
+
+    def to_server(self) -> ServerTensor:
+        """As a tensor of a response. Elements of object arrays that are not `bytes` become text."""
+        if self._datatype is not DataType.BYTES:
+            return ServerTensor.from_numpy(self._name, self._array)
+        elements = np.empty(self._array.shape, np.object_)
+        flat = elements.reshape(-1)
+        for i, element in enumerate(self._array.flat):
+            flat[i] = element if isinstance(element, bytes) else str(element).encode()
+        return ServerTensor(self._name, DataType.BYTES, elements)
+
+
+class _Capsule:
+    """Gives a bare capsule the methods that numpy asks for; the capsule is taken to be in CPU memory."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_options: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
