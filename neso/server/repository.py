@@ -13,7 +13,7 @@ class ModelRepository:
     """One or more directories that hold a folder per model: `<model>/config.pbtxt`, `<model>/<version>/…`."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        self.directories = tuple(Path(directory) for directory in directories)
+        self.directories = tuple(Path(directory).absolute() for directory in directories)
 
     def check(self) -> None:
         """Raises `NotFound` for a directory that does not exist."""

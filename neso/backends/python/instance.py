@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.python.errors import TritonModelException
-from neso.backends.python.model_module import forget_model_class, load_model_class, model_folder
+from neso.backends.python.model_module import forget_model_class, hide_modules, load_model_class, model_folder
 from neso.backends.python.request import InferenceRequest
 from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import ModelOutputs, Responder
@@ -70,6 +70,7 @@ class ModelInstance:
                 raise TritonModelException(f"TritonPythonModel in '{self._path}' has no execute function")
             if hasattr(model, "initialize"):
                 model.initialize(self._args)
+            hide_modules()
         except Exception as error:
             self.started.set_exception(error)
             return

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    SourceFileLoader,
+)
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from neso.backends.python.errors import TritonModelException
 
 PB_UTILS = "triton_python_backend_utils"
 
+_PREFIX = "neso_python_model_"
 _numbers = itertools.count()
 _importing = threading.Lock()
 _here = threading.local()
+_folders: set[str] = set()
+
+
+class _SourceLoader(SourceFileLoader):
+    """Reads the source each time: a cached bytecode file is stale when a file is replaced within a second."""
+
+    def path_stats(self, path: str) -> Any:
+        raise OSError("no bytecode is kept for models")
 
 
 class _FolderFinder:
@@ -29,26 +45,34 @@ class _FolderFinder:
     """
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        folder = getattr(_here, "folder", None)
-        if folder is None or path is not None:
+    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        folder: str | None = getattr(_here, "folder", None)
+        if folder is None:
             return None
-        return PathFinder.find_spec(name, [str(folder)])
+        for entry in path if path is not None else [folder]:
+            if entry == folder or entry.startswith(folder + os.sep):
+                finder = FileFinder(
+                    entry, (_SourceLoader, SOURCE_SUFFIXES), (ExtensionFileLoader, EXTENSION_SUFFIXES)
+                )
+                if (spec := finder.find_spec(name)) is not None and spec.loader is not None:
+                    return spec
+        return None
 
 
 def load_model_class(path: Path, name: str) -> type[Any]:
-    """Import the file under a name of its own and return its `TritonPythonModel`. Raises `TritonModelException`.
+    """Import the file under a name of its own; its `TritonPythonModel`. Raises `TritonModelException`.
 
     Whatever else the file raises goes through.
     """
+    path = path.absolute()
     if not path.is_file():
         raise TritonModelException(f"Python model file not found in '{path}'")
     install()
-    module_name = f"neso_python_model_{name}_{next(_numbers)}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    module_name = f"{_PREFIX}{name}_{next(_numbers)}"
+    spec = spec_from_file_location(module_name, path, loader=_SourceLoader(module_name, str(path)))
     if spec is None or spec.loader is None:
         raise TritonModelException(f"'{path}' cannot be imported as a Python module")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[module_name] = module
     try:
         with _importing, model_folder(path.parent):
@@ -71,17 +95,19 @@ def forget_model_class(model_class: type[Any]) -> None:
 def model_folder(folder: Path) -> Iterator[None]:
     """Run this thread as part of the model in `folder`: imports look there first, `current_folder` is it."""
     before = getattr(_here, "folder", None)
-    _here.folder = folder
+    _here.folder = str(folder.absolute())
+    _folders.add(_here.folder)
+    hide_modules()
     try:
         yield
     finally:
         _here.folder = before
-        _hide_modules_of(folder)
+        hide_modules()
 
 
-def current_folder() -> Path:
+def current_folder() -> str:
     """The version folder of the model that this thread runs. Raises `TritonModelException` elsewhere."""
-    folder: Path | None = getattr(_here, "folder", None)
+    folder: str | None = getattr(_here, "folder", None)
     if folder is None:
         raise TritonModelException("the model's folder is known in the threads that run the model only")
     return folder
@@ -96,15 +122,10 @@ def install() -> None:
         sys.meta_path.insert(0, _FolderFinder)
 
 
-def _hide_modules_of(folder: Path) -> None:
-    """Take the folder's modules out of `sys.modules`; the model keeps those that it has imported."""
+def hide_modules() -> None:
+    """Take the modules of all models' folders out of `sys.modules`; a model keeps those that it imported."""
+    prefixes = tuple(folder + os.sep for folder in _folders)
     for name, module in list(sys.modules.items()):
-        if name.startswith("neso_python_model_"):
-            continue
-        if _is_beside(module, folder):
-            del sys.modules[name]
-
-
-def _is_beside(module: ModuleType, folder: Path) -> bool:
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and Path(file).is_relative_to(folder)
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.startswith(prefixes) and not name.startswith(_PREFIX):
+            sys.modules.pop(name, None)

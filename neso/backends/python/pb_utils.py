@@ -87,7 +87,7 @@ def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bo
 
 def get_model_dir() -> str:
     """The folder of the model's version. In the threads that run the model only."""
-    return str(current_folder())
+    return current_folder()
 
 
 def load_model(model_name: str, config: str = "", files: Any = None) -> NoReturn:
