@@ -27,6 +27,8 @@ class Tokenizer:
     It gives the token ids that `transformers.AutoTokenizer` gives. As there (from version 5), tokenizer.json
     says which special tokens are put around a text; `add_bos_token` and `add_eos_token` in
     tokenizer_config.json do not count beside it: they are what its post-processor was once made from.
+    The one known difference: for older Llama files `transformers` 5 does not put a "▁" before a text that
+    starts with a space; tokenizer.json and SentencePiece do, and so does this class.
     """
 
     def __init__(
