@@ -1,0 +1,166 @@
+"""From generations to an answer: gathered into one object, or streamed as chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from neso.frontends.openai.errors import ApiError
+from neso.frontends.openai.merge import Indexed, merge
+from neso.frontends.openai.schemas import GenerationFields
+from neso.frontends.openai.sse import DONE, ChunkWriter, EventStream
+from neso.frontends.openai.targets import Target
+from neso.frontends.openai.usage import UsageTotals
+from neso.generation import (
+    CompletionDelta,
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    InvalidParameter,
+    SamplingParams,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKind:
+    """What tells completions and chats apart.
+
+    `adds_special_tokens` is for a client that does not say: a chat template writes its special tokens itself.
+    """
+
+    id_prefix: str
+    whole: str
+    chunk: str
+    adds_special_tokens: bool
+
+
+class Choice(ABC):
+    """One choice of an answer. It is either streamed or gathered, never both."""
+
+    @abstractmethod
+    def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """The choices of the chunks that a delta makes: none, one or several."""
+
+    @abstractmethod
+    def gather(self, output: GenerationOutput, delta: CompletionDelta) -> None:
+        """Take a delta in."""
+
+    @abstractmethod
+    def gathered(self) -> dict[str, Any]:
+        """The whole choice."""
+
+
+class Answer:
+    """The answer to one API request, which asks for one generation a prompt, of `n` choices each.
+
+    `explain` words an engine's refusal for the client. `count_completion` False hides tokens that nobody
+    asked for.
+    """
+
+    def __init__(
+        self,
+        kind: AnswerKind,
+        request: GenerationFields,
+        target: Target,
+        choices: Sequence[Choice],
+        explain: Callable[[InvalidParameter], ApiError],
+        *,
+        count_completion: bool = True,
+    ) -> None:
+        self.id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
+        self._kind = kind
+        self._request = request
+        self._target = target
+        self._choices = choices
+        self._n = request.n or 1
+        self._explain = explain
+        self._count_completion = count_completion
+        self._usage = UsageTotals(len(choices) // self._n)
+
+    async def respond(self, prompts: Sequence[str | list[int]], sampling: SamplingParams) -> Any:
+        """Generate. Returns the response, an ASGI application; a stream goes on while that one runs."""
+        outputs = merge([self._target.model.generate(r) for r in self._generations(prompts, sampling)])
+        if self._request.stream:
+            return await EventStream.open(self._events(outputs))
+        return await self._gather(outputs)
+
+    def _generations(
+        self, prompts: Sequence[str | list[int]], sampling: SamplingParams
+    ) -> list[GenerationRequest]:
+        request = self._request
+        special = request.add_special_tokens
+        return [
+            GenerationRequest(
+                prompt=prompt,
+                sampling=sampling,
+                request_id=self.id if len(prompts) == 1 else f"{self.id}-{number}",
+                priority=request.priority or 0,
+                add_special_tokens=self._kind.adds_special_tokens if special is None else special,
+                cache_salt=request.cache_salt or "",
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._request.model,
+            "system_fingerprint": None,
+        }
+
+    async def _gather(self, outputs: AsyncGenerator[Indexed, None]) -> Response:
+        try:
+            async with aclosing(outputs):
+                async for number, output in outputs:
+                    self._usage.update(number, output.usage)
+                    for delta in output.deltas:
+                        self._choices[number * self._n + delta.index].gather(output, delta)
+        except InvalidParameter as error:
+            raise self._explain(error) from None
+        body = self._envelope(self._kind.whole)
+        body["choices"] = [choice.gathered() for choice in self._choices]
+        body["usage"] = self._total_usage()
+        return Response(orjson.dumps(body), media_type="application/json")
+
+    async def _events(self, outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[bytes, None]:
+        options = self._request.stream_options
+        include_usage = options is not None and bool(options.include_usage)
+        continuous = options is not None and bool(options.continuous_usage_stats)
+        writer = ChunkWriter(self._envelope(self._kind.chunk), include_usage=include_usage)
+        try:
+            async with aclosing(outputs):
+                async for number, output in outputs:
+                    self._usage.update(number, output.usage)
+                    usage = self._total_usage() if continuous else None
+                    chunks = [
+                        writer.chunk(choice, usage)
+                        for delta in output.deltas
+                        for choice in self._choices[number * self._n + delta.index].stream(output, delta)
+                    ]
+                    if chunks:
+                        yield chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        except InvalidParameter as error:
+            raise self._explain(error) from None
+        yield writer.usage(self._total_usage()) + DONE if include_usage else DONE
+
+    def _total_usage(self) -> dict[str, Any]:
+        return self._usage.as_dict(count_completion=self._count_completion)
+
+
+def finish_name(reason: FinishReason | None) -> str | None:
+    """OpenAI's name of a reason. Raises `ApiError` for those that are failures."""
+    if reason is FinishReason.ERROR:
+        raise ApiError(500, "The engine could not go on with this request.")
+    if reason is FinishReason.ABORT:
+        raise ApiError(503, "The request was aborted by the server.")
+    return None if reason is None else reason.value

@@ -1,0 +1,114 @@
+"""The application: which route leads where."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import neso
+from neso.frontends.openai.chat import ChatApi
+from neso.frontends.openai.completions import CompletionsApi
+from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
+from neso.frontends.openai.errors import ApiError, to_api_error
+from neso.frontends.openai.models import ModelsApi
+from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
+
+if TYPE_CHECKING:
+    from neso.server.core import Core
+
+
+def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
+    """The ASGI application. Raises `ValueError` for options that name what there is not.
+
+    The routes are Starlette's, not FastAPI's: those would validate, convert and serialize what is to pass
+    through as it is, and would describe themselves in an OpenAPI document at start. That one is made when
+    somebody reads it.
+    """
+    app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False)
+    app.router.routes.extend(
+        [*_generation_routes(core, options), *_model_routes(core), *_health_routes(core)]
+    )
+    app.openapi = _description  # type: ignore[method-assign]
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    return app
+
+
+def _generation_routes(core: Core, options: OpenAIOptions) -> list[Route]:
+    completions, chat = CompletionsApi(core, options), ChatApi(core, options)
+    limit = options.max_body_size
+    return [
+        Route(
+            "/v1/chat/completions",
+            GenerationEndpoint(ChatCompletionRequest, chat.create, limit),
+            methods=["POST"],
+        ),
+        Route(
+            "/v1/completions",
+            GenerationEndpoint(CompletionRequest, completions.create, limit),
+            methods=["POST"],
+        ),
+    ]
+
+
+def _model_routes(core: Core) -> list[Route]:
+    models = ModelsApi(core, created=int(time.time()))
+
+    async def list_models(request: Request) -> Response:
+        return _answer(models.list_all)
+
+    async def get_model(request: Request) -> Response:
+        return _answer(lambda: models.one(request.path_params["model"]))
+
+    return [
+        Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", get_model, methods=["GET"]),
+    ]
+
+
+def _health_routes(core: Core) -> list[Route]:
+    async def live(request: Request) -> Response:
+        return Response(status_code=200 if core.live() else 503)
+
+    async def ready(request: Request) -> Response:
+        return Response(status_code=200 if core.ready() else 503)
+
+    return [
+        Route("/health/live", live, methods=["GET"]),
+        Route("/health/ready", ready, methods=["GET"]),
+        Route("/health", ready, methods=["GET"]),
+    ]
+
+
+def _answer(make: Callable[[], dict[str, Any]]) -> Response:
+    try:
+        return Response(orjson.dumps(make()), media_type="application/json")
+    except Exception as error:
+        return error_response(to_api_error(error))
+
+
+def _description() -> dict[str, Any]:
+    from neso.frontends.openai.description import openapi_document
+
+    return openapi_document()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """A path or a method that there is not, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"Unknown request URL: {request.method} {request.url.path}.",
+        405: f"Method {request.method} is not allowed for {request.url.path}.",
+    }.get(error.status_code, str(error.detail))
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    response = error_response(ApiError(error.status_code, message, type="invalid_request_error", code=code))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,76 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from neso.frontends.openai.answer import Answer, AnswerKind
+from neso.frontends.openai.chat_choice import ChatChoice
+from neso.frontends.openai.errors import ApiError, invalid, to_api_error
+from neso.frontends.openai.messages import chat_prompt, offered_tools
+from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.prompts import is_too_long
+from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
+from neso.frontends.openai.sampling import chat_sampling
+from neso.frontends.openai.schemas import ChatCompletionRequest
+from neso.frontends.openai.targets import Target, find_target
+from neso.frontends.openai.tool_parsers import find_tool_parser
+from neso.generation import InvalidParameter
+
+if TYPE_CHECKING:
+    from neso.server.core import Core
+
+KIND = AnswerKind(
+    id_prefix="chatcmpl", whole="chat.completion", chunk="chat.completion.chunk", adds_special_tokens=False
+)
+
+
+class ChatApi:
+    """Answers chats."""
+
+    def __init__(self, core: Core, options: OpenAIOptions) -> None:
+        self._core = core
+        self._tool_parser = find_tool_parser(options.tool_call_parser)
+
+    async def create(self, request: ChatCompletionRequest) -> Any:
+        """The response, an ASGI application. Raises `ApiError` and what the core raises."""
+        refuse_what_cannot_be_honoured(request)
+        target = find_target(self._core, request.model)
+        prompt = chat_prompt(request, target.language_model.text)
+        sampling = chat_sampling(request)
+        answer = Answer(
+            KIND,
+            request,
+            target,
+            self._choices(request),
+            lambda error: _explain(error, request, target, prompt),
+        )
+        return await answer.respond([prompt], sampling)
+
+    def _choices(self, request: ChatCompletionRequest) -> list[ChatChoice]:
+        parser = None if offered_tools(request) is None else self._tool_parser
+        return [
+            ChatChoice(
+                index,
+                parser,
+                with_logprobs=bool(request.logprobs),
+                many_calls=request.parallel_tool_calls is not False,
+            )
+            for index in range(request.n or 1)
+        ]
+
+
+def _explain(
+    error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str
+) -> ApiError:
+    """The engine knows a prompt where the client wrote messages."""
+    if error.field not in ("prompt", "messages"):
+        return to_api_error(error)
+    limit = target.language_model.max_model_len
+    if is_too_long(prompt, target.language_model.text, limit, bool(request.add_special_tokens)):
+        return invalid(
+            "messages",
+            f"This model's maximum context length is {limit} tokens: {error.message}",
+            "context_length_exceeded",
+        )
+    return invalid("messages", f"Invalid 'messages': {error.message}")

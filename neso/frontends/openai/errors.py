@@ -1,0 +1,87 @@
+"""Errors in OpenAI's shape, whatever raised them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+
+from neso.engine.errors import EngineDead
+from neso.generation import InvalidParameter
+from neso.server.errors import ErrorCode, ServerError
+
+logger = logging.getLogger(__name__)
+
+_STATUS = {
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.INVALID_ARG: 400,
+    ErrorCode.UNSUPPORTED: 400,
+    ErrorCode.ALREADY_EXISTS: 409,
+    ErrorCode.UNAVAILABLE: 503,
+    ErrorCode.CANCELLED: 499,
+}
+_TYPE = {400: "invalid_request_error", 404: "not_found_error", 503: "service_unavailable_error"}
+
+
+class ApiError(Exception):
+    """An error as the client is to see it: an HTTP status and the fields of OpenAI's error object."""
+
+    def __init__(
+        self, status: int, message: str, *, type: str = "", param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _type_of(status)
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """The JSON text that both a response and an event of a stream carry."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+    """A 400 about one field of the request."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What to tell the client about `error`. One that nobody foresaw is logged, and told without its text."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidParameter):
+        return invalid(error.field, f"Invalid '{error.field}': {error.message}")
+    if isinstance(error, EngineDead):
+        return ApiError(503, str(error) or "The model's engine has ended.")
+    if isinstance(error, ServerError):
+        status = _STATUS.get(error.code, 500)
+        if status == 500:
+            logger.error("a request failed: %s", error.message, exc_info=error)
+        return ApiError(status, error.message)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "The server had an error while processing the request.")
+
+
+def _type_of(status: int) -> str:
+    return _TYPE.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def validation_error(errors: list[Any]) -> ApiError:
+    """The first of pydantic's error list, as a 400 that names the field as the client wrote it."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}")
+    where = [part for part in first["loc"] if isinstance(part, int) or _names_a_field(part)]
+    if not where:
+        return ApiError(400, f"Invalid request: {first['msg']}")
+    path = str(where[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where[1:])
+    code = "missing_required_parameter" if first["type"] == "missing" else None
+    return invalid(path, f"Invalid '{path}': {first['msg']}", code)
+
+
+def _names_a_field(part: str) -> bool:
+    """Whether a part of pydantic's path is a field, not the branch of a union that it tried."""
+    return part.isidentifier() and part[0].islower() and part not in ("str", "int", "float", "bool")

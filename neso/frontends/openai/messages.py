@@ -1,0 +1,44 @@
+"""From the messages and tools of a chat to the prompt of its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neso.frontends.openai.errors import invalid
+from neso.frontends.openai.schemas import ChatCompletionRequest, ChatMessage
+from neso.generation import TextTools
+
+_OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+def chat_prompt(request: ChatCompletionRequest, text: TextTools) -> str:
+    """The chat as the model's template writes it. Raises `ApiError` and `InvalidParameter`."""
+    if not text.has_chat_template:
+        raise invalid("model", f"The model '{request.model}' has no chat template: use /v1/completions.")
+    variables = dict(request.chat_template_kwargs or {})
+    for name in _OWN_FIELDS:
+        if name in variables:
+            raise invalid("chat_template_kwargs", f"'chat_template_kwargs' must not hold '{name}'.")
+    if request.continue_final_message:
+        variables["continue_final_message"] = True
+    wants_prompt = request.add_generation_prompt
+    return text.apply_chat_template(
+        [_template_message(message) for message in request.messages],
+        tools=offered_tools(request),
+        add_generation_prompt=not request.continue_final_message if wants_prompt is None else wants_prompt,
+        **variables,
+    )
+
+
+def offered_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """The tools that the model is told of and may call; None where there are none."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    return [tool.model_dump(exclude_unset=True) for tool in request.tools]
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    result = message.model_dump(exclude_unset=True)
+    if message.role == "developer":
+        result["role"] = "system"  # OpenAI's newer word for it, which templates do not know
+    return result

@@ -1,0 +1,18 @@
+"""What the OpenAI front end can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIOptions:
+    """Options of the OpenAI front end.
+
+    `default_max_tokens` is for completions that name no `max_tokens` (chats go on to the model's limit, as
+    with OpenAI). `tool_call_parser` names the format in which the models write tool calls.
+    """
+
+    max_body_size: int = 64 * 1024 * 1024
+    default_max_tokens: int = 16
+    tool_call_parser: str = "hermes"

@@ -1,0 +1,74 @@
+"""From a request's fields to sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neso.frontends.openai.errors import ApiError, invalid
+from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from neso.generation import InvalidParameter, SamplingParams
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "logit_bias",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+
+
+def completion_sampling(request: CompletionRequest, options: OpenAIOptions) -> SamplingParams:
+    """The sampling parameters of a completion. Raises `ApiError`.
+
+    `max_tokens` 0 asks for the echo alone. One token is generated all the same and thrown away: the engine
+    has no request that generates none.
+    """
+    max_tokens = options.default_max_tokens if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and not request.echo:
+        raise invalid("max_tokens", "'max_tokens' may be 0 only with 'echo'.")
+    values = _common(request)
+    values["max_tokens"] = max(max_tokens, 1)
+    values["logprobs"] = request.logprobs
+    if request.echo:
+        values["prompt_logprobs"] = request.logprobs
+    return _make(values, {"prompt_logprobs": "logprobs"})
+
+
+def chat_sampling(request: ChatCompletionRequest) -> SamplingParams:
+    """The sampling parameters of a chat; without a limit it goes on to the model's. Raises `ApiError`."""
+    limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    values = _common(request)
+    values["max_tokens"] = getattr(request, limit_name)
+    if request.logprobs:
+        values["logprobs"] = request.top_logprobs or 0
+    return _make(values, {"max_tokens": limit_name, "logprobs": "top_logprobs"})
+
+
+def _common(request: GenerationFields) -> dict[str, Any]:
+    values = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    values["stop"] = request.stop_strings
+    values["stop_token_ids"] = tuple(request.stop_token_ids or ())
+    return values
+
+
+def _make(values: dict[str, Any], client_names: dict[str, str]) -> SamplingParams:
+    try:
+        return SamplingParams(**values)
+    except InvalidParameter as error:
+        raise renamed(error, client_names) from None
+
+
+def renamed(error: InvalidParameter, client_names: dict[str, str]) -> ApiError:
+    """The error, about the field as the client knows it."""
+    name = client_names.get(error.field, error.field)
+    return invalid(name, f"Invalid '{name}': {error.message}")

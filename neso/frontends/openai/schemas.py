@@ -1,0 +1,128 @@
+"""The requests of OpenAI's API, with the extensions that vLLM's users know.
+
+Fields that are not here are accepted and ignored, because OpenAI's clients send new ones all the time; those
+that would change the answer and cannot be honoured are refused (see `refusals`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenIds = list[int]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its chunks."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Extension: usage so far in every chunk.")
+
+
+class GenerationFields(BaseModel):
+    """What completions and chats have in common. A field that is null is as one left out."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str
+    n: int | None = Field(None, description="Choices for each prompt.")
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Accepted, not used.")
+
+    top_k: int | None = Field(None, description="Extension.")
+    min_p: float | None = Field(None, description="Extension.")
+    repetition_penalty: float | None = Field(None, description="Extension.")
+    min_tokens: int | None = Field(None, description="Extension.")
+    ignore_eos: bool | None = Field(None, description="Extension.")
+    stop_token_ids: list[TokenId] | None = Field(None, description="Extension.")
+    skip_special_tokens: bool | None = Field(None, description="Extension.")
+    include_stop_str_in_output: bool | None = Field(None, description="Extension.")
+    add_special_tokens: bool | None = Field(None, description="Extension: those of the tokenizer.")
+    priority: int | None = Field(None, description="Extension: lower is served first.")
+    cache_salt: str | None = Field(None, description="Extension: whom the prefix cache is shared with.")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, always as several."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class CompletionRequest(GenerationFields):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Annotated[
+        str | TokenIds | list[str] | list[TokenIds],
+        Field(union_mode="left_to_right", description="One prompt or several, as text or as token ids."),
+    ]
+    best_of: int | None = Field(None, description="Must equal `n`.")
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = Field(None, description="Refused: fill-in-the-middle is not supported.")
+
+
+class ChatMessage(BaseModel):
+    """One message of a chat. Further fields go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = Field(None, description="Text, or parts of type `text`.")
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(None, description="As in the answer that made them.")
+    tool_call_id: str | None = None
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class ChatCompletionRequest(GenerationFields):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=0, description="Goes before `max_tokens`.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False keeps the first call only.")
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extension: for the template.")
+    add_generation_prompt: bool | None = Field(None, description="Extension; true unless given.")
+    continue_final_message: bool | None = Field(None, description="Extension: go on with the last message.")
