@@ -10,6 +10,8 @@ from typing import Any
 from neso.generation import InvalidParameter
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_LEVELS = 100
+"""Deepest nesting of lists and objects in what a client sends."""
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -30,17 +32,19 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return [_prepare(message, f"message {index}") for index, message in enumerate(messages)]
 
 
-def plain(value: Any, field: str, where: str) -> Any:
+def plain(value: Any, field: str, where: str, levels: int = MAX_LEVELS) -> Any:
     """A copy of a JSON value made of plain dicts, lists and scalars.
 
     Templates call methods of what they are given, so nothing else may reach them. Raises `InvalidParameter`.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if not levels:
+        raise InvalidParameter(field, f"{where} is nested more than {MAX_LEVELS} levels deep")
     if isinstance(value, Mapping):
-        return {str(key): plain(item, field, where) for key, item in value.items()}
+        return {str(key): plain(item, field, where, levels - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, field, where) for item in value]
+        return [plain(item, field, where, levels - 1) for item in value]
     for base in (str, int, float):  # enumerations and the like
         if isinstance(value, base):
             return base(value.value if isinstance(value, Enum) else value)

@@ -37,7 +37,7 @@ def make_environment() -> ChatTemplateEnvironment:
 
 
 class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox that also refuses `"x" * 10**9` and `9 ** 9 ** 9`; jinja2's own limits `range` to 100,000."""
+    """A sandbox that also refuses `"x" * 10**9` and `9 ** 10**9`; jinja2's own limits `range` to 100,000."""
 
     intercepted_binops = frozenset({"*", "**"})
 
