@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +25,8 @@ from neso.engine.ipc.messages import (
     StepOutputs,
 )
 from neso.engine.output_processor import RequestState, stopped_by_text
-from neso.engine.text.tokenizer import Tokenizer, TokenizerError
+from neso.engine.text.errors import TokenizerError
+from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter
 
 Outbox = asyncio.Queue[GenerationOutput | Exception]
@@ -84,7 +85,7 @@ class AsyncEngine:
         """Call `callback(reason)` if the engine ends without being told to."""
         self._on_dead.append(callback)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`."""
         if not self.alive:
             raise EngineDead(self._channel.dead.result())

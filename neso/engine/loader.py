@@ -10,7 +10,7 @@ from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.runners.base import Runner
-from neso.engine.runners.registry import find_runner
+from neso.engine.runners.registry import runner_class
 from neso.engine.specs.errors import UnsupportedModel
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
@@ -26,15 +26,15 @@ def load_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         with Checkpoint(config.model) as checkpoint:
             spec = decoder_spec(checkpoint.config)
             max_model_len = _max_model_len(config, spec.max_position)
-            runner_class = find_runner(config.runner)
-            runner = runner_class.load(spec, checkpoint)
+            found_class = runner_class(config.runner)
+            runner = found_class.load(spec, checkpoint)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
     num_blocks = _num_blocks(config, runner, max_model_len)
     block_size = config.scheduler.block_size
     core = EngineCore(runner, config.scheduler, num_blocks)
     info = EngineInfo(
-        runner=runner_class.__name__,
+        runner=found_class.__name__,
         # A sequence longer than the whole cache could never be finished.
         max_model_len=min(max_model_len, num_blocks * block_size),
         vocab_size=spec.vocab_size,

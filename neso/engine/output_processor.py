@@ -93,7 +93,8 @@ class RequestState:
         ended_by_token = reason is FinishReason.STOP
         hidden = ended_by_token and not params.include_stop_str_in_output
         update = state.text.add(output.token_ids[:-1] if hidden else output.token_ids)
-        text, stop_reason = update.text, update.stop_reason
+        text = update.text
+        stop_reason: str | int | None = update.stop_reason
         if stop_reason is not None:
             reason = FinishReason.STOP
         elif reason is not None:

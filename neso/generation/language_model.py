@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from neso.generation.output import GenerationOutput
@@ -43,7 +43,7 @@ class LanguageModel(Protocol):
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """Stream the outputs of `request`.
 
         The request is checked at the first `__anext__`, which raises `InvalidParameter` when it cannot be served

@@ -142,5 +142,3 @@ class ThreadChannel(EngineChannel):
 def open_channel(config: EngineConfig, *, in_process: bool) -> EngineChannel:
     """Start an engine; its first message is `EngineInfo` or `LoadFailed`."""
     return ThreadChannel(config) if in_process else ProcessChannel(config)
-
-

@@ -1,0 +1,143 @@
+"""The backend of language models on Neso's engine; names `llm` and `neso`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from neso.backends.llm import signature
+from neso.backends.llm.metrics import LlmMetrics, RequestTimer
+from neso.backends.llm.options import engine_config
+from neso.backends.llm.tensor_request import TensorRequest, parse
+from neso.backends.llm.tensor_response import ResponseTensors
+from neso.engine.async_engine import AsyncEngine
+from neso.engine.errors import EngineDead, EngineError
+from neso.engine.text.tokenizer import Tokenizer
+from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter
+from neso.server.backend import Backend, ModelContext
+from neso.server.errors import Cancelled, InternalError, InvalidArgument, Unavailable
+from neso.server.inference_response import InferenceResponse, ResponseStream
+
+logger = logging.getLogger(__name__)
+
+
+class LlmBackend(Backend):
+    """An `AsyncEngine` behind tensors, and a `LanguageModel` that counts its requests in the metrics."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._engine: AsyncEngine | None = None
+        self._metrics: LlmMetrics | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+        signature.complete(config)
+
+    async def load(self) -> None:
+        context = self.context
+        config = await asyncio.to_thread(engine_config, context.config, context.version_directory)
+        in_process = context.backend_config.get("in-process", "false").lower() == "true"
+        try:
+            engine = await AsyncEngine.start(config, in_process=in_process)
+        except EngineError as error:
+            raise InvalidArgument(str(error)) from None
+        engine.on_dead(lambda reason: logger.error("model '%s': %s", context.name, reason))
+        self._engine = engine
+        self._metrics = LlmMetrics(context.core.metrics, context.name, context.version, lambda: engine.stats)
+        info = engine.info
+        logger.info(
+            "model '%s' on %s in %.2f s, context %d tokens, KV cache %d blocks of %d tokens (%.0f MiB)",
+            *(context.name, info.runner, info.load_seconds, info.max_model_len),
+            *(info.num_blocks, info.block_size, info.cache_bytes / 2**20),
+        )
+
+    async def unload(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._engine is not None:
+            await self._engine.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def ready(self) -> bool:
+        return self._engine is not None and self._engine.alive
+
+    # -- the text face: neso.generation.LanguageModel -----------------------------------------------------------
+
+    @property
+    def language_model(self) -> LlmBackend:
+        return self
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine, once loaded."""
+        assert self._engine is not None, "the model is not loaded"
+        return self._engine
+
+    @property
+    def text(self) -> Tokenizer:
+        return self.engine.text
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        """See `LanguageModel.generate`; what the engine raises becomes a `ServerError`."""
+        assert self._metrics is not None, "the model is not loaded"
+        timer = RequestTimer(self._metrics, request)
+        try:
+            async with aclosing(self.engine.generate(request)) as outputs:
+                async for output in outputs:
+                    timer.observe(output)
+                    yield output
+        except EngineDead as error:
+            raise Unavailable(f"model '{self.context.name}': {error}") from None
+        except EngineError as error:
+            raise InternalError(f"model '{self.context.name}': {error}") from None
+
+    # -- the tensor face ----------------------------------------------------------------------------------------
+
+    def submit(self, request: ResponseStream) -> None:
+        parsed = parse(request.request)
+        task = asyncio.get_running_loop().create_task(self._answer(request, parsed))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        request.request.on_cancel(lambda: _cancel(task))
+
+    async def _answer(self, stream: ResponseStream, request: TensorRequest) -> None:
+        try:
+            await self._generate(stream, request)
+        except asyncio.CancelledError:
+            stream.fail(Cancelled("request was cancelled"))
+        except InvalidParameter as error:
+            stream.fail(InvalidArgument(str(error)))
+        except (Unavailable, InternalError) as error:
+            stream.fail(error)
+        except Exception as error:
+            logger.exception("model '%s' failed", self.context.name)
+            stream.fail(InternalError(f"model '{self.context.name}': {error}"))
+
+    async def _generate(self, stream: ResponseStream, request: TensorRequest) -> None:
+        tensors = ResponseTensors(request)
+        model, version = self.context.name, self.context.version
+        async with aclosing(self.generate(request.generation)) as outputs:
+            async for output in outputs:
+                if not stream.timeline.compute_start:
+                    stream.timeline.compute_start = time.monotonic_ns()
+                tensors.add(output)
+                if request.stream or output.finished:
+                    stream.send(
+                        InferenceResponse(model, version, outputs=tensors.take()), final=output.finished
+                    )
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

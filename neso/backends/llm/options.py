@@ -1,0 +1,45 @@
+"""Finds the checkpoint and the engine options of a model in a repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from neso.engine.config import EngineConfig
+from neso.engine.weights.errors import ModelNotFound
+from neso.engine.weights.hub import resolve_model
+from neso.server.errors import InvalidArgument
+
+
+def engine_config(config: Any, version_directory: Path) -> EngineConfig:
+    """Options from `model.json` in the version's folder, overridden by the config's `parameters`.
+
+    The checkpoint is the option `model` (a path, relative to the version's folder, or a name on the hub), else
+    the version's folder itself. Raises `InvalidArgument`.
+    """
+    options = _model_json(version_directory)
+    options |= {name: value.string_value for name, value in config.parameters.items()}
+    model = options.pop("model", None) or str(version_directory)
+    if not isinstance(model, str):
+        raise InvalidArgument(f"option 'model' must be a path or a name, got {model!r}")
+    local = version_directory / model
+    try:
+        directory = resolve_model(local if local.is_dir() else model)
+        return EngineConfig.from_options(str(directory), options)
+    except (ModelNotFound, ValueError) as error:
+        raise InvalidArgument(str(error)) from None
+
+
+def _model_json(version_directory: Path) -> dict[str, Any]:
+    path = version_directory / "model.json"
+    if not path.is_file():
+        return {}
+    try:
+        options = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"{path.name}: not valid JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise InvalidArgument(f"{path.name}: must hold a JSON object")
+    return options

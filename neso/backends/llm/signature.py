@@ -1,0 +1,44 @@
+"""The tensors of a language model; the names and shapes are those of Triton's vLLM backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+INPUTS = (
+    ("text_input", "TYPE_STRING", False),
+    ("stream", "TYPE_BOOL", True),
+    ("sampling_parameters", "TYPE_STRING", True),
+    ("exclude_input_in_output", "TYPE_BOOL", True),
+    ("return_finish_reason", "TYPE_BOOL", True),
+    ("return_cumulative_logprob", "TYPE_BOOL", True),
+    ("return_logprobs", "TYPE_BOOL", True),
+    ("return_num_input_tokens", "TYPE_BOOL", True),
+    ("return_num_output_tokens", "TYPE_BOOL", True),
+)
+"""Name, type, whether it may be left out. All have one element."""
+
+OUTPUTS = (
+    ("text_output", "TYPE_STRING", -1),
+    ("finish_reason", "TYPE_STRING", -1),
+    ("cumulative_logprob", "TYPE_FP32", -1),
+    ("logprobs", "TYPE_STRING", -1),
+    ("num_input_tokens", "TYPE_UINT32", 1),
+    ("num_output_tokens", "TYPE_UINT32", -1),
+)
+"""Name, type, extent: -1 is one element a sequence."""
+
+
+def complete(config: Any) -> None:
+    """Add the inputs and outputs that the `ModelConfig` does not name, and make the model decoupled."""
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    data_type = pb.DataType.Value
+    named = {tensor.name for tensor in (*config.input, *config.output)}
+    for name, type_name, optional in INPUTS:
+        if name not in named:
+            config.input.add(name=name, data_type=data_type(type_name), dims=[1], optional=optional)
+    for name, type_name, extent in OUTPUTS:
+        if name not in named:
+            config.output.add(name=name, data_type=data_type(type_name), dims=[extent])
+    config.model_transaction_policy.decoupled = True
+    config.max_batch_size = 0

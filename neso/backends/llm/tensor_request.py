@@ -1,0 +1,86 @@
+"""Reads a request for text out of tensors and parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from neso.generation import GenerationRequest, InvalidParameter, SamplingParams
+from neso.server.errors import InvalidArgument
+from neso.server.inference_request import InferenceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRequest:
+    """What a client of the tensor protocols asks for."""
+
+    generation: GenerationRequest
+    prompt: str
+    stream: bool
+    exclude_input: bool
+    wanted: frozenset[str]
+    """Outputs beside text_output."""
+
+
+def parse(request: InferenceRequest) -> TensorRequest:
+    """Raises `InvalidArgument` that names what is wrong."""
+    (prompt,) = request.inputs["text_input"].strings()
+    stream = _flag(request, "stream", default=False)
+    wanted = {
+        name.removeprefix("return_")
+        for name in request.inputs
+        if name.startswith("return_") and _flag(request, name, default=False)
+    }
+    values = _sampling_values(request)
+    if "logprobs" in wanted:
+        values.setdefault("logprobs", 1)
+    if "cumulative_logprob" in wanted:
+        values.setdefault("logprobs", 0)
+    try:
+        sampling = SamplingParams.from_mapping(values)
+    except InvalidParameter as error:
+        raise InvalidArgument(str(error)) from None
+    return TensorRequest(
+        # The id in the protocol is the client's own business and need not be unique; the engine takes another.
+        generation=GenerationRequest(prompt, sampling, priority=request.priority),
+        prompt=prompt,
+        stream=stream,
+        exclude_input=_flag(request, "exclude_input_in_output", default=True),
+        wanted=frozenset(wanted),
+    )
+
+
+def _flag(request: InferenceRequest, name: str, *, default: bool) -> bool:
+    tensor = request.inputs.get(name)
+    return default if tensor is None else bool(tensor.array.reshape(-1)[0])
+
+
+def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
+    """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
+    tensor = request.inputs.get("sampling_parameters")
+    if tensor is None:
+        return {name: _from_json(name, value) for name, value in request.parameters.items()}
+    (text,) = tensor.strings()
+    try:
+        values = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"sampling_parameters: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidArgument(f"sampling_parameters: must be a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _from_json(name: str, value: object) -> Any:
+    """A request parameter has no lists or objects: those come as JSON text, as in `"stop": "[\\"a\\", \\"b\\"]"`."""
+    if (
+        isinstance(value, str)
+        and value[:1] in ("[", "{")
+        and name in ("stop", "stop_token_ids", "logit_bias")
+    ):
+        try:
+            return orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value
+    return value

@@ -1,0 +1,92 @@
+"""Writes generated text as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import orjson
+
+from neso.backends.llm.tensor_request import TensorRequest
+from neso.generation import CompletionDelta, GenerationOutput, TokenLogprobs
+from neso.server.datatypes import DataType
+from neso.server.tensor import Tensor
+
+
+@dataclass(slots=True)
+class _Sequence:
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str = ""
+    cumulative_logprob: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def extend(self, delta: CompletionDelta) -> None:
+        self.text += delta.text
+        self.num_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+        if delta.cumulative_logprob is not None:
+            self.cumulative_logprob = delta.cumulative_logprob
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
+
+
+class ResponseTensors:
+    """Gathers the outputs of one request; `take` gives what has come since the last call.
+
+    A streaming client takes after every output and gets deltas, others take once, at the end. The tensors have
+    one element a sequence; a sequence without anything new has an empty text.
+    """
+
+    def __init__(self, request: TensorRequest) -> None:
+        self._request = request
+        self._num_input_tokens = 0
+        self._sequences = [_Sequence() for _ in range(request.generation.sampling.n)]
+        if not request.exclude_input:
+            for sequence in self._sequences:
+                sequence.text = request.prompt
+
+    def add(self, output: GenerationOutput) -> None:
+        """Take note of an output."""
+        self._num_input_tokens = output.usage.prompt_tokens
+        for delta in output.deltas:
+            self._sequences[delta.index].extend(delta)
+
+    def take(self) -> list[Tensor]:
+        """`text_output` and the outputs that were asked for."""
+        sequences = self._sequences
+        self._sequences = [_Sequence(cumulative_logprob=s.cumulative_logprob) for s in sequences]
+        wanted = self._request.wanted
+        tensors = [Tensor.from_strings("text_output", [s.text for s in sequences])]
+        if "finish_reason" in wanted:
+            tensors.append(Tensor.from_strings("finish_reason", [s.finish_reason for s in sequences]))
+        if "cumulative_logprob" in wanted:
+            values = np.array([s.cumulative_logprob for s in sequences], np.float32)
+            tensors.append(Tensor("cumulative_logprob", DataType.FP32, values))
+        if "logprobs" in wanted:
+            tensors.append(Tensor.from_strings("logprobs", [_as_json(s.logprobs) for s in sequences]))
+        if "num_input_tokens" in wanted:
+            count = np.array([self._num_input_tokens], np.uint32)
+            tensors.append(Tensor("num_input_tokens", DataType.UINT32, count))
+        if "num_output_tokens" in wanted:
+            counts = np.array([s.num_tokens for s in sequences], np.uint32)
+            tensors.append(Tensor("num_output_tokens", DataType.UINT32, counts))
+        return tensors
+
+
+def _as_json(logprobs: list[TokenLogprobs]) -> str:
+    """One object a position: token id → log probability, rank and text, of the sampled token and the top ones."""
+    positions = []
+    for entry in logprobs:
+        position = {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": text}
+            for rank, (token, logprob, text) in enumerate(entry.top, start=1)
+        }
+        position[str(entry.token_id)] = {
+            "logprob": entry.logprob,
+            "rank": entry.rank,
+            "decoded_token": entry.token,
+        }
+        positions.append(position)
+    return orjson.dumps(positions).decode()

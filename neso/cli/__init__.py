@@ -1,0 +1,1 @@
+"""The `neso` command."""

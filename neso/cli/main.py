@@ -1,0 +1,43 @@
+"""The `neso` command. Each subcommand imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from neso import __version__
+from neso.cli.serve import serve
+
+app = typer.Typer(
+    name="neso",
+    help="An inference server for large language models: Triton's protocols, OpenAI's API, its own engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"neso {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def neso(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """The options of `neso` itself."""
+
+
+app.command(help="Serve models over HTTP, gRPC and OpenAI's API.")(serve)
+
+
+def main() -> None:
+    """The entry point of the console script."""
+    app()

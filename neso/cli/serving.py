@@ -1,0 +1,160 @@
+"""Runs a server process: the core, its front ends, and what the terminal shows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import uvloop
+
+from neso.cli.logs import configure_logging
+from neso.cli.ready import show_ready
+from neso.cli.serve_options import ModelArgument, ServeOptions
+from neso.frontends.http import AsgiApp, AsgiServer, BindError
+from neso.server.core import Core
+from neso.server.errors import ServerError
+from neso.server.metadata import ModelState
+
+logger = logging.getLogger("neso")
+
+
+class FrontEnd(Protocol):
+    """What every front end has."""
+
+    @property
+    def port(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self, grace: float) -> None: ...
+
+
+def run(values: dict[str, Any]) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit status. A second signal ends at once."""
+    started = time.perf_counter()
+    try:
+        options = ServeOptions.from_values(values)
+        configure_logging(verbose=options.verbose)
+        return uvloop.run(_serve(options, started))
+    except (ServerError, BindError, ValueError) as error:
+        print(f"neso: {error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(options: ServeOptions, started: float) -> int:
+    stopping = asyncio.Event()
+    _on_signals(stopping.set)
+    core = Core(options.server)
+    for model in options.models:
+        _add_checkpoint(core, model, options.engine)
+    # The models load in their own processes while the front ends are imported and started here.
+    loading = asyncio.ensure_future(core.start())
+    front_ends: dict[str, FrontEnd] = {}
+    try:
+        await asyncio.sleep(0)
+        await _start_front_ends(core, options, front_ends)
+        if not await _unless(stopping, loading):
+            return 0
+        failed = _failures(core, options)
+        if failed:
+            print("\n".join(f"neso: {reason}" for reason in failed), file=sys.stderr)
+            return 1
+        ports = {name: front_end.port for name, front_end in front_ends.items()}
+        show_ready(core, ports, time.perf_counter() - started)
+        await stopping.wait()
+        logger.info("stopping: requests in flight have %.0f s to end", options.server.exit_timeout)
+        return 0
+    finally:
+        loading.cancel()
+        await _stop(front_ends, core, options.server.exit_timeout)
+
+
+def _add_checkpoint(core: Core, model: ModelArgument, engine: dict[str, str]) -> None:
+    from pathlib import Path
+
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+    config = ModelConfig(name=model.name, backend="llm")
+    for name, value in {"model": model.checkpoint, **engine}.items():
+        config.parameters[name].string_value = value
+    core.add_model(model.name, config, Path.cwd())
+
+
+async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str, FrontEnd]) -> None:
+    """Fill `started`, so that what has started is known even if the next one fails."""
+
+    async def start(name: str, front_end: FrontEnd) -> None:
+        await front_end.start()
+        started[name] = front_end
+
+    app = None
+    if options.openai is not None:
+        app = await asyncio.to_thread(_openai_app, core, options)
+    if options.http is not None:
+        from neso.frontends.kserve_http import KServeHttp
+
+        http = KServeHttp(core, options.http)
+        if app is not None:
+            http.mount("/v1", app)
+        await start("http", http)
+    if options.grpc is not None:
+        from neso.frontends.kserve_grpc import KServeGrpc
+
+        await start("grpc", KServeGrpc(core, options.grpc))
+    if options.metrics is not None:
+        from neso.frontends.metrics import MetricsHttp
+
+        await start("metrics", MetricsHttp(core, options.metrics))
+    if app is not None:
+        await start("openai", AsgiServer(app, options.openai_http))
+
+
+def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:
+    from neso.frontends.openai import create_app
+
+    return AsgiApp(create_app(core, options.openai))
+
+
+def _failures(core: Core, options: ServeOptions) -> list[str]:
+    """Why the server must not go on: a MODEL of the command line that failed or, if so asked, any."""
+    named = {model.name for model in options.models}
+    return [
+        f"model '{entry.name}' could not be loaded: {entry.reason}"
+        for entry in core.repository_index()
+        if entry.state is ModelState.UNAVAILABLE and (options.server.exit_on_error or entry.name in named)
+    ]
+
+
+async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Wait for `work`; False if a signal came first."""
+    task = asyncio.ensure_future(work)
+    stop = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if task.done():
+        await task
+    return task.done()
+
+
+async def _stop(front_ends: dict[str, FrontEnd], core: Core, timeout: float) -> None:
+    await asyncio.gather(*(front_end.stop(timeout) for front_end in front_ends.values()))
+    await core.stop()
+
+
+def _on_signals(first: Callable[[], None]) -> None:
+    """Call `first` at the first SIGINT or SIGTERM; the second has its usual effect."""
+    loop = asyncio.get_running_loop()
+
+    def handle() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+        first()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handle)
