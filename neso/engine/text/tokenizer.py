@@ -71,7 +71,8 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each of `texts`, on all cores if there are many. Raises as `encode`."""
         try:
-            # "fast": without the positions of tokens in the text, which nobody asks for here.
+            # For one text too: unlike `encode` it lets other threads run (that one held the interpreter lock
+            # for 2.5 s over 1.8 MB), and it does not note where in the text tokens are (3.7 times as fast there).
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidParameter("prompt", f"is not valid Unicode text: {error}") from None
