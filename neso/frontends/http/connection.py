@@ -328,9 +328,7 @@ class HttpConnection(asyncio.Protocol):
             response.headers,
             size,
             self._shared.clock.date,
-            ""
-            if request.keep_alive and request.http_version == "1.1" and not self._shared.draining
-            else self._connection_header(request),
+            self._connection_header(request),
         )
         body = response.body
         if not size or request.method == "HEAD":

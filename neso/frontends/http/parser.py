@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import NoReturn
 
 import httptools
 
@@ -45,8 +46,14 @@ class RequestParser:
         self._parser = httptools.HttpRequestParser(self)
         self._ended = False
         self._begun = False
+        self._fed = 0
         self._head_size = 0
-        self._reset()
+        self._target = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+        self._body_size = 0
+        self._version = "1.1"
+        self._upgrade = False
 
     def feed(self, data: bytes) -> None:
         """Parse. Never raises: what is wrong is in `refusal`."""
@@ -54,10 +61,12 @@ class RequestParser:
             return
         in_head = self.phase is Phase.HEAD
         self._begun = False
+        self._fed = len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data[upgrade.args[0] :])
+            if self._upgrade:
+                self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             if self.refusal is None and not self._ended:
                 self._refuse(400, "malformed HTTP request")
@@ -74,18 +83,11 @@ class RequestParser:
         self.requests.clear()
         self._body.clear()
 
-    def _reset(self) -> None:
-        self._target = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
-        self._body_size = 0
-        self._upgrade = False
-
     def _refuse(self, status: int, message: str) -> None:
         self.refusal = Refusal(status, message)
         self._body.clear()
 
-    def _stop(self, status: int, message: str) -> None:
+    def _stop(self, status: int, message: str) -> NoReturn:
         """Refuse from within a callback: the exception makes the C parser stop."""
         self._refuse(status, message)
         raise ValueError(message)
@@ -107,10 +109,13 @@ class RequestParser:
     # What the C parser calls, in the order of a request.
 
     def on_message_begin(self) -> None:
-        self._reset()
+        self.phase = Phase.HEAD
         self._begun = True
         self._head_size = 0
-        self.phase = Phase.HEAD
+        self._target = b""
+        self._headers = {}
+        self._body_size = 0
+        self._upgrade = False
 
     def on_url(self, part: bytes) -> None:
         self._target += part
@@ -118,39 +123,43 @@ class RequestParser:
     def on_header(self, name: bytes, value: bytes | None) -> None:
         if self.phase is not Phase.HEAD:
             return  # trailers of a chunked body carry nothing that we use
+        headers = self._headers
         name = name.lower()
-        value = b"" if value is None else value
-        known = self._headers.get(name)
-        if known is None:
-            self._headers[name] = value
-        else:
-            self._headers[name] = known + (b"; " if name == b"cookie" else b", ") + value
+        if name not in headers:
+            headers[name] = value or b""
+        elif value:
+            headers[name] += (b"; " if name == b"cookie" else b", ") + value
 
     def on_headers_complete(self) -> None:
         headers = self._headers
-        size = len(self._target) + sum(map(len, headers)) + sum(map(len, headers.values())) + 3 * len(headers)
-        if size > self._max_head:
-            self._stop(431, "request header fields too large")
-        self._version: str = self._parser.get_http_version()
-        if self._version not in ("1.1", "1.0"):
-            self._stop(505, "HTTP version not supported")
-        if b"upgrade" in headers or self._parser.should_upgrade():
-            if self._parser.get_method() == b"CONNECT":
-                self._stop(501, "CONNECT is not supported")
-            self._upgrade = self._parser.should_upgrade()
-            if self._upgrade:
-                return
-        if self._version == "1.1" and b"host" not in headers:
+        if self._head_size + self._fed > self._max_head:
+            self._check_head_size()
+        self._version = self._parser.get_http_version()
+        if b"upgrade" in headers and self._parser.should_upgrade():
+            self._upgrade = True
+            return
+        if self._version != "1.1":
+            if self._version != "1.0":
+                self._stop(505, "HTTP version not supported")
+        elif b"host" not in headers:
             self._stop(400, "missing Host header")
-        length = headers.get(b"content-length")
-        if length is not None and int(length) > self._max_body:
-            self._stop(413, f"request body of {int(length)} bytes exceeds the limit of {self._max_body}")
-        expect = headers.get(b"expect")
-        if expect is not None and self._version == "1.1":
-            if expect.lower() != b"100-continue":
+        if b"content-length" in headers:
+            length = int(headers[b"content-length"])
+            if length > self._max_body:
+                self._stop(413, f"request body of {length} bytes exceeds the limit of {self._max_body}")
+        if b"expect" in headers and self._version == "1.1":
+            if headers[b"expect"].lower() != b"100-continue":
                 self._stop(417, "unknown expectation")
             self.expects_continue = True
         self.phase = Phase.BODY
+
+    def _check_head_size(self) -> None:
+        """The fields themselves: a bound of the bytes received has said that they may be too many."""
+        size = len(self._target)
+        for name, value in self._headers.items():
+            size += len(name) + len(value) + 3
+        if size > self._max_head:
+            self._stop(431, "request header fields too large")
 
     def on_body(self, part: bytes) -> None:
         self.expects_continue = False
@@ -164,20 +173,33 @@ class RequestParser:
             return
         self.phase = Phase.IDLE
         self.expects_continue = False
+        parser = self._parser
+        method = parser.get_method().decode()
+        path, query = self._target, b""
+        if path[:1] != b"/" or b"?" in path or b"#" in path:
+            path, query = self._split_target(method)
+        body = self._body
+        keep_alive = parser.should_keep_alive()
+        self.requests.append(
+            Request(
+                method,
+                path,
+                query,
+                self._headers,
+                b"" if not body else body[0] if len(body) == 1 else b"".join(body),
+                self._version,
+                keep_alive,
+            )
+        )
+        if body:
+            self._body = []
+        if not keep_alive:
+            self._ended = True
+
+    def _split_target(self, method: str) -> tuple[bytes, bytes]:
+        if method == "CONNECT":
+            self._stop(501, "CONNECT is not supported")
         try:
-            path, query = split_target(self._target)
+            return split_target(self._target)
         except ValueError:
             self._stop(400, "malformed request target")
-        body = self._body
-        request = Request(
-            self._parser.get_method().decode(),
-            path,
-            query,
-            self._headers,
-            body[0] if len(body) == 1 else b"".join(body),
-            self._version,
-            self._parser.should_keep_alive(),
-        )
-        self._ended = not request.keep_alive
-        self._body = []
-        self.requests.append(request)

@@ -1,0 +1,139 @@
+"""KServe v2 and Triton's extensions over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from neso.frontends.http import (
+    Answer,
+    AsgiApp,
+    Handler,
+    HttpServer,
+    Request,
+    Response,
+    Router,
+    error_response,
+)
+from neso.frontends.http.asgi import AsgiCallable
+from neso.frontends.kserve_http.errors import respond
+from neso.frontends.kserve_http.generate import GenerateEndpoint
+from neso.frontends.kserve_http.health import HealthEndpoints
+from neso.frontends.kserve_http.infer import InferEndpoint
+from neso.frontends.kserve_http.metadata import MetadataEndpoints
+from neso.frontends.kserve_http.options import HttpOptions
+from neso.frontends.kserve_http.repository import RepositoryEndpoints
+from neso.server.core import Core
+from neso.server.errors import ServerError
+
+_MODEL = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:digits}")
+_REPOSITORY = ("/v2/repository", "/v2/repository/{repository}")
+
+# Extensions of Triton that are not advertised either.
+_ABSENT = (
+    ("trace", ("GET", "POST"), ("/v2/trace/setting", *(f"{prefix}/trace/setting" for prefix in _MODEL))),
+    ("logging", ("GET", "POST"), ("/v2/logging",)),
+    *(
+        (
+            f"{kind}_shared_memory",
+            (method,),
+            (f"/v2/{kind}sharedmemory/{action}", f"/v2/{kind}sharedmemory/region/{{region}}/{action}"),
+        )
+        for kind in ("system", "cuda")
+        for action, method in (("status", "GET"), ("register", "POST"), ("unregister", "POST"))
+    ),
+)
+
+
+class KServeHttp:
+    """Serves a core; lives on the core's event loop. Mount further applications before `start`."""
+
+    def __init__(self, core: Core, options: HttpOptions | None = None) -> None:
+        self.options = options or HttpOptions()
+        self._router = Router()
+        self._apps: list[AsgiApp] = []
+        self._server = HttpServer(self._handle, self.options.server())
+        self._route(core)
+
+    @property
+    def port(self) -> int:
+        """The port listened on, which the system chose if the options say 0. Known once started."""
+        return self._server.port
+
+    @property
+    def address(self) -> str:
+        """host:port, for people."""
+        return self._server.address
+
+    def mount(self, prefix: str, app: AsgiCallable | AsgiApp) -> None:
+        """Let an ASGI application answer below `prefix`, its paths unchanged.
+
+        Wrap an application that is served elsewhere too in one `AsgiApp`, so that it starts up once.
+        """
+        wrapped = app if isinstance(app, AsgiApp) else AsgiApp(app)
+        self._apps.append(wrapped)
+        self._router.mount(prefix, wrapped)
+
+    async def start(self) -> None:
+        """Start the mounted applications and listen. Raises `BindError`."""
+        for app in self._apps:
+            await app.startup()
+        try:
+            await self._server.start()
+        except OSError:
+            await self._shutdown_apps()
+            raise
+
+    async def stop(self, grace: float = 30.0) -> None:
+        """Let responses in flight end within `grace` seconds, then close."""
+        await self._server.stop(grace)
+        await self._shutdown_apps()
+
+    async def _shutdown_apps(self) -> None:
+        for app in self._apps:
+            await app.shutdown()
+
+    def _handle(self, request: Request) -> Response | Awaitable[Answer]:
+        try:
+            answer = self._router(request)
+        except ServerError as error:
+            return respond(error)
+        return answer if isinstance(answer, Response) else _guard(answer)
+
+    def _route(self, core: Core) -> None:
+        add = self._router.add
+        health, metadata = HealthEndpoints(core), MetadataEndpoints(core)
+        infer, generate, repository = InferEndpoint(core), GenerateEndpoint(core), RepositoryEndpoints(core)
+        add("GET", "/v2", metadata.server)
+        add("GET", "/v2/health/live", health.live)
+        add("GET", "/v2/health/ready", health.ready)
+        add("GET", "/v2/models/stats", metadata.stats)
+        for model in _MODEL:
+            add("GET", model, metadata.model)
+            add("GET", f"{model}/ready", health.model_ready)
+            add("GET", f"{model}/config", metadata.config)
+            add("GET", f"{model}/stats", metadata.model_stats)
+            add("POST", f"{model}/infer", infer)
+            add("POST", f"{model}/generate", generate.generate)
+            add("POST", f"{model}/generate_stream", generate.generate_stream)
+        for prefix in _REPOSITORY:
+            add("POST", f"{prefix}/index", repository.index)
+            add("POST", f"{prefix}/models/{{model}}/load", repository.load)
+            add("POST", f"{prefix}/models/{{model}}/unload", repository.unload)
+        for extension, methods, patterns in _ABSENT:
+            for method in methods:
+                for pattern in patterns:
+                    add(method, pattern, _absent(extension))
+
+
+async def _guard(answer: Awaitable[Answer]) -> Answer:
+    """An error of the core becomes its response, if none has begun."""
+    try:
+        return await answer
+    except ServerError as error:
+        return respond(error)
+
+
+def _absent(extension: str) -> Handler:
+    """Answers for an extension that is not there."""
+    message = f"the {extension} extension is not supported"
+    return lambda request: error_response(501, message)

@@ -1,0 +1,188 @@
+"""The generate extension: plain JSON to tensors and back, and streams of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from neso.frontends.http import Request, Response, StreamingResponse
+from neso.frontends.http.response import error_body
+from neso.frontends.kserve_http.errors import status_of
+from neso.frontends.kserve_http.json_body import read_object, write_json
+from neso.frontends.kserve_http.json_tensor import is_finite, read_tensor, write_values
+from neso.frontends.kserve_http.parameters import read_parameter, read_string
+from neso.server.core import Core
+from neso.server.datatypes import DataType
+from neso.server.errors import InvalidArgument, ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.metadata import TensorMetadata
+from neso.server.model import Model
+
+NOT_ONE_RESPONSE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates "
+    "various number of responses"
+)
+_SSE = "text/event-stream; charset=utf-8"
+
+
+class GenerateEndpoint:
+    """`POST /v2/models/{model}[/versions/{version}]/generate` and `…/generate_stream`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def generate(self, request: Request) -> Response:
+        """Exactly one response, as JSON. The status is that of the first response, whatever else comes."""
+        stream = self._submit(request)
+        status = 0
+        bodies: list[bytes] = []
+        try:
+            async for response in stream:
+                body, code = _body(response)
+                status = status or code
+                if body is not None:
+                    bodies.append(body)
+                if len(bodies) > 1:
+                    break
+        finally:
+            stream.cancel()
+        return Response(bodies[0] if len(bodies) == 1 else error_body(NOT_ONE_RESPONSE), status or 200)
+
+    async def generate_stream(self, request: Request) -> StreamingResponse:
+        """Every response as a server-sent event. The status is that of the first; later errors are events."""
+        stream = self._submit(request)
+        out: StreamingResponse | None = None
+        try:
+            async for response in stream:
+                body, code = _body(response)
+                if out is None:
+                    out = StreamingResponse(request, code, _SSE)
+                if body is not None:
+                    out.write(b"data: %b\n\n" % body)
+                    await out.drain()
+        finally:
+            stream.cancel()
+        return out or StreamingResponse(request, 200, _SSE)
+
+    def _submit(self, request: Request) -> ResponseStream:
+        version = request.params.get("version", "")
+        model = self._core.model(request.params["model"], version)
+        if request.header("content-encoding") not in (None, "", "identity"):
+            raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
+        return model.submit(read_generate_request(request.body, model, version))
+
+
+def read_generate_request(body: bytes, model: Model, version: str) -> InferenceRequest:
+    """Map a JSON object to inputs and parameters. Raises `InvalidArgument`.
+
+    A key that names an input of the model is that input; "id" is the request's id; the members of "parameters"
+    map like keys of the object itself; every other key is a parameter.
+    """
+    document = read_object(body)
+    inputs = {spec.name: spec for spec in model.metadata().inputs}
+    _check_unique(body, inputs)
+    inference = InferenceRequest(model.name, {}, version)
+    for key, value in document.items():
+        if key == "parameters":
+            if key in inputs:
+                raise InvalidArgument(
+                    "Keyword: 'parameters' for nested schema also given as input tensor name"
+                )
+            if type(value) is not dict:
+                raise InvalidArgument(
+                    "Expected JSON object for keyword: 'parameters': attempt to access JSON non-object as object"
+                )
+            try:
+                for name, member in value.items():
+                    _read_member(inference, inputs, name, member)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"Converting keyword: 'parameters': {error.message}") from None
+        elif key == "id" and key not in inputs:
+            inference.id = read_string(key, value)
+        else:
+            _read_member(inference, inputs, key, value)
+    return inference
+
+
+def write_generate_response(response: InferenceResponse) -> bytes:
+    """Parameters and outputs as one flat JSON object; a tensor of one element is that element."""
+    document: dict[str, Any] = {"id": response.id} if response.id else {}
+    document["model_name"] = response.model_name
+    document["model_version"] = response.model_version
+    for name, value in response.parameters.items():
+        document.setdefault(name, value)
+    finite = True
+    for tensor in response.outputs:
+        values = write_values(tensor, lossy=True)
+        finite = finite and is_finite(tensor)
+        document.setdefault(tensor.name, values[0] if len(values) == 1 else values)
+    return write_json(document, finite=finite)
+
+
+def _body(response: InferenceResponse) -> tuple[bytes | None, int]:
+    """What a response is to the client, None for a mere end, and its status."""
+    if response.flag_only:
+        return None, 200
+    try:
+        if response.error is not None:
+            raise response.error
+        return write_generate_response(response), 200
+    except ServerError as error:
+        return error_body(error.message), status_of(error)
+
+
+def _read_member(
+    inference: InferenceRequest, inputs: dict[str, TensorMetadata], name: str, value: Any
+) -> None:
+    spec = inputs.get(name)
+    if spec is None:
+        read_parameter(inference, name, value)
+        return
+    if name in inference.inputs:
+        raise InvalidArgument(f"input '{name}' already exists in request")
+    data = value if type(value) is list else [value]
+    shape = _shape(spec, len(data))
+    inference.inputs[name] = read_tensor(name, DataType(spec.datatype), shape, data)
+
+
+def _shape(spec: TensorMetadata, count: int) -> tuple[int, ...]:
+    """Give each fixed dimension its share of the elements, the rest to the innermost that varies."""
+    shape = list(spec.shape)
+    for extent in shape:
+        if extent != -1:
+            if extent == 0 or count % extent:
+                raise _no_shape(spec)
+            count //= extent
+    for i in reversed(range(len(shape))):
+        if shape[i] == -1:
+            shape[i], count = count, 1
+    if count != 1:
+        raise _no_shape(spec)
+    return tuple(shape)
+
+
+def _no_shape(spec: TensorMetadata) -> InvalidArgument:
+    return InvalidArgument(f"The schema can not convert input '{spec.name}' to tensor with proper shape")
+
+
+def _check_unique(body: bytes, inputs: dict[str, TensorMetadata]) -> None:
+    """Refuse an input that is given twice, where the fast parser silently takes the last.
+
+    Looked into only when the text holds the quoted name more than once, which is rare.
+    """
+    if all(body.count(b'"%b"' % name.encode()) < 2 for name in inputs):
+        return
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen and name in inputs:
+                raise InvalidArgument(f"input '{name}' already exists in request")
+            seen.add(name)
+        return dict(pairs)
+
+    try:
+        json.loads(body, object_pairs_hook=unique)
+    except RecursionError:
+        raise InvalidArgument("failed to parse the request JSON buffer: nested too deeply") from None

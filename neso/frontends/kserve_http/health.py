@@ -1,0 +1,31 @@
+"""Health endpoints: 200, or 400 while not ready."""
+
+from __future__ import annotations
+
+from neso.frontends.http import Request, Response, error_response
+from neso.server.core import Core
+from neso.server.errors import ServerError
+
+
+class HealthEndpoints:
+    """`GET /v2/health/live`, `/v2/health/ready` and `/v2/models/{model}[/versions/{version}]/ready`."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def live(self, request: Request) -> Response:
+        return _empty(self._core.live())
+
+    def ready(self, request: Request) -> Response:
+        return _empty(self._core.ready())
+
+    def model_ready(self, request: Request) -> Response:
+        try:
+            model = self._core.model(request.params["model"], request.params.get("version", ""))
+        except ServerError as error:
+            return error_response(400, error.message)
+        return _empty(True) if model.ready() else error_response(400, "Model version not ready")
+
+
+def _empty(good: bool) -> Response:
+    return Response(b"", 200 if good else 400, None)

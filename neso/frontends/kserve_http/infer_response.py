@@ -1,0 +1,44 @@
+"""Infer responses: JSON, with the binary outputs behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from neso.frontends.http import Response
+from neso.frontends.kserve_http.infer_request import HEADER_LENGTH, OutputFormat
+from neso.frontends.kserve_http.json_body import write_json
+from neso.frontends.kserve_http.json_tensor import is_finite, write_values
+from neso.server.inference_response import InferenceResponse
+
+
+def write_infer_response(response: InferenceResponse, output_format: OutputFormat) -> Response:
+    """The response for a client. Raises `ServerError` for an output that the form asked for cannot hold."""
+    blobs: list[bytes | memoryview] = []
+    finite = True
+    outputs: list[dict[str, Any]] = []
+    for tensor in response.outputs:
+        entry: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype.value,
+            "shape": tensor.shape,
+        }
+        if output_format.is_binary(tensor.name):
+            blob = tensor.to_wire()
+            entry["parameters"] = {"binary_data_size": len(blob)}
+            if blob:
+                blobs.append(blob)
+        else:
+            entry["data"] = write_values(tensor)
+            finite = finite and is_finite(tensor)
+        outputs.append(entry)
+    document: dict[str, Any] = {"id": response.id} if response.id else {}
+    document["model_name"] = response.model_name
+    document["model_version"] = response.model_version
+    if response.parameters:
+        document["parameters"] = response.parameters
+    document["outputs"] = outputs
+    text = write_json(document, finite=finite)
+    if not blobs:
+        return Response(text)
+    headers = ((HEADER_LENGTH, str(len(text))),)
+    return Response([text, *blobs], 200, "application/octet-stream", headers)

@@ -1,0 +1,114 @@
+"""Tensors as JSON."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from neso.server.datatypes import DataType
+from neso.server.errors import InvalidArgument
+from neso.server.tensor import Tensor, element_count
+
+_NO_JSON = (DataType.FP16, DataType.BF16)
+_FLOATS = (DataType.FP32, DataType.FP64)
+
+# What the elements may be, and what the client is told of others.
+_KINDS: dict[DataType, tuple[frozenset[type], str]] = {
+    DataType.BOOL: (frozenset({bool}), "attempt to access JSON non-boolean as boolean"),
+    DataType.BYTES: (frozenset({str}), "attempt to access JSON non-string as string"),
+    **dict.fromkeys(_FLOATS, (frozenset({int, float}), "attempt to access JSON non-number as double")),
+    **dict.fromkeys(
+        (DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64),
+        (frozenset({int}), "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+    ),
+    **dict.fromkeys(
+        (DataType.INT8, DataType.INT16, DataType.INT32, DataType.INT64),
+        (frozenset({int}), "attempt to access JSON non-signed-integer as signed-integer"),
+    ),
+}
+
+
+def read_tensor(name: str, datatype: DataType, shape: tuple[int, ...], data: list[Any]) -> Tensor:
+    """The tensor of `data`, flat or nested in any regular way, in row-major order. Raises `InvalidArgument`."""
+    if datatype in _NO_JSON:
+        raise InvalidArgument(
+            f"receiving {datatype.value} data via JSON is not supported. Please use the binary data format for "
+            f"input {name}"
+        )
+    flat = _flatten(name, data)
+    allowed, message = _KINDS[datatype]
+    if not allowed.issuperset(map(type, flat)):
+        raise InvalidArgument(f"Unable to parse 'data': {message}, input '{name}'")
+    if len(flat) != element_count(shape):
+        raise InvalidArgument(
+            f"Unable to parse 'data': Shape does not match true shape of 'data' field, input '{name}' has "
+            f"{len(flat)} elements, its shape {list(shape)}"
+        )
+    return Tensor(name, datatype, _array(name, datatype, flat).reshape(shape))
+
+
+def write_values(tensor: Tensor, *, lossy: bool = False) -> list[Any]:
+    """The elements, flat. Raises `InvalidArgument` for datatypes that JSON does not carry.
+
+    Bytes that are no UTF-8 are an error too, unless `lossy`: they become U+FFFD then.
+    """
+    if tensor.datatype in _NO_JSON:
+        raise InvalidArgument(
+            f"sending {tensor.datatype.value} data via JSON is not supported. Please use the binary data format "
+            f"for output {tensor.name}"
+        )
+    if tensor.datatype is not DataType.BYTES:
+        values: list[Any] = tensor.array.ravel().tolist()
+        return values
+    try:
+        return [element.decode("utf-8", "replace" if lossy else "strict") for element in tensor.array.flat]
+    except UnicodeDecodeError:
+        raise InvalidArgument(
+            f"output {tensor.name} holds bytes that are not UTF-8. Please use the binary data format for it"
+        ) from None
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds no NaN or infinite number."""
+    return tensor.datatype not in _FLOATS or bool(np.isfinite(tensor.array).all())
+
+
+def _flatten(name: str, data: list[Any]) -> list[Any]:
+    """Level by level: as fast as it gets in Python, and deep nesting needs no stack."""
+    while data and type(data[0]) is list:
+        extent = len(data[0])
+        if any(type(row) is not list or len(row) != extent for row in data):
+            raise InvalidArgument(f"Unable to parse 'data': input '{name}' has ragged nested lists")
+        data = list(chain.from_iterable(data))
+    if any(type(value) is list for value in data[1:]):
+        raise InvalidArgument(f"Unable to parse 'data': input '{name}' has ragged nested lists")
+    return data
+
+
+def _array(name: str, datatype: DataType, flat: list[Any]) -> np.ndarray[Any, Any]:
+    if datatype is DataType.BYTES:
+        elements = np.empty(len(flat), np.object_)
+        try:
+            elements[:] = [text.encode() for text in flat]
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"Unable to parse 'data': input '{name}' is not valid Unicode") from None
+        return elements
+    try:
+        if datatype is not DataType.FP32:
+            return np.array(flat, datatype.dtype)
+        wide = np.array(flat, np.float64)
+    except OverflowError:
+        raise _out_of_range(name, datatype) from None
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(np.float32)
+    if np.isinf(narrow).any() and not np.array_equal(np.isinf(narrow), np.isinf(wide)):
+        raise _out_of_range(name, datatype)
+    return narrow
+
+
+def _out_of_range(name: str, datatype: DataType) -> InvalidArgument:
+    return InvalidArgument(
+        f"Unable to parse 'data': input '{name}' has a value out of range for {datatype.value}"
+    )
