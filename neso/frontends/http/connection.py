@@ -262,12 +262,11 @@ class HttpConnection(asyncio.Protocol):
         request.connection = self
         try:
             answer = self._shared.handler(request)
+            if isinstance(answer, Response):
+                self.send(request, answer)
+                return
         except Exception:
             self._failed(request)
-            return
-        if isinstance(answer, Response):
-            self._write_response(request, answer)
-            self._done(request)
             return
         task: asyncio.Task[None] = asyncio.Task(self._run(request, answer), loop=self._shared.loop, **_EAGER)
         if self._request is request and not task.done():

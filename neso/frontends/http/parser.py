@@ -125,8 +125,9 @@ class RequestParser:
             return  # trailers of a chunked body carry nothing that we use
         headers = self._headers
         name = name.lower()
+        value = value.rstrip() if value else b""  # the C parser strips in front only
         if name not in headers:
-            headers[name] = value or b""
+            headers[name] = value
         elif value:
             headers[name] += (b"; " if name == b"cookie" else b", ") + value
 

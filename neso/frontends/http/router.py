@@ -38,7 +38,7 @@ class Router:
 
     def mount(self, prefix: str, handler: Handler) -> None:
         """Let `handler` answer all at `prefix` and below that no pattern matches, with the path unchanged."""
-        self._grow(prefix).mounted = handler
+        self._grow(prefix.rstrip("/")).mounted = handler
 
     def __call__(self, request: Request) -> Response | Awaitable[Answer]:
         params: dict[str, str] = {}
@@ -67,7 +67,7 @@ class Router:
 
     def _grow(self, pattern: str) -> _Node:
         node = self._root
-        for segment in pattern.strip("/").split("/") if pattern.strip("/") else ():
+        for segment in pattern.split("/")[1:]:
             if not segment.startswith("{"):
                 node = node.literals.setdefault(segment.encode(), _Node())
             elif segment.endswith(":digits}"):
