@@ -1,0 +1,26 @@
+"""Greedy generation by transformers, one prompt at a time: what every schedule must reproduce."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from checkpoints import load_oracle
+
+
+def greedy(directory: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Output token ids of each prompt, float32; an end token does not end them."""
+    model = load_oracle(directory)
+    results = []
+    for prompt in prompts:
+        with torch.no_grad():
+            output = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=-1,
+                pad_token_id=2,
+            )
+        results.append(output[0, len(prompt) :].tolist())
+    return results
