@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from neso.frontends.kserve_grpc.decoding import InferMessage
 from neso.frontends.kserve_grpc.parameters import RequestParameters, read_parameters
 from neso.frontends.kserve_grpc.tensors import read_inputs, read_requested_outputs
 from neso.server.errors import InternalError
@@ -11,12 +10,13 @@ from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 
 
-def read_request(message: Any) -> tuple[InferenceRequest, RequestParameters]:
-    """From a `ModelInferRequest`. Raises `ServerError`."""
+def read_request(infer: InferMessage) -> tuple[InferenceRequest, RequestParameters]:
+    """What the message asks for. Raises `ServerError`."""
+    message = infer.request
     parameters = read_parameters(message.parameters)
     request = InferenceRequest(
         message.model_name,
-        read_inputs(message),
+        read_inputs(message, infer.raw_inputs),
         model_version=message.model_version,
         id=message.id,
         requested_outputs=read_requested_outputs(message) if message.outputs else (),

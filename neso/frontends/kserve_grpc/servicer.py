@@ -11,6 +11,7 @@ from grpc.aio import ServicerContext as Context
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from neso.frontends.kserve_grpc.calls import Calls, rpc
+from neso.frontends.kserve_grpc.decoding import decode_infer_message
 from neso.frontends.kserve_grpc.encoding import encode_response
 from neso.frontends.kserve_grpc.infer import only_response, read_request
 from neso.frontends.kserve_grpc.repository import (
@@ -33,14 +34,13 @@ def refuses(what: str) -> Callable[[Servicer, Any, Context], Coroutine[Any, Any,
 
 
 def add_to_server(servicer: Servicer, server: grpc.aio.Server) -> None:
-    """Register every method, those that infer without a serializer: they answer with bytes."""
+    """Register every method, those that infer without protobuf's (de)serializers: they take and give bytes."""
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-    read = service_pb2.ModelInferRequest.FromString
     server.add_registered_method_handlers(
         "inference.GRPCInferenceService",
         {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(servicer.ModelInfer, read),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(servicer.ModelStreamInfer, read),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(servicer.ModelInfer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(servicer.ModelStreamInfer),
         },
     )
 
@@ -123,8 +123,9 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         return service_pb2.RepositoryModelUnloadResponse()
 
     @rpc
-    async def ModelInfer(self, message: Any, context: Context) -> bytes:
-        model = self.core.model(message.model_name, message.model_version)
+    async def ModelInfer(self, data: bytes, context: Context) -> bytes:
+        message = decode_infer_message(data)
+        model = self.core.model(message.request.model_name, message.request.model_version)
         if model.decoupled:
             raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
         request, _ = read_request(message)
@@ -136,7 +137,7 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         return encode_response(response)
 
     @rpc
-    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Context) -> None:
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
         stream = InferStream(self.core, context)
         self.calls.on_stop(stream.drain)
         try:

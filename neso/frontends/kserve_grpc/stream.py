@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc.aio
 
 from neso.frontends.kserve_grpc.calls import STOPPING
+from neso.frontends.kserve_grpc.decoding import decode_infer_message
 from neso.frontends.kserve_grpc.encoding import encode_stream_error, encode_stream_response
 from neso.frontends.kserve_grpc.errors import as_server_error
 from neso.frontends.kserve_grpc.infer import only_response, read_request
@@ -41,7 +41,7 @@ class InferStream:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._writing = asyncio.Lock()  # gRPC takes one message at a time
 
-    async def run(self, requests: AsyncIterator[Any]) -> None:
+    async def run(self, requests: AsyncIterator[bytes]) -> None:
         """Serve the stream to its end. Raises the `ServerError` that it is to end with.
 
         Cancelling this (the client has cancelled or is gone) cancels every request that is in flight.
@@ -61,32 +61,35 @@ class InferStream:
         if self._reader is not None:
             self._reader.cancel()
 
-    async def _read(self, requests: AsyncIterator[Any]) -> None:
-        async for message in requests:
+    async def _read(self, requests: AsyncIterator[bytes]) -> None:
+        async for data in requests:
+            model_name = request_id = ""
             # Submitted here, not in the task: requests of a sequence must reach the model in order.
             try:
+                message = decode_infer_message(data)
+                model_name, request_id = message.request.model_name, message.request.id
                 request, parameters = read_request(message)
                 model = self._core.model(request.model_name, request.model_version)
                 responses = model.submit(request)
             except Exception as failure:
-                await self._fail(message.model_name, message.id, as_server_error(failure, "ModelStreamInfer"))
+                await self._fail(model_name, request_id, as_server_error(failure, "ModelStreamInfer"))
                 continue
-            if model.decoupled:
-                answering = self._answer_many(responses, parameters.empty_final_response)
-            else:
-                answering = self._answer_one(responses)
-            task = asyncio.create_task(answering)
+            task = asyncio.create_task(
+                self._answer(responses, model.decoupled, parameters.empty_final_response)
+            )
             self._in_flight[task] = responses
             task.add_done_callback(self._answer_ended)
 
-    async def _answer_one(self, responses: ResponseStream) -> None:
+    async def _answer(self, responses: ResponseStream, decoupled: bool, empty_final: bool) -> None:
         try:
-            response = await only_response(responses)
-        except ServerError as error:
+            if decoupled:
+                await self._answer_many(responses, empty_final)
+            else:
+                await self._write(encode_stream_response(await only_response(responses), final=True))
+        except Exception as failure:
             responses.cancel()
-            await self._fail(responses.request.model_name, responses.request.id, error)
-        else:
-            await self._write(encode_stream_response(response, final=True))
+            request = responses.request
+            await self._fail(request.model_name, request.id, as_server_error(failure, "ModelStreamInfer"))
 
     async def _answer_many(self, responses: ResponseStream, empty_final: bool) -> None:
         async for response in responses:
@@ -105,8 +108,12 @@ class InferStream:
 
     async def _write(self, message: bytes) -> None:
         async with self._writing:
-            if not self._over.done():
+            if self._over.done():
+                return
+            try:
                 await self._context.write(message)
+            except grpc.aio.BaseError:  # the client is gone
+                self._end(None)
 
     def _answer_ended(self, task: asyncio.Task[None]) -> None:
         responses = self._in_flight.pop(task)

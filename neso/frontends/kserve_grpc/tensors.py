@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,11 @@ _CONTENTS = {
 }
 
 
-def read_inputs(message: Any) -> dict[str, Tensor]:
+def read_inputs(message: Any, raw: Sequence[bytes]) -> dict[str, Tensor]:
     """The inputs of a `ModelInferRequest`, by name. Raises `ServerError` that names the input.
 
-    Raw inputs of fixed-size types are views of the bytes that protobuf hands out: no copy, and read-only.
+    Those of fixed-size types are views of the `raw` bytes: no copy, and read-only.
     """
-    raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         _refuse_mixed_contents(message)
         raise InvalidArgument(

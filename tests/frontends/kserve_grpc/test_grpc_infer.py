@@ -188,6 +188,18 @@ async def test_bad_requests_are_invalid_arguments(stub, fields, words):
 
 
 @pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff\xff", b"\x3a\xff\xff\xff\x7f" + bytes(100_000), b"\x80" * 100_000, b"\x0f" * 100_000],
+    ids=["small", "cut_off", "endless_number", "unknown_kind"],
+)
+async def test_bytes_that_are_no_message(server, data):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="malformed ModelInferRequest") as caught:
+            await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(data)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         (

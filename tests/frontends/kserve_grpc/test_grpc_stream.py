@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kserve_grpc_backends import Repeat, Wait
 from kserve_grpc_requests import one_input, repeat_request, until, waiting_request
-from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2
+from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 STATUS_ERRORS = (("triton_grpc_error", "true"),)
@@ -152,6 +152,19 @@ async def test_an_error_leaves_the_stream_open(stub):
     assert await call.code() is grpc.StatusCode.OK
 
 
+async def test_bytes_that_are_no_message_leave_the_stream_open(server):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )()
+        await call.write(b"\xff")
+        assert "malformed" in (await read(call)).error_message
+        await call.write(identity_request("a").SerializeToString())
+        assert (await read(call)).infer_response.id == "a"
+        call.cancel()
+
+
 async def test_errors_become_the_status_when_asked_for(stub):
     call = stub.ModelStreamInfer(metadata=STATUS_ERRORS)
     await send(call, repeat_request("other", 1000, delay=0.01), repeat_request("d", 3, fail_at=1, delay=0.05))
@@ -199,6 +212,22 @@ async def test_a_client_that_goes_away_cancels(server):
     await until(lambda: Wait.waiting)
     await channel.close()
     await until(lambda: Wait.cancelled == ["w"])
+
+
+async def test_clients_that_leave_in_the_middle_leave_nothing_behind(server, core, caplog):
+    async def client(i: int) -> None:
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{server.port}", options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
+            await send(call, *(repeat_request("", 1_000_000) for _ in range(3)))
+            for _ in range(i * 5):
+                await read(call)
+
+    await asyncio.gather(*(client(i) for i in range(1, 9)))
+    await until(lambda: core.model("repeat").in_flight_count == 0)
+    assert len(Repeat.cancelled) >= 8
+    assert not caplog.records
 
 
 async def test_stop_lets_requests_in_flight_finish_and_ends_idle_streams(server, stub):
