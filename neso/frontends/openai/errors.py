@@ -74,7 +74,10 @@ def validation_error(errors: list[Any]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}")
-    where = [part for part in first["loc"] if isinstance(part, int) or _names_a_field(part)]
+    location = first["loc"]
+    if location and location[-1] == "[key]":  # the key itself is at fault: it belongs to the mapping
+        location = location[:-2]
+    where = [part for part in location if isinstance(part, int) or _names_a_field(part)]
     if not where:
         return ApiError(400, f"Invalid request: {first['msg']}")
     path = str(where[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where[1:])

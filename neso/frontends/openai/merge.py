@@ -15,25 +15,28 @@ Indexed = tuple[int, GenerationOutput]
 async def merge(generations: Sequence[AsyncIterator[GenerationOutput]]) -> AsyncGenerator[Indexed, None]:
     """The outputs of all, as they come, each with the position of its generation.
 
-    The first error ends the stream. However it ends, every generation is closed, which aborts the unfinished.
+    The first error ends the stream, ahead of outputs that wait: a request that is refused for one of its
+    prompts is refused before anything is sent. However the stream ends, every generation is closed, which
+    aborts the unfinished.
     """
     if len(generations) == 1:
         async with aclosing(_closable(generations[0])) as generation:
             async for output in generation:
                 yield 0, output
         return
-    queue: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue()
-    pumps = [asyncio.create_task(_pump(queue, i, _closable(g))) for i, g in enumerate(generations)]
+    queue: asyncio.Queue[Indexed | None] = asyncio.Queue()
+    errors: list[Exception] = []
+    pumps = [asyncio.create_task(_pump(queue, errors, i, _closable(g))) for i, g in enumerate(generations)]
     running = len(pumps)
     try:
         while running:
             item = await queue.get()
-            if isinstance(item, tuple):
-                yield item
-            elif item is None:
+            if errors:
+                raise errors[0]
+            if item is None:
                 running -= 1
             else:
-                raise item
+                yield item
     finally:
         for pump in pumps:
             pump.cancel()
@@ -41,7 +44,8 @@ async def merge(generations: Sequence[AsyncIterator[GenerationOutput]]) -> Async
 
 
 async def _pump(
-    queue: asyncio.Queue[Indexed | Exception | None],
+    queue: asyncio.Queue[Indexed | None],
+    errors: list[Exception],
     index: int,
     generation: AsyncGenerator[GenerationOutput, None],
 ) -> None:
@@ -50,9 +54,8 @@ async def _pump(
             async for output in generation:
                 queue.put_nowait((index, output))
     except Exception as error:
-        queue.put_nowait(error)
-    else:
-        queue.put_nowait(None)
+        errors.append(error)
+    queue.put_nowait(None)
 
 
 def _closable(generation: AsyncIterator[GenerationOutput]) -> AsyncGenerator[GenerationOutput, None]:

@@ -13,6 +13,7 @@ content. Arguments that turn out to be no JSON are content in a whole message; i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -227,7 +228,10 @@ def _read_call(text: str) -> tuple[str, str] | None:
         return name, "{}"
     if isinstance(arguments, str):  # some models write the arguments' text as a string, as the API does
         return (name, arguments) if _is_json_object(arguments) else None
-    return (name, orjson.dumps(arguments).decode()) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    exact = json.loads(text)["arguments"]  # orjson rounds integers of more than 64 bits
+    return name, json.dumps(exact, ensure_ascii=False)
 
 
 def _is_json_object(text: str) -> bool:

@@ -1,0 +1,100 @@
+"""Calls an ASGI application in the same process, message by message."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+
+@dataclass
+class Answer:
+    """What the application sent."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+    def events(self) -> list[Any]:
+        """The data of the events; the text `[DONE]` as it is."""
+        blocks = self.body.decode().split("\n\n")
+        assert blocks.pop() == ""
+        assert all(block.startswith("data: ") for block in blocks)
+        data = [block.removeprefix("data: ") for block in blocks]
+        return [text if text == "[DONE]" else orjson.loads(text) for text in data]
+
+
+class AsgiClient:
+    """Sends requests to `app`. `hang_up_after` parts of the answer the client goes away."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def get(self, path: str) -> Answer:
+        return await self.request("GET", path, b"")
+
+    async def post(self, path: str, body: Any, **options: Any) -> Answer:
+        return await self.request("POST", path, orjson.dumps(body), **options)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *body: bytes,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+        hang_up_after: int | None = None,
+    ) -> Answer:
+        answer = Answer()
+        pending = list(body)
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if pending:
+                part = pending.pop(0)
+                return {"type": "http.request", "body": part, "more_body": bool(pending)}
+            if hang_up_after == 0:
+                return {"type": "http.disconnect"}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                answer.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+                return
+            if message["body"]:
+                answer.parts.append(message["body"])
+            answer.complete = not message.get("more_body", False)
+            if hang_up_after is not None and len(answer.parts) >= hang_up_after:
+                gone.set()
+
+        await self._app(make_scope(method, path, headers), receive, send)
+        return answer
+
+
+def make_scope(method: str, path: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> dict[str, Any]:
+    """The connection scope of a request."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), *headers],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }

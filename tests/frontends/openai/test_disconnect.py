@@ -1,0 +1,75 @@
+"""A client that goes away takes its generations with it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from asgi_client import AsgiClient, make_scope
+from fastapi import FastAPI
+from scripted_model import ScriptedModel
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"model": "scripted", "prompt": "a"}),
+    ("/v1/completions", {"model": "scripted", "prompt": ["a", "b"], "n": 2}),
+    ("/v1/chat/completions", {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}),
+]
+
+
+@pytest.fixture
+def script() -> ScriptedModel:
+    script = ScriptedModel()
+    script.hold = True
+    return script
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_hanging_up_while_waiting(
+    client: AsgiClient, script: ScriptedModel, path: str, body: dict[str, Any]
+) -> None:
+    answer = await asyncio.wait_for(client.post(path, body, hang_up_after=0), 5)
+    assert answer.status == 0
+    assert len(script.aborted) == len(script.requests)
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_hanging_up_during_a_stream(
+    client: AsgiClient, script: ScriptedModel, path: str, body: dict[str, Any]
+) -> None:
+    answer = await asyncio.wait_for(client.post(path, {**body, "stream": True}, hang_up_after=1), 5)
+    assert not answer.complete
+    assert script.requests
+    assert sorted(script.aborted) == sorted(request.request_id for request in script.requests)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_a_server_that_cancels_the_task(
+    client: AsgiClient, script: ScriptedModel, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    task = asyncio.create_task(client.post(path, {**body, "stream": stream}))
+    await asyncio.sleep(0.05)
+    assert script.requests
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(script.aborted) == sorted(request.request_id for request in script.requests)
+
+
+async def test_hanging_up_in_the_middle_of_the_body(app: FastAPI, script: ScriptedModel) -> None:
+    messages = [
+        {"type": "http.request", "body": b'{"model":', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(make_scope("POST", "/v1/completions"), receive, send)
+    assert not sent
+    assert not script.requests

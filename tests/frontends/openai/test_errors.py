@@ -1,0 +1,204 @@
+"""What a client is told when it cannot have what it asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from asgi_client import Answer, AsgiClient
+from scripted_model import ScriptedModel
+
+from neso.engine.errors import EngineDead
+from neso.frontends.openai import OpenAIOptions, create_app
+from neso.generation import InvalidParameter
+from neso.server.core import Core
+from neso.server.errors import InternalError, Unavailable
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HI = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
+ASK = {"model": "scripted", "prompt": "a"}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def check(answer: Answer, status: int, param: str | None = None, code: str | None = None) -> str:
+    """The message of an error that must be of that kind."""
+    assert answer.status == status, answer.body
+    assert answer.complete
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["code"]) == (param, code)
+    assert error["type"]
+    return str(error["message"])
+
+
+async def test_unknown_model(client: AsgiClient) -> None:
+    for path, body in ((COMPLETIONS, ASK), (CHAT, HI)):
+        message = check(await client.post(path, {**body, "model": "a/b"}), 404, "model", "model_not_found")
+        assert "'a/b'" in message
+
+
+async def test_a_model_that_generates_no_text(client: AsgiClient) -> None:
+    for path, body in ((COMPLETIONS, ASK), (CHAT, HI)):
+        message = check(await client.post(path, {**body, "model": "adder"}), 400, "model")
+        assert "not a language model" in message
+
+
+async def test_unknown_route_and_wrong_method(client: AsgiClient) -> None:
+    assert "/v1/nope" in check(await client.get("/v1/nope"), 404, code="unknown_url")
+    answer = await client.get(CHAT)
+    check(answer, 405, code="method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff", b"null"])
+async def test_malformed_bodies(client: AsgiClient, body: bytes) -> None:
+    check(await client.request("POST", CHAT, body), 400)
+    check(await client.request("POST", COMPLETIONS, body), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (CHAT, {"model": "scripted"}, "messages", "missing_required_parameter"),
+        (CHAT, {"messages": HI["messages"]}, "model", "missing_required_parameter"),
+        (COMPLETIONS, {"model": "scripted"}, "prompt", "missing_required_parameter"),
+        (CHAT, {**HI, "messages": []}, "messages", None),
+        (CHAT, {**HI, "messages": [{"role": "king"}]}, "messages[0].role", None),
+        (CHAT, {**HI, "messages": [{"role": "user", "content": 3}]}, "messages[0].content", None),
+        (CHAT, {**HI, "messages": [{"role": "tool", "content": "x"}]}, "messages", None),
+        (CHAT, {**HI, "temperature": "hot"}, "temperature", None),
+        (CHAT, {**HI, "tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+        (CHAT, {**HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", None),
+        (CHAT, {**HI, "top_logprobs": 3}, "top_logprobs", None),
+        (CHAT, {**HI, "tool_choice": "auto"}, "tool_choice", None),
+        (CHAT, {**HI, "stream_options": {"include_usage": True}}, "stream_options", None),
+        (COMPLETIONS, {**ASK, "prompt": []}, "prompt", None),
+        (COMPLETIONS, {**ASK, "prompt": [[1], []]}, "prompt", None),
+        (COMPLETIONS, {**ASK, "prompt": 3}, "prompt", None),
+        (COMPLETIONS, {**ASK, "prompt": [1, "a"]}, "prompt", None),
+        (COMPLETIONS, {**ASK, "prompt": ["a"] * 3000}, "prompt", None),
+    ],
+)
+async def test_invalid_requests(
+    client: AsgiClient, path: str, body: dict[str, Any], param: str, code: str | None
+) -> None:
+    assert param.partition("[")[0] in check(await client.post(path, body), 400, param, code)
+
+
+@pytest.mark.parametrize(
+    ("path", "extra"),
+    [
+        (CHAT, {"response_format": {"type": "json_object"}}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}),
+        (CHAT, {"tool_choice": "required", "tools": TOOLS}),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}),
+        (CHAT, {"guided_json": {"type": "object"}}),
+        (CHAT, {"functions": [{}]}),
+        (COMPLETIONS, {"suffix": "end"}),
+        (COMPLETIONS, {"best_of": 2}),
+        (COMPLETIONS, {"guided_regex": "a*"}),
+    ],
+)
+async def test_what_is_not_supported_is_named(client: AsgiClient, path: str, extra: dict[str, Any]) -> None:
+    body = HI if path == CHAT else ASK
+    check(await client.post(path, {**body, **extra}), 400, next(iter(extra)), "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("path", "extra"),
+    [
+        (CHAT, {"response_format": {"type": "text"}, "store": True, "metadata": {"a": "b"}}),
+        (CHAT, {"guided_json": None, "new_in_2030": [1, 2]}),
+        (COMPLETIONS, {"suffix": "", "best_of": 2, "n": 2, "user": "me"}),
+    ],
+)
+async def test_what_changes_nothing_is_accepted(client: AsgiClient, path: str, extra: dict[str, Any]) -> None:
+    body = HI if path == CHAT else ASK
+    assert (await client.post(path, {**body, **extra})).status == 200
+
+
+async def test_too_long_prompts(client: AsgiClient) -> None:
+    long = "hello " * 1100
+    code = "context_length_exceeded"
+    for extra in ({}, {"stream": True}):
+        answer = await client.post(COMPLETIONS, {**ASK, **extra, "prompt": long})
+        assert "1000 tokens" in check(answer, 400, "prompt", code)
+        answer = await client.post(COMPLETIONS, {**ASK, **extra, "prompt": [[5], [5] * 1000]})
+        check(answer, 400, "prompt", code)
+        answer = await client.post(CHAT, {**HI, **extra, "messages": [{"role": "user", "content": long}]})
+        check(answer, 400, "messages", code)
+
+
+async def test_what_the_engine_refuses(client: AsgiClient, script: ScriptedModel) -> None:
+    script.error = InvalidParameter("top_k", "is not served by this runner")
+    assert "runner" in check(await client.post(COMPLETIONS, ASK), 400, "top_k")
+    script.error = InvalidParameter("prompt", "token 999 is not in the vocabulary")
+    check(await client.post(COMPLETIONS, ASK), 400, "prompt")
+    check(await client.post(CHAT, HI), 400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(EngineDead("the engine has ended"), 503), (Unavailable("not now"), 503)]
+)
+async def test_the_engine_is_gone(
+    client: AsgiClient, script: ScriptedModel, error: Exception, status: int
+) -> None:
+    script.error = error
+    for extra in ({}, {"stream": True}):
+        assert str(error) in check(await client.post(CHAT, {**HI, **extra}), status)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret"), KeyError("secret")])
+async def test_surprises_keep_their_secrets(
+    client: AsgiClient, script: ScriptedModel, error: Exception
+) -> None:
+    script.error = error
+    answer = await client.post(COMPLETIONS, ASK)
+    check(answer, 500)
+    assert b"secret" not in answer.body
+    assert b"Traceback" not in answer.body
+
+
+@pytest.mark.parametrize(
+    ("error", "type"), [(InternalError("broken"), "server_error"), (OSError("x"), "server_error")]
+)
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, HI), (COMPLETIONS, ASK), (COMPLETIONS, {**ASK, "prompt": ["a", "b"]})]
+)
+async def test_errors_after_the_start_of_a_stream(
+    client: AsgiClient, script: ScriptedModel, error: Exception, type: str, path: str, body: dict[str, Any]
+) -> None:
+    script.error, script.fail_after = error, 1
+    answer = await client.post(path, {**body, "stream": True})
+    assert (answer.status, answer.complete) == (200, True)
+    *chunks, last = answer.events()
+    assert chunks
+    assert last["error"]["type"] == type
+    assert len(script.aborted) == len(script.requests)
+
+
+async def test_too_large_bodies(client: AsgiClient) -> None:
+    big = b" " * 100_001
+    headers = ((b"content-length", b"100001"),)
+    code = "request_too_large"
+    check(await client.request("POST", CHAT, b"", headers=headers), 413, code=code)
+    check(await client.request("POST", CHAT, big[:60_000], big[60_000:]), 413, code=code)
+
+
+async def test_a_body_in_pieces(client: AsgiClient) -> None:
+    answer = await client.request("POST", COMPLETIONS, b'{"model": "scri', b'pted", "prompt": ', b'"a"}')
+    assert answer.status == 200
+
+
+async def test_a_server_that_stops(client: AsgiClient, core: Core) -> None:
+    await core.stop()
+    check(await client.post(CHAT, HI), 503)
+
+
+def test_unknown_tool_parser(core: Core) -> None:
+    with pytest.raises(ValueError, match="unknown tool call parser 'x'"):
+        create_app(core, OpenAIOptions(tool_call_parser="x"))

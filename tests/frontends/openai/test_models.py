@@ -1,0 +1,50 @@
+"""Models, health and the description of the API."""
+
+from __future__ import annotations
+
+from asgi_client import AsgiClient
+
+from neso.server.core import Core
+
+
+async def test_models_that_generate_text_are_listed(client: AsgiClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    assert body["object"] == "list"
+    (card,) = body["data"]
+    assert isinstance(card.pop("created"), int)
+    assert card == {"id": "scripted", "object": "model", "owned_by": "neso", "max_model_len": 1000}
+
+
+async def test_one_model(client: AsgiClient) -> None:
+    assert (await client.get("/v1/models/scripted")).json()["id"] == "scripted"
+    answer = await client.get("/v1/models/org/nope")
+    assert answer.status == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "'org/nope'" in answer.json()["error"]["message"]
+
+
+async def test_health(client: AsgiClient, core: Core) -> None:
+    paths = ("/health", "/health/ready", "/health/live")
+    assert [(await client.get(path)).status for path in paths] == [200] * 3
+    await core.stop()
+    assert [(await client.get(path)).status for path in paths] == [503] * 3
+
+
+async def test_the_api_describes_itself(client: AsgiClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(document["paths"])
+    schemas = document["components"]["schemas"]
+    assert {"temperature", "messages", "tools"} <= set(schemas["ChatCompletionRequest"]["properties"])
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert body == {"schema": {"$ref": "#/components/schemas/CompletionRequest"}}
+    assert all(name in schemas for name in _references(document))
+    page = await client.get("/docs")
+    assert page.status == 200
+    assert b"swagger" in page.body
+
+
+def _references(value: object) -> set[str]:
+    if isinstance(value, dict):
+        own = {value["$ref"].rpartition("/")[2]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*(_references(item) for item in value.values()))
+    return set().union(*(_references(item) for item in value)) if isinstance(value, list) else set()

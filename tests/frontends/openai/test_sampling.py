@@ -1,0 +1,112 @@
+"""Which fields of a request reach the engine, and as what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from asgi_client import AsgiClient
+from scripted_model import ScriptedModel
+
+FIELDS: dict[str, Any] = {
+    "n": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 7,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.25,
+    "repetition_penalty": 1.5,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def sampling(client: AsgiClient, script: ScriptedModel, body: dict[str, Any]) -> Any:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = await client.post(path, {"model": "scripted", **body})
+    assert answer.status == 200, answer.body
+    return script.requests[-1].sampling
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a"}, CHAT])
+async def test_fields_with_the_engine_s_names(
+    client: AsgiClient, script: ScriptedModel, body: dict[str, Any]
+) -> None:
+    made = await sampling(
+        client,
+        script,
+        {
+            **body,
+            **FIELDS,
+            "stop": "x",
+            "stop_token_ids": [3],
+            "logit_bias": {"5": -100},
+            "priority": 4,
+            "cache_salt": "mine",
+            "add_special_tokens": True,
+        },
+    )
+    assert {name: getattr(made, name) for name in FIELDS} == FIELDS
+    assert (made.stop, made.stop_token_ids, made.logit_bias) == (("x",), (3,), {5: -100.0})
+    request = script.requests[-1]
+    assert (request.priority, request.cache_salt, request.add_special_tokens) == (4, "mine", True)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a"}, CHAT])
+async def test_null_is_as_left_out(client: AsgiClient, script: ScriptedModel, body: dict[str, Any]) -> None:
+    plain = await sampling(client, script, body)
+    nulls = dict.fromkeys((*FIELDS, "stop", "max_tokens", "logit_bias", "logprobs", "stream", "user"))
+    assert await sampling(client, script, {**body, **nulls}) == plain
+
+
+async def test_limits_of_length(client: AsgiClient, script: ScriptedModel) -> None:
+    assert (await sampling(client, script, {"prompt": "a"})).max_tokens == 16
+    assert (await sampling(client, script, CHAT)).max_tokens is None
+    assert (await sampling(client, script, {**CHAT, "max_tokens": 3})).max_tokens == 3
+    both = {**CHAT, "max_tokens": 3, "max_completion_tokens": 2}
+    assert (await sampling(client, script, both)).max_tokens == 2
+
+
+async def test_logprobs(client: AsgiClient, script: ScriptedModel) -> None:
+    assert (await sampling(client, script, {**CHAT, "logprobs": True})).logprobs == 0
+    assert (await sampling(client, script, {**CHAT, "logprobs": True, "top_logprobs": 3})).logprobs == 3
+    assert (await sampling(client, script, {**CHAT, "logprobs": False})).logprobs is None
+    assert (await sampling(client, script, {"prompt": "a", "logprobs": 2})).prompt_logprobs is None
+    assert (await sampling(client, script, {"prompt": "a", "logprobs": 2, "echo": True})).prompt_logprobs == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "n": 10**9}, "n"),
+        ({"prompt": "a", "logprobs": 99}, "logprobs"),
+        ({"prompt": "a", "logprobs": 99, "echo": True}, "logprobs"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "min_tokens": 20}, "min_tokens"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({**CHAT, "max_tokens": 0}, "max_tokens"),
+        ({**CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+async def test_bad_values(
+    client: AsgiClient, script: ScriptedModel, body: dict[str, Any], param: str
+) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = await client.post(path, {"model": "scripted", **body})
+    assert answer.status == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert param in error["message"]
+    assert not script.requests
