@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import uvloop
 
 from neso.frontends.http import Handler, HttpServer, HttpServerOptions
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
+    """Both kinds of loop: their transports differ in when they write, close and complain."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
 
 Serve = Callable[..., Awaitable[HttpServer]]
 
