@@ -1,0 +1,65 @@
+"""The parts of a decoder layer that work on each token by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from neso.engine.specs.decoder_spec import Activation
+
+Float32Array = npt.NDArray[np.float32]
+
+# Up to so many tokens the weights are multiplied in blocks of rows that fit the L2 cache: BLAS packs a matrix for
+# a large product and only loses time with a narrow one. Measured with OpenBLAS, 1 to 128 tokens: up to 2 x faster.
+_NARROW = 32
+_BLOCK_ROWS = 1024
+
+
+def rms_norm(x: Float32Array, weight: Float32Array, eps: float) -> Float32Array:
+    """x / sqrt(mean(x ** 2) + eps) * weight over the last axis (arXiv 1910.07467)."""
+    squares = np.einsum("...i,...i->...", x, x)[..., None]
+    normed: Float32Array = x / np.sqrt(squares / np.float32(x.shape[-1]) + np.float32(eps))
+    normed *= weight
+    return normed
+
+
+def linear(x: Float32Array, weight: Float32Array, bias: Float32Array | None = None) -> Float32Array:
+    """x @ weight.T + bias for x float32[T, inputs] and weight float32[outputs, inputs]."""
+    if 1 < len(x) <= _NARROW:
+        out = np.empty((len(x), len(weight)), np.float32)
+        for start in range(0, len(weight), _BLOCK_ROWS):
+            block = weight[start : start + _BLOCK_ROWS]
+            out[:, start : start + _BLOCK_ROWS] = (block @ x.T).T
+    else:
+        out = x @ weight.T
+    if bias is not None:
+        out += bias
+    return out
+
+
+def gated(gate_up: Float32Array, activation: Activation) -> Float32Array:
+    """activation(gate) * up for float32[T, 2 * intermediate], the gate in the first half (arXiv 2002.05202)."""
+    width = gate_up.shape[1] // 2
+    activated = ACTIVATIONS[activation](gate_up[:, :width])
+    activated *= gate_up[:, width:]
+    return activated
+
+
+def silu(x: Float32Array) -> Float32Array:
+    """x * sigmoid(x)."""
+    with np.errstate(over="ignore"):  # exp gives infinity far below zero, and the quotient the right -0
+        denominator = np.exp(-x)
+        denominator += 1
+        return np.divide(x, denominator, out=denominator)
+
+
+def gelu_tanh(x: Float32Array) -> Float32Array:
+    """The tanh approximation of x times the normal distribution function (arXiv 1606.08415)."""
+    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+    scaled: Float32Array = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return scaled
+
+
+ACTIVATIONS: dict[Activation, Callable[[Float32Array], Float32Array]] = {"silu": silu, "gelu_tanh": gelu_tanh}
