@@ -142,6 +142,8 @@ def _read_member(
     if name in inference.inputs:
         raise InvalidArgument(f"input '{name}' already exists in request")
     data = value if type(value) is list else [value]
+    if data and type(data[0]) is list:
+        raise _no_shape(spec)  # a scalar or a flat array: the shape is the model's
     shape = _shape(spec, len(data))
     inference.inputs[name] = read_tensor(name, DataType(spec.datatype), shape, data)
 

@@ -1,0 +1,129 @@
+"""Small backends for the tests of the HTTP front end, and the configurations of models that use them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from neso.server.backend import Backend
+from neso.server.datatypes import DataType
+from neso.server.errors import Cancelled, InternalError, Unavailable
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.tensor import Tensor
+
+BACKENDS = {
+    "test_identity": f"{__name__}:Identity",
+    "test_text": f"{__name__}:Text",
+    "test_wait": f"{__name__}:Wait",
+}
+_TENSORS = "".join(
+    f'input {{ name: "IN_{t.value}" data_type: {t.config_name} dims: [-1] optional: true }}\n'
+    f'output {{ name: "OUT_{t.value}" data_type: {t.config_name} dims: [-1] }}\n'
+    for t in DataType
+)
+_TEXT = """
+    backend: "test_text"
+    input { name: "PROMPT" data_type: TYPE_STRING dims: [1] }
+    input { name: "STREAM" data_type: TYPE_BOOL dims: [1] optional: true }
+    input { name: "REPEAT" data_type: TYPE_INT32 dims: [1] optional: true }
+    output { name: "TEXT" data_type: TYPE_STRING dims: [-1] }
+"""
+CONFIGS = {
+    "identity": f'backend: "test_identity"\n{_TENSORS}',
+    "batched": """
+        backend: "test_identity"
+        max_batch_size: 8
+        input { name: "IN" data_type: TYPE_FP32 dims: [2, -1] }
+        output { name: "OUT" data_type: TYPE_FP32 dims: [2, -1] }
+    """,
+    "strings": """
+        backend: "test_identity"
+        max_batch_size: 8
+        input { name: "IN" data_type: TYPE_STRING dims: [1] }
+        output { name: "OUT" data_type: TYPE_STRING dims: [1] }
+    """,
+    "grid": """
+        backend: "test_identity"
+        input { name: "IN" data_type: TYPE_INT32 dims: [-1, 3, -1] }
+        output { name: "OUT" data_type: TYPE_INT32 dims: [-1, 3, -1] }
+    """,
+    "text": _TEXT,
+    "decoupled": _TEXT + "model_transaction_policy { decoupled: true }",
+    "wait": """
+        backend: "test_wait"
+        input { name: "X" data_type: TYPE_INT32 dims: [1] }
+        output { name: "X" data_type: TYPE_INT32 dims: [1] }
+    """,
+}
+
+
+class LoadedBackend(Backend):
+    """Needs no loading."""
+
+    async def load(self) -> None:
+        pass
+
+    async def unload(self) -> None:
+        pass
+
+    def response(self, *outputs: Tensor, **parameters: bool | int | float | str) -> InferenceResponse:
+        return InferenceResponse(
+            self.context.name, self.context.version, outputs=list(outputs), parameters=dict(parameters)
+        )
+
+
+class Identity(LoadedBackend):
+    """Gives each input back, and the parameters and fields of the request as parameters."""
+
+    def submit(self, request: ResponseStream) -> None:
+        asked = request.request
+        outputs = [
+            Tensor("OUT" + name.removeprefix("IN"), tensor.datatype, tensor.array)
+            for name, tensor in asked.inputs.items()
+        ]
+        fields = {
+            name: value
+            for name in ("priority", "timeout_us", "sequence_id", "sequence_start", "sequence_end")
+            if (value := getattr(asked, name))
+        }
+        request.send(self.response(*outputs, **asked.parameters, **fields), final=True)
+
+
+class Text(LoadedBackend):
+    """Answers the prompt REPEAT times (once by default), with the shape of the prompt and the parameters.
+
+    Parameters: `fail_at` an index, `flag_only` ends with a flag of its own, `bytes` answers bytes that are no text.
+    """
+
+    def submit(self, request: ResponseStream) -> None:
+        inputs, parameters = request.request.inputs, request.request.parameters
+        count = int(inputs["REPEAT"].array[0]) if "REPEAT" in inputs else 1
+        for i in range(count):
+            if parameters.get("fail_at") == i:
+                request.fail(Unavailable(f"broke at {i}"))
+                return
+            text = Tensor("TEXT", DataType.BYTES, inputs["PROMPT"].array)
+            if "bytes" in parameters:
+                text = Tensor("TEXT", DataType.BYTES, np.array([b"\xffa"], np.object_))
+            request.send(
+                self.response(text, **parameters), final="flag_only" not in parameters and i == count - 1
+            )
+        if parameters.get("fail_at") == count:
+            request.fail(InternalError("broke at the end"))
+        request.finish()
+
+
+class Wait(LoadedBackend):
+    """Answers no request; it ends those that are cancelled."""
+
+    waiting: ClassVar[list[ResponseStream]] = []
+    cancelled: ClassVar[list[str]] = []
+
+    def submit(self, request: ResponseStream) -> None:
+        self.waiting.append(request)
+        request.request.on_cancel(lambda: self._cancel(request))
+
+    def _cancel(self, request: ResponseStream) -> None:
+        self.cancelled.append(request.request.id)
+        request.fail(Cancelled("cancelled"))
