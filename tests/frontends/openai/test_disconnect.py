@@ -73,3 +73,25 @@ async def test_hanging_up_in_the_middle_of_the_body(app: FastAPI, script: Script
     await app(make_scope("POST", "/v1/completions"), receive, send)
     assert not sent
     assert not script.requests
+
+
+async def test_a_client_that_reads_too_slowly_and_goes(app: FastAPI, script: ScriptedModel) -> None:
+    """The generation is not at an await of its own then, but waits to be asked for more."""
+    script.hold = False
+    body = [b'{"model": "scripted", "prompt": "a", "stream": true}']
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        if body:
+            return {"type": "http.request", "body": body.pop(), "more_body": False}
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 3:
+            await asyncio.Event().wait()
+
+    await asyncio.wait_for(app(make_scope("POST", "/v1/completions"), receive, send), 5)
+    assert len(sent) == 3
+    assert len(script.aborted) == 1
