@@ -72,6 +72,9 @@ def _type_of(status: int) -> str:
 def validation_error(errors: list[Any]) -> ApiError:
     """The first of pydantic's error list, as a 400 that names the field as the client wrote it."""
     first = errors[0]
+    # Of a union's branches the one that came furthest is what the client meant.
+    of_same_field = [error for error in errors if error["loc"][:1] == first["loc"][:1]]
+    first = max(of_same_field, key=lambda error: len(error["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}")
     location = first["loc"]

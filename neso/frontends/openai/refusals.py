@@ -31,7 +31,7 @@ def refuse_what_cannot_be_honoured(request: GenerationFields) -> None:
     for name, value in (request.model_extra or {}).items():
         if name in _NOT_HONOURED and value:
             raise invalid(name, f"'{name}' is not supported: {_NOT_HONOURED[name]}.", "unsupported_parameter")
-        if name not in _ignored_before and len(_ignored_before) < 1000:
+        if name not in _ignored_before and len(_ignored_before) < 1000 and len(name) < 100:
             _ignored_before.add(name)
             logger.debug("requests have a field %r, which is ignored", name)
     if request.stream_options is not None and not request.stream:

@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-TokenIds = list[int]
-TokenId = Annotated[int, Field(ge=0)]
+# The engine's messages carry integers of a machine's size.
+Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = list[TokenId]
 
 
 class StreamOptions(BaseModel):
@@ -27,29 +29,29 @@ class GenerationFields(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str
-    n: int | None = Field(None, description="Choices for each prompt.")
+    n: Integer | None = Field(None, description="Choices for each prompt.")
     temperature: float | None = None
     top_p: float | None = None
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: Annotated[Integer, Field(ge=0)] | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, not used.")
 
-    top_k: int | None = Field(None, description="Extension.")
+    top_k: Integer | None = Field(None, description="Extension.")
     min_p: float | None = Field(None, description="Extension.")
     repetition_penalty: float | None = Field(None, description="Extension.")
-    min_tokens: int | None = Field(None, description="Extension.")
+    min_tokens: Integer | None = Field(None, description="Extension.")
     ignore_eos: bool | None = Field(None, description="Extension.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Extension.")
     skip_special_tokens: bool | None = Field(None, description="Extension.")
     include_stop_str_in_output: bool | None = Field(None, description="Extension.")
     add_special_tokens: bool | None = Field(None, description="Extension: those of the tokenizer.")
-    priority: int | None = Field(None, description="Extension: lower is served first.")
+    priority: Integer | None = Field(None, description="Extension: lower is served first.")
     cache_salt: str | None = Field(None, description="Extension: whom the prefix cache is shared with.")
 
     @property
@@ -67,9 +69,9 @@ class CompletionRequest(GenerationFields):
         str | TokenIds | list[str] | list[TokenIds],
         Field(union_mode="left_to_right", description="One prompt or several, as text or as token ids."),
     ]
-    best_of: int | None = Field(None, description="Must equal `n`.")
+    best_of: Integer | None = Field(None, description="Must equal `n`.")
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     suffix: str | None = Field(None, description="Refused: fill-in-the-middle is not supported.")
 
 
@@ -116,9 +118,11 @@ class ChatCompletionRequest(GenerationFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=0, description="Goes before `max_tokens`.")
+    max_completion_tokens: Annotated[Integer, Field(ge=0)] | None = Field(
+        None, description="Goes before `max_tokens`."
+    )
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="False keeps the first call only.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,7 @@ class AsgiClient:
         return await self.request("GET", path, b"")
 
     async def post(self, path: str, body: Any, **options: Any) -> Answer:
-        return await self.request("POST", path, orjson.dumps(body), **options)
+        return await self.request("POST", path, json.dumps(body).encode(), **options)
 
     async def request(
         self,

@@ -79,7 +79,9 @@ async def test_malformed_bodies(client: AsgiClient, body: bytes) -> None:
         (COMPLETIONS, {**ASK, "prompt": []}, "prompt", None),
         (COMPLETIONS, {**ASK, "prompt": [[1], []]}, "prompt", None),
         (COMPLETIONS, {**ASK, "prompt": 3}, "prompt", None),
-        (COMPLETIONS, {**ASK, "prompt": [1, "a"]}, "prompt", None),
+        (COMPLETIONS, {**ASK, "prompt": [1, "a"]}, "prompt[1]", None),
+        (COMPLETIONS, {**ASK, "prompt": [[1], [-1]]}, "prompt[1][0]", None),
+        (COMPLETIONS, {**ASK, "prompt": [2**31]}, "prompt[0]", None),
         (COMPLETIONS, {**ASK, "prompt": ["a"] * 3000}, "prompt", None),
     ],
 )
