@@ -13,7 +13,14 @@ from neso.frontends.http.clock import Clock
 from neso.frontends.http.options import HttpServerOptions
 from neso.frontends.http.parser import Phase, Refusal, RequestParser
 from neso.frontends.http.request import Request
-from neso.frontends.http.response import JSON, Response, StreamingResponse, error_body, error_response, head
+from neso.frontends.http.response import (
+    JSON,
+    Response,
+    StreamingResponse,
+    error_body,
+    error_response,
+    response_head,
+)
 
 Answer = Response | StreamingResponse | None
 Handler = Callable[[Request], Response | Awaitable[Answer]]
@@ -25,6 +32,7 @@ The coroutine's task is cancelled when the client goes away before the answer is
 logger = logging.getLogger(__name__)
 
 _SMALL = 64 << 10
+_BODYLESS = (204, 304)
 _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
 
@@ -40,6 +48,20 @@ class Shared:
         self.tasks: set[asyncio.Task[None]] = set()
         self.draining = False
         self.idle = asyncio.Event()  # set when the last connection ends while draining
+        self._heads: dict[tuple[int, str | None], bytes] = {}
+
+    def tick(self) -> None:
+        """Advance the clock; the heads made so far tell an old time."""
+        self.clock.tick()
+        self._heads.clear()
+
+    def plain_head(self, status: int, content_type: str | None) -> bytes:
+        """The head of a response without further headers, up to the number of its Content-Length."""
+        head = self._heads.get((status, content_type))
+        if head is None:
+            whole = response_head(status, content_type, (("content-length", ""),), None, self.clock.date, "")
+            head = self._heads[status, content_type] = whole.removesuffix(b"\r\n\r\n")
+        return head
 
 
 class HttpConnection(asyncio.Protocol):
@@ -174,7 +196,21 @@ class HttpConnection(asyncio.Protocol):
         """Answer `request`, whole, and go on."""
         if self._request is not request or self._closing:
             return
-        self._write_response(request, response)
+        body = response.body
+        if (
+            isinstance(body, bytes)
+            and len(body) < _SMALL
+            and not response.headers
+            and request.keep_alive
+            and request.http_version == "1.1"
+            and request.method != "HEAD"
+            and response.status not in _BODYLESS
+            and not self._shared.draining
+        ):
+            head = self._shared.plain_head(response.status, response.content_type)
+            self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        else:
+            self._write_response(request, response)
         self._done(request)
 
     def start(self, request: Request, response: StreamingResponse) -> None:
@@ -182,14 +218,14 @@ class HttpConnection(asyncio.Protocol):
         if self._request is not request or self._closing:
             return
         length = response.content_length
-        bodyless = self._bodyless = request.method == "HEAD" or response.status in (204, 304)
+        bodyless = self._bodyless = request.method == "HEAD" or response.status in _BODYLESS
         self._chunked = length is None and request.http_version == "1.1" and not bodyless
         connection = "transfer-encoding: chunked\r\n" if self._chunked else ""
         if length is None and not self._chunked and not bodyless:
             request.keep_alive = False  # HTTP/1.0: the end of the body is the end of the connection
         connection += self._connection_header(request)
         self._transport.write(
-            head(
+            response_head(
                 response.status,
                 response.content_type,
                 response.headers,
@@ -268,11 +304,13 @@ class HttpConnection(asyncio.Protocol):
         except Exception:
             self._failed(request)
             return
-        task: asyncio.Task[None] = asyncio.Task(self._run(request, answer), loop=self._shared.loop, **_EAGER)
-        if self._request is request and not task.done():
+        shared = self._shared
+        task: asyncio.Task[None] = asyncio.Task(self._run(request, answer), loop=shared.loop, **_EAGER)
+        if task.done():
+            return
+        shared.tasks.add(task)
+        if self._request is request:
             self._task = task
-        self._shared.tasks.add(task)
-        task.add_done_callback(self._shared.tasks.discard)
 
     async def _run(self, request: Request, answer: Awaitable[Answer]) -> None:
         try:
@@ -293,6 +331,9 @@ class HttpConnection(asyncio.Protocol):
             if self._request is request and not self._closing:
                 self._failed(request)
             raise
+        finally:
+            # Not by a callback of the task: that would be one more round of the loop for every request.
+            self._shared.tasks.discard(asyncio.current_task())
 
     def _failed(self, request: Request) -> None:
         """The handler raised: answer 500, or cut off the response that it had begun."""
@@ -309,9 +350,10 @@ class HttpConnection(asyncio.Protocol):
         """`request` is answered. A task that goes on (an ASGI app's background work) is no longer ours."""
         self._request = None
         self._task = None
-        self._streaming = None
-        self._chunked = self._bodyless = False
-        self._piece_budget = None
+        if self._streaming is not None:
+            self._streaming = None
+            self._chunked = self._bodyless = False
+            self._piece_budget = None
         self._since = self._shared.clock.now
         if not request.keep_alive:
             self._close()
@@ -320,8 +362,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _write_response(self, request: Request, response: Response) -> None:
         status = response.status
-        size = None if status in (204, 304) else response.size
-        data = head(
+        size = None if status in _BODYLESS else response.size
+        data = response_head(
             status,
             response.content_type,
             response.headers,
@@ -355,7 +397,9 @@ class HttpConnection(asyncio.Protocol):
         self._since = self._shared.clock.now
         body = error_body(refusal.message)
         date = self._shared.clock.date
-        self._transport.write(head(refusal.status, JSON, (), len(body), date, "connection: close\r\n") + body)
+        self._transport.write(
+            response_head(refusal.status, JSON, (), len(body), date, "connection: close\r\n") + body
+        )
         if self._transport.can_write_eof():
             self._transport.write_eof()
 

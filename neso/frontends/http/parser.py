@@ -108,17 +108,17 @@ class RequestParser:
 
     # What the C parser calls, in the order of a request.
 
-    def on_message_begin(self) -> None:
+    def on_url(self, part: bytes) -> None:
+        if self.phase is Phase.HEAD:
+            self._target += part
+            return
         self.phase = Phase.HEAD
         self._begun = True
         self._head_size = 0
-        self._target = b""
+        self._target = part
         self._headers = {}
         self._body_size = 0
         self._upgrade = False
-
-    def on_url(self, part: bytes) -> None:
-        self._target += part
 
     def on_header(self, name: bytes, value: bytes | None) -> None:
         if self.phase is not Phase.HEAD:

@@ -86,7 +86,7 @@ class StreamingResponse:
             self._request.connection.start(self._request, self)
 
 
-def head(
+def response_head(
     status: int, content_type: str | None, headers: Headers, length: int | None, date: str, connection: str
 ) -> bytes:
     """Status line and headers. Raises `ValueError` for a header that would smuggle in another."""

@@ -84,7 +84,7 @@ class HttpServer:
         """Advance the clock and look at every connection's timeout: no timer per connection, one for all."""
         assert self._shared is not None
         shared = self._shared
-        shared.clock.tick()
+        shared.tick()
         now = shared.clock.now
         for connection in list(shared.connections):
             connection.check_timeout(now)
