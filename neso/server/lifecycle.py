@@ -111,11 +111,7 @@ class ModelLifecycle:
                 self._slots[source.name] = {newest: VersionSlot(ModelState.LOADING)}
             try:
                 fresh = await self._load_all(source, keep_old=serving)
-            except ServerError as error:
-                if not serving:
-                    slots = self._slots[source.name]
-                    for slot in slots.values():
-                        slot.state, slot.reason = ModelState.UNAVAILABLE, error.message
+            except ServerError:
                 raise
             except BaseException:
                 if not serving:
@@ -147,7 +143,14 @@ class ModelLifecycle:
         await asyncio.gather(*(self.unload(name, timeout) for name in self._slots), *self._retiring)
 
     async def _load_all(self, source: ModelSource, *, keep_old: bool) -> dict[int, VersionSlot]:
-        plan = await asyncio.to_thread(plan_model, source, self._core.options)
+        try:
+            plan = await asyncio.to_thread(plan_model, source, self._core.options)
+        except ServerError as error:
+            if not keep_old:
+                for slot in self._slots[source.name].values():
+                    slot.state, slot.reason = ModelState.UNAVAILABLE, error.message
+            message = f"load failed for model '{source.name}': {error.message}"
+            raise type(error)(message, error.code) from None
         slots = {version: VersionSlot(ModelState.LOADING) for version in plan.versions}
         if not keep_old:
             self._slots[source.name] = slots

@@ -13,7 +13,7 @@ from neso.backends.python.model_module import forget_model_class, load_model_cla
 from neso.backends.python.response_sender import ModelOutputs
 from neso.server.backend import Backend
 from neso.server.datatypes import DataType
-from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
+from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.model_config import config_to_dict, config_to_json
 
@@ -64,6 +64,7 @@ class PythonBackend(Backend):
         if not self.ready():
             raise Unavailable(f"no instance of model '{self.context.name}' is alive")
         self._work.put(request)
+        request.request.on_cancel(lambda: _leave_queue(request))
 
     async def unload(self) -> None:
         """End the threads: requests that are queued are executed first, then `finalize` runs."""
@@ -106,6 +107,12 @@ class PythonBackend(Backend):
                 link = ModelOutputs(asyncio.get_running_loop(), name, decoupled, outputs)
                 instances.append(ModelInstance(path, args, link, self._work))
         return instances
+
+
+def _leave_queue(stream: ResponseStream) -> None:
+    """Answer a cancelled request at once if no instance has taken it; else the model may notice, and answers."""
+    if not stream.timeline.compute_start:
+        stream.fail(Cancelled("the request was cancelled before it was executed"))
 
 
 def _text(error: BaseException) -> str:

@@ -89,7 +89,7 @@ class ModelInstance:
     def _execute(self, model: Any, stream: ResponseStream) -> None:
         responder = Responder(stream, self._outputs)
         if responder.cancelled:
-            responder.fail(Cancelled("the request was cancelled before it was executed"))
+            responder.fail(Cancelled("the request was cancelled before it was executed"))  # or was already
             return
         stream.timeline.compute_start = time.monotonic_ns()
         try:

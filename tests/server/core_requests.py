@@ -1,0 +1,26 @@
+"""Short ways to send requests to a core's models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.model import Model
+from neso.server.tensor import Tensor
+
+
+def ask(model: Model, *, id: str = "", **arrays: Any) -> ResponseStream:
+    """Submit a request with these arrays."""
+    inputs = {name: Tensor.from_numpy(name, array) for name, array in arrays.items()}
+    return model.submit(InferenceRequest(model.name, inputs, id=id))
+
+
+def ask_slow(model: Model) -> ResponseStream:
+    return ask(model, IN=np.ones(2, np.float32))
+
+
+async def collect(stream: ResponseStream) -> list[InferenceResponse]:
+    return [response async for response in stream]

@@ -1,0 +1,378 @@
+"""Loading, replacing and unloading models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import numpy as np
+import pytest
+from core_requests import ask, ask_slow, collect
+from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
+
+from neso.server.core import Core
+from neso.server.errors import Cancelled, ErrorCode, InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.metadata import IndexEntry, ModelState
+from neso.server.options import ModelControlMode, ServerOptions
+
+
+def index_of(core: Core, name: str) -> list[IndexEntry]:
+    return [entry for entry in core.repository_index() if entry.name == name]
+
+
+async def test_models_of_a_repository_are_ready(repository, start_core):
+    repository.add_standard()
+    core = await start_core()
+    assert core.live() and core.ready()
+    assert [model.name for model in core.models()] == ["identity", "repeat", "slow"]
+    assert index_of(core, "identity") == [IndexEntry("identity", "1", ModelState.READY)]
+    (response,) = await collect(ask(core.model("identity"), id="7", IN=np.arange(3, dtype=np.float32)))
+    assert (response.model_name, response.model_version, response.id) == ("identity", "1", "7")
+    assert response.final and response.output("OUT").array.tolist() == [0, 1, 2]
+
+
+async def test_decoupled_model_streams(repository, start_core):
+    repository.add_standard()
+    core = await start_core()
+    responses = await collect(ask(core.model("repeat"), COUNT=np.array([3], np.int32)))
+    assert [r.output("OUT").array[0] for r in responses[:3]] == [0, 1, 2]
+    assert [r.final for r in responses] == [False, False, False, True]
+    assert responses[3].flag_only
+
+
+async def test_unknown_models_and_versions(repository, start_core):
+    repository.add("identity")
+    core = await start_core(explicit=True, startup_models=("identity",))
+    for name, version, error, message in [
+        ("nope", "", NotFound, "Request for unknown model: 'nope' is not found"),
+        ("identity", "7", NotFound, "Request for unknown model: 'identity' version 7 is not found"),
+        ("identity", "x", InvalidArgument, "failed to get model version from specified version string 'x'"),
+    ]:
+        with pytest.raises(error) as raised:
+            core.model(name, version)
+        assert raised.value.message.startswith(message)
+    await core.unload_model("identity")
+    with pytest.raises(Unavailable, match="'identity' has no available versions"):
+        core.model("identity")
+    with pytest.raises(Unavailable, match="'identity' version 1 is not at ready state"):
+        core.model("identity", "1")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("fooo: 3", '2:1 : Message type "inference.ModelConfig" has no field named "fooo"'),
+        ('name: "other"', "unexpected directory name 'broken' for model 'other'"),
+        ("max_batch_size: -1", "'max_batch_size' must be non-negative"),
+        ("input { name: 'A' data_type: TYPE_INT8 dims: [0] }", "dimension must be integer >= 1"),
+        ("input { name: 'A' dims: [1] }", "must specify 'data_type'"),
+        ("input { data_type: TYPE_INT8 dims: [1] }", "must specify 'name'"),
+        (
+            "output { name: 'A' data_type: TYPE_INT8 dims: [1] } output { name: 'A' data_type: TYPE_INT8 dims: [1] }",
+            "model output 'A' is specified more than once",
+        ),
+        ("sequence_batching { }", "sequence batching is not supported yet"),
+        ("version_policy { specific { versions: [4] } }", "wanted 4, found 1"),
+        (
+            "input { name: 'A' data_type: TYPE_INT8 dims: [4] reshape { shape: [3] } }",
+            "different size for dims and reshape",
+        ),
+    ],
+)
+async def test_a_broken_configuration_takes_down_its_model_only(repository, start_core, config, reason):
+    repository.add("identity")
+    repository.add("broken", config=config)
+    core = await start_core()
+    (entry,) = index_of(core, "broken")
+    assert entry.state is ModelState.UNAVAILABLE and reason in entry.reason
+    assert core.live() and not core.ready()
+    assert core.model("identity").ready()
+    with pytest.raises(Unavailable):
+        core.model("broken")
+
+
+async def test_readiness_without_strictness(repository, start_core):
+    repository.add("broken", config="fooo: 3")
+    assert (await start_core(strict_readiness=False)).ready()
+
+
+async def test_backends_that_are_not_there(repository, start_core):
+    (repository.add("other") / "config.pbtxt").write_text('backend: "tensorflow"')
+    (repository.add("ensemble") / "config.pbtxt").write_text('platform: "ensemble"')
+    core = await start_core()
+    assert "unable to find backend 'tensorflow'" in index_of(core, "other")[0].reason
+    assert "ensemble scheduling is not supported yet" in index_of(core, "ensemble")[0].reason
+
+
+async def test_a_model_that_fails_to_initialize(repository, start_core):
+    repository.add(
+        "failing",
+        """
+        class TritonPythonModel:
+            def initialize(self, args):
+                raise RuntimeError("no weights")
+            def execute(self, requests):
+                return []
+        """,
+    )
+    core = await start_core()
+    (entry,) = index_of(core, "failing")
+    assert (entry.version, entry.state) == ("1", ModelState.UNAVAILABLE)
+    assert entry.reason == "RuntimeError: no weights"
+
+
+async def test_configuration_may_be_left_out(repository, start_core):
+    code = (
+        IDENTITY
+        + """
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "IN", "data_type": "TYPE_FP32", "dims": [-1]})
+        config.add_output({"name": "OUT", "data_type": "TYPE_FP32", "dims": [-1]})
+        config.set_max_batch_size(0)
+        return config
+"""
+    )
+    (repository.add("bare", code) / "config.pbtxt").unlink()
+    core = await start_core()
+    metadata = core.model("bare").metadata()
+    assert (metadata.platform, metadata.versions) == ("python", ["1"])
+    assert [(t.name, t.datatype, t.shape) for t in metadata.inputs] == [("IN", "FP32", (-1,))]
+
+
+@pytest.mark.parametrize(
+    ("policy", "served"),
+    [
+        ("", ["10"]),
+        ("version_policy { latest { num_versions: 2 } }", ["3", "10"]),
+        ("version_policy { all { } }", ["1", "3", "10"]),
+        ("version_policy { specific { versions: [1, 3] } }", ["1", "3"]),
+    ],
+)
+async def test_version_policies(repository, start_core, policy, served):
+    repository.add("m", config=IDENTITY_TENSORS + policy, versions=("1", "3", "10", "007", "x", "0"))
+    core = await start_core()
+    assert [model.version for model in core.models()] == served
+    assert core.model("m").version == served[-1]
+    assert core.model("m").metadata().versions == served
+
+
+async def test_several_repositories(repository, start_core, tmp_path):
+    other = RepositoryBuilder(tmp_path / "other")
+    repository.add("a")
+    repository.add("twice")
+    other.add("b")
+    other.add("twice")
+    core = await start_core(model_repository=(repository.path, other.path))
+    assert [model.name for model in core.models()] == ["a", "b"]
+    assert "not unique" in index_of(core, "twice")[0].reason
+
+
+async def test_a_repository_must_exist(tmp_path):
+    with pytest.raises(NotFound):
+        await Core(ServerOptions((tmp_path / "nope",))).start()
+
+
+async def test_load_and_unload_need_explicit_control(repository, start_core):
+    repository.add("identity")
+    core = await start_core()
+    for work in (core.load_model("identity"), core.unload_model("identity")):
+        with pytest.raises(
+            Unavailable, match="explicit model load / unload is not allowed if polling is enabled"
+        ):
+            await work
+
+
+def test_options_that_cannot_be_served():
+    with pytest.raises(ServerError, match="poll"):
+        ServerOptions(model_control_mode=ModelControlMode.POLL)
+    with pytest.raises(InvalidArgument, match="explicit"):
+        ServerOptions(startup_models=("a",))
+
+
+async def test_load_and_unload(repository, start_core):
+    repository.add("identity")
+    core = await start_core(explicit=True)
+    assert core.ready() and core.models() == []
+    assert index_of(core, "identity") == [IndexEntry("identity")]
+    await core.load_model("identity")
+    assert core.model("identity").ready()
+    await core.unload_model("identity")
+    assert index_of(core, "identity") == [IndexEntry("identity", "1", ModelState.UNAVAILABLE, "unloaded")]
+    assert core.ready()
+    await core.unload_model("never-heard-of")
+    await core.load_model("identity")
+    assert core.model("identity").ready()
+
+
+@pytest.mark.parametrize("name", ["../models/identity", "", "..", ".", "a/b", "a\\b", "/etc"])
+async def test_names_do_not_lead_out_of_the_repository(repository, start_core, name):
+    repository.add("identity")
+    core = await start_core(explicit=True)
+    with pytest.raises(InvalidArgument, match="invalid model name"):
+        await core.load_model(name)
+
+
+async def test_loading_a_model_that_is_not_there(start_core):
+    core = await start_core(explicit=True)
+    with pytest.raises(ServerError, match="failed to load 'nope', failed to poll from model repository"):
+        await core.load_model("nope")
+
+
+async def test_load_with_a_configuration_and_files(repository, start_core):
+    repository.add("identity")
+    core = await start_core(explicit=True)
+    config = {
+        "backend": "python",
+        "max_batch_size": 2,
+        "input": [{"name": "IN", "data_type": "TYPE_FP32", "dims": ["-1"]}],
+        "output": [{"name": "OUT", "data_type": "TYPE_FP32", "dims": [-1]}],
+    }
+    await core.load_model("identity", json.dumps(config))
+    assert core.model("identity").config.max_batch_size == 2
+    await core.load_model("made", json.dumps(config), {"file:5/model.py": IDENTITY.encode()})
+    model = core.model("made", "5")
+    (response,) = await collect(ask(model, IN=np.ones((2, 1), np.float32)))
+    assert response.output("OUT").shape == (2, 1)
+    with pytest.raises(InvalidArgument, match="requires the model config"):
+        await core.load_model("made", files={"1/model.py": b""})
+    with pytest.raises(InvalidArgument, match="must stay inside"):
+        await core.load_model("made", json.dumps(config), {"../model.py": b""})
+    with pytest.raises(InvalidArgument, match="failed to parse"):
+        await core.load_model("identity", "{")
+
+
+async def test_reload_does_not_drop_requests_in_flight(repository, start_core):
+    repository.add_standard()
+    core = await start_core(explicit=True, startup_models=("slow",))
+    old = core.model("slow")
+    stream = ask_slow(old)
+    repository.add("slow", IDENTITY)
+    await core.load_model("slow")
+    new = core.model("slow")
+    assert new is not old
+    (response,) = await collect(ask(new, IN=np.zeros(1, np.float32)))
+    assert response.error is None
+    (response,) = await collect(ask(old, IN=np.zeros(1, np.float32)))  # passed on to the successor
+    assert response.error is None and new.statistics.success.count == 2
+    (repository.path / "slow" / "1" / "go").touch()
+    (response,) = await collect(stream)
+    assert response.error is None and response.output("OUT").array.tolist() == [1, 1]
+
+
+async def test_a_failed_reload_keeps_what_is_loaded(repository, start_core):
+    repository.add("identity")
+    core = await start_core(explicit=True, startup_models=("identity",))
+    repository.add("identity", "import no_such_module")
+    with pytest.raises(ServerError, match=r"load failed for model 'identity': .*no_such_module"):
+        await core.load_model("identity")
+    (response,) = await collect(ask_slow(core.model("identity")))
+    assert response.error is None
+    (repository.path / "identity" / "config.pbtxt").write_text("fooo")
+    with pytest.raises(InvalidArgument):
+        await core.load_model("identity")
+    assert core.model("identity").ready()
+
+
+async def test_a_reload_that_drops_a_version_unloads_it(repository, start_core):
+    repository.add("m", config=IDENTITY_TENSORS + "version_policy { all { } }", versions=("1", "2"))
+    core = await start_core(explicit=True, startup_models=("m",))
+    repository.add("m", versions=())
+    await core.load_model("m")
+    assert [model.version for model in core.models()] == ["2"]
+    for _ in range(100):
+        if index_of(core, "m")[0].reason == "unloaded":
+            break
+        await asyncio.sleep(0.01)
+    assert [entry.state for entry in index_of(core, "m")] == [ModelState.UNAVAILABLE, ModelState.READY]
+
+
+async def test_unload_waits_for_requests_in_flight(repository, start_core):
+    repository.add_standard()
+    core = await start_core(explicit=True, startup_models=("slow",))
+    stream = ask_slow(core.model("slow"))
+    unloading = asyncio.ensure_future(core.unload_model("slow"))
+    await asyncio.sleep(0.05)
+    assert not unloading.done()
+    assert index_of(core, "slow")[0].state is ModelState.UNLOADING
+    with pytest.raises(Unavailable):
+        core.model("slow")
+    (repository.path / "slow" / "1" / "go").touch()
+    await unloading
+    (response,) = await collect(stream)
+    assert response.error is None
+
+
+async def test_cancellation_reaches_the_model(repository, start_core):
+    repository.add_standard()
+    core = await start_core()
+    stream = ask_slow(core.model("slow"))
+    await asyncio.sleep(0.02)
+    stream.cancel()
+    (response,) = await asyncio.wait_for(collect(stream), 2)
+    assert response.error is not None and response.error.code is ErrorCode.CANCELLED
+    assert response.error.message == "seen"
+
+
+async def test_a_request_cancelled_in_the_queue_is_not_executed(repository, start_core):
+    repository.add_standard()
+    core = await start_core()
+    first, second = ask_slow(core.model("slow")), ask_slow(core.model("slow"))
+    second.cancel()
+    first.cancel()
+    await collect(first)
+    (response,) = await collect(second)
+    assert isinstance(response.error, Cancelled) and "before it was executed" in response.error.message
+
+
+async def test_stop_ends_what_does_not_end_by_itself(repository, start_core):
+    repository.add_standard()
+    core = await start_core(exit_timeout=0.05)
+    stream = ask_slow(core.model("slow"))
+    stopped = asyncio.ensure_future(core.stop())
+    await asyncio.sleep(0)
+    assert not core.live() and not core.ready()
+    with pytest.raises(Unavailable, match="Server is stopping"):
+        core.model("slow")
+    await asyncio.wait_for(stopped, 5)
+    (response,) = await collect(stream)
+    assert response.error is not None
+
+
+async def test_stop_does_not_wait_for_a_load(repository, start_core):
+    repository.add("late", "import time\ntime.sleep(0.3)\n" + IDENTITY)
+    core = await start_core(explicit=True)
+    loading = asyncio.ensure_future(core.load_model("late"))
+    await asyncio.sleep(0.05)
+    await core.stop()
+    with pytest.raises(Unavailable):
+        await loading
+
+
+async def test_models_load_side_by_side(repository, start_core):
+    slow = """
+    import time
+    class TritonPythonModel:
+        def initialize(self, args):
+            time.sleep(0.2)
+        def execute(self, requests):
+            return []
+    """
+    for i in range(5):
+        repository.add(f"m{i}", slow)
+    started = time.monotonic()
+    core = await start_core()
+    assert core.ready() and time.monotonic() - started < 0.8
+
+
+async def test_a_model_without_a_repository(repository, tmp_path):
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+    folder = repository.add("identity")
+    core = Core(ServerOptions())
+    config = ModelConfig(backend="python")
+    core.add_model("named", config, folder)
+    await core.start()
+    assert core.model("named").config.name == "named"
+    await core.stop()
