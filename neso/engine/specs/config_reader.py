@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from neso.engine.specs.errors import InvalidConfig
@@ -80,7 +80,7 @@ class ConfigReader:
     def strings(self, field: str, length: int) -> tuple[str, ...]:
         """A list of exactly `length` strings."""
         value = self._get(field, None)
-        if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.invalid(field, f"must be a list of strings, not {value!r}")
         if len(value) != length:
             raise self.invalid(field, f"must have {length} entries, one per layer, but has {len(value)}")

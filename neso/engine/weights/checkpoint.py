@@ -103,8 +103,14 @@ class Checkpoint:
         shards: dict[str, SafetensorsFile] = {}
         for name, shard in weight_map.items():
             # A plain name: a checkpoint has no business reading files outside its directory.
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise CheckpointError(f"{index}: tensor {name!r} is in {shard!r}, which is no file name")
+            if (
+                not isinstance(shard, str)
+                or Path(shard).name != shard
+                or Path(shard).suffix != ".safetensors"
+            ):
+                raise CheckpointError(
+                    f"{index}: tensor {name!r} is in {shard!r}, no name of a safetensors file"
+                )
             if shard not in shards:
                 shards[shard] = SafetensorsFile(self.directory / shard)
             if name not in shards[shard]:

@@ -20,10 +20,10 @@ def resolve_model(name_or_path: str | Path, revision: str | None = None) -> Path
 
     Raises `ModelNotFound` when it is neither, or the hub cannot be reached and the cache does not have it.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
     name = str(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if name and path.is_dir():
+        return path
     if not _HUB_NAME.fullmatch(name):
         raise ModelNotFound(f"{name}: there is no such directory")
     return _download(name, revision)

@@ -23,7 +23,7 @@ class KVCache:
         self.block_size = layout.block_size
         self._kv_heads = spec.num_kv_heads
         shape = (2 * spec.num_kv_heads, layout.num_blocks, layout.block_size, spec.head_dim)
-        # Zeros cost nothing until they are written; they also keep NaN out of padded reads.
+        # Zeros take no memory until they are written.
         self._layers = [np.zeros(shape, np.float32) for _ in range(spec.num_layers)]
         self._scratch = np.empty(0, np.float32)
 
@@ -38,9 +38,15 @@ class KVCache:
                 layer[:, copies[:, 1]] = layer[:, copies[:, 0]]
 
     def write(self, layer: int, slots: Int32Array, keys_values: Float32Array) -> None:
-        """Store float32[T, 2 * kv_heads, head_dim] at slots int32[T] (block * block_size + offset)."""
+        """Store float32[T, 2 * kv_heads, head_dim] at slots int32[T] (block * block_size + offset).
+
+        A block begun is emptied first: attention reads whole blocks and gives the unused rest the weight 0, which
+        would not silence a NaN that another sequence left there.
+        """
         blocks, offsets = np.divmod(slots, self.block_size)
-        self._layers[layer][:, blocks, offsets] = keys_values.swapaxes(0, 1)
+        cache = self._layers[layer]
+        cache[:, blocks[offsets == 0]] = 0
+        cache[:, blocks, offsets] = keys_values.swapaxes(0, 1)
 
     def gather(self, layer: int, tables: Int32Array) -> tuple[Float32Array, Float32Array]:
         """Keys and values of S sequences with tables int32[S, B]: each float32[kv_heads, S, B * block_size, D].

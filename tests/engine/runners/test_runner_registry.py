@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from neso.engine.runners import registry
+from neso.engine.runners.reference.runner import ReferenceRunner
+from neso.engine.runners.registry import UnknownRunner, runner_class
+
+
+def test_names() -> None:
+    assert runner_class("reference") is ReferenceRunner
+    with pytest.raises(UnknownRunner, match="reference"):
+        runner_class("gpu")
+
+
+def test_auto_takes_the_first_that_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"absent": ("neso.engine.runners.absent", "Absent")}
+    monkeypatch.setattr(registry, "RUNNERS", {**missing, "reference": registry.RUNNERS["reference"]})
+    assert runner_class("auto") is ReferenceRunner
+    with pytest.raises(UnknownRunner, match="absent"):
+        runner_class("absent")
