@@ -28,9 +28,7 @@ class SampledToken:
 class Sampler:
     """Batched sampling. What each row gets depends on its own logits and state only, not on its batch mates."""
 
-    def sample(
-        self, logits: npt.NDArray[np.float32], states: list[SamplingState]
-    ) -> list[SampledToken]:
+    def sample(self, logits: npt.NDArray[np.float32], states: list[SamplingState]) -> list[SampledToken]:
         """Choose one token for each row of float32[R, V] (changed in place) and count it in its state."""
         wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits[wanted] if wanted else None
@@ -46,9 +44,7 @@ class Sampler:
                 state.record(token)
         return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(tokens.tolist())]
 
-    def _choose(
-        self, logits: npt.NDArray[np.float32], states: list[SamplingState]
-    ) -> npt.NDArray[np.int64]:
+    def _choose(self, logits: npt.NDArray[np.float32], states: list[SamplingState]) -> npt.NDArray[np.int64]:
         tokens: npt.NDArray[np.int64] = logits.argmax(axis=1)
         # argmax of a row with NaN is the NaN, so such a row is recognised by its token, and must not be drawn from.
         healthy = ~np.isnan(logits[np.arange(len(tokens)), tokens])

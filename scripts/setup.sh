@@ -1,0 +1,50 @@
+# Sourced by neso-up and neso-test: makes .venv and installs the package, once for each state of what it depends on.
+
+MIN_PYTHON=10  # 3.10
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c "import sys, venv; sys.exit(sys.version_info < (3, $MIN_PYTHON))" 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "neso: Python 3.$MIN_PYTHON or newer with the venv module is needed; set PYTHON to its path" >&2
+    return 1
+}
+
+check_compiler() {
+    if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
+        echo "neso: a C++ compiler is needed (Debian, Ubuntu: apt-get install g++)" >&2
+        return 1
+    fi
+}
+
+# What decides whether an installation is still good: the compiled sources and the dependencies. Python files are
+# used from the checkout.
+fingerprint() {
+    cat pyproject.toml constraints.txt CMakeLists.txt scripts/setup.sh $(find csrc -type f | sort) | cksum
+}
+
+# install NAME EXTRAS: pip install the package with these extras unless .venv has it in this very state.
+install() {
+    local stamp=".venv/.neso-$1" state
+    state="$(fingerprint)"
+    if [ -x .venv/bin/neso ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
+        return
+    fi
+    check_compiler
+    if [ ! -x .venv/bin/python ]; then
+        local python
+        python="$(find_python)"
+        echo "neso: making .venv with $("$python" --version)"
+        "$python" -m venv .venv
+    fi
+    echo "neso: installing${2:+ with $2} (about half a minute for the server, more for the tests)"
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt -e ".$2"
+    echo "$state" >"$stamp"
+}
+
+setup_base() { install base ""; }
+setup_tests() { install tests "[dev]"; }

@@ -1,0 +1,112 @@
+"""A real `neso serve` process on free ports, as a user would start it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+PORT_LINE = re.compile(r"^  (http|grpc|metrics|openai)\s+(\d+)", re.MULTILINE)
+FREE_PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
+LOCAL = [f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics", "openai")]
+
+
+class ServerProcess:
+    """Started by the constructor, which returns when the server says that it is ready, or has ended."""
+
+    def __init__(self, *arguments: str | Path, cwd: Path | None = None, timeout: float = 60.0) -> None:
+        command = [sys.executable, "-m", "neso.cli", "serve", *FREE_PORTS, *LOCAL, *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd
+        )
+        self.output = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        started = time.perf_counter()
+        self._reader.start()
+        if not self._ready.wait(timeout):
+            self.process.kill()
+            raise TimeoutError(f"the server is neither ready nor gone after {timeout} s:\n{self.output}")
+        self.seconds_to_ready = time.perf_counter() - started
+        self.ports = {name: int(port) for name, port in PORT_LINE.findall(self.output)}
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if line.startswith("Neso is ready"):
+                self._ready.set()
+        self._ready.set()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status; killed if that takes longer than 20 s."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(5)
+        return self.process.returncode
+
+    def url(self, path: str = "", protocol: str = "http") -> str:
+        return f"http://127.0.0.1:{self.ports[protocol]}{path}"
+
+    def address(self, protocol: str) -> str:
+        return f"127.0.0.1:{self.ports[protocol]}"
+
+    def get(self, path: str, protocol: str = "http") -> tuple[int, bytes]:
+        """Status and body of a GET."""
+        return _call(urllib.request.Request(self.url(path, protocol)))
+
+    def post(self, path: str, body: Any, protocol: str = "http", **headers: str) -> tuple[int, Any]:
+        """Status and JSON body of a POST; `body` is sent as it is if it is bytes, else as JSON."""
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        request = urllib.request.Request(
+            self.url(path, protocol), data, {"Content-Type": "application/json", **headers}
+        )
+        status, answer = _call(request)
+        return status, orjson.loads(answer) if answer else None
+
+    def metrics(self) -> dict[str, float]:
+        """All samples, by their name with labels."""
+        status, text = self.get("/metrics", "metrics")
+        assert status == 200
+        lines = [line for line in text.decode().splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    def gauge(self, name: str) -> float:
+        """The sum of a family over its labels."""
+        return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
+
+
+def _call(request: urllib.request.Request) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def wait_until(condition: Any, timeout: float = 20.0) -> None:
+    """Look at `condition()` until it is true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.05)

@@ -1,0 +1,144 @@
+"""How the server comes up: quickly, and with the reason when it cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess
+
+import neso
+
+PILOT = Path(neso.__file__).parent / "models" / "neso-pilot"
+ADD_ONE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([
+                pb_utils.Tensor("OUT", pb_utils.get_input_tensor_by_name(r, "IN").as_numpy() + 1)
+            ])
+            for r in requests
+        ]
+"""
+CONFIG = """
+backend: "python"
+input [{ name: "IN", data_type: TYPE_INT32, dims: [2] }]
+output [{ name: "OUT", data_type: TYPE_INT32, dims: [2] }]
+"""
+
+
+def write_model(repository: Path, name: str, config: str, **files: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
+    for file, text in files.items():
+        (repository / name / "1" / file.replace("__", ".")).write_text(text)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A copy of the shipped model, to be spoilt."""
+    return Path(shutil.copytree(PILOT, tmp_path / "copy"))
+
+
+def test_repository_with_good_and_broken_models(tmp_path):
+    write_model(tmp_path, "add_one", CONFIG, model__py=ADD_ONE)
+    write_model(tmp_path, "broken", 'backend: "python"\ninput [{ name: }]')
+    write_model(tmp_path, "strange", 'backend: "warp"')
+    write_model(tmp_path, "pilot", 'backend: "llm"', model__json=json.dumps({"model": str(PILOT)}))
+    with ServerProcess(f"--model-repository={tmp_path}", "--strict-readiness=false") as server:
+        _, index = server.post("/v2/repository/index", {})
+        states = {entry["name"]: entry for entry in index}
+        assert states["add_one"]["state"] == states["pilot"]["state"] == "READY"
+        assert states["broken"]["state"] == "UNAVAILABLE" and "2:" in states["broken"]["reason"]
+        assert states["strange"]["state"] == "UNAVAILABLE" and "warp" in states["strange"]["reason"]
+        body = {"inputs": [{"name": "IN", "shape": [2], "datatype": "INT32", "data": [1, 2]}]}
+        assert server.post("/v2/models/add_one/infer", body)[1]["outputs"][0]["data"] == [2, 3]
+        assert server.post("/v2/models/pilot/generate", {"text_input": "Hi", "max_tokens": 3})[0] == 200
+        status, answer = server.post("/v2/models/broken/generate", {"text_input": "Hi"})
+        assert status in (404, 503) and "broken" in answer["error"]
+        assert server.get("/v2/health/ready")[0] == 200
+        assert server.stop() == 0
+
+
+def test_not_ready_while_a_model_is_missing(tmp_path):
+    write_model(tmp_path, "broken", "nonsense")
+    with ServerProcess(f"--model-repository={tmp_path}") as server:
+        assert server.get("/v2/health/live")[0] == 200
+        assert server.get("/v2/health/ready")[0] == 400
+    with ServerProcess(f"--model-repository={tmp_path}", "--exit-on-error=true") as server:
+        assert server.process.wait(20) == 1
+        assert "broken" in server.output
+
+
+def test_checkpoint_is_served_by_its_name(checkpoint):
+    with ServerProcess(checkpoint, f"other={checkpoint}") as server:
+        for name in ("copy", "other"):
+            assert server.post(f"/v2/models/{name}/generate", {"text_input": "Hi", "max_tokens": 2})[0] == 200
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _scramble(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(b"\xff" * 100 + path.read_bytes()[100:])
+
+
+def _architecture(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps({**config, "architectures": ["WarpForCausalLM"], "model_type": "warp"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_truncate, "model.safetensors"),
+        (_scramble, "model.safetensors"),
+        (_architecture, "Warp"),
+        (lambda d: (d / "config.json").write_text("{"), "config.json"),
+        (lambda d: (d / "config.json").unlink(), "config.json"),
+        (lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+    ],
+    ids=["truncated", "scrambled", "architecture", "bad-config", "no-config", "tokenizer"],
+)
+def test_spoilt_checkpoint_is_named_as_the_reason(checkpoint, spoil, reason):
+    spoil(checkpoint)
+    with ServerProcess(checkpoint) as server:
+        assert server.process.wait(20) == 1
+        assert reason in server.output
+        assert "Traceback" not in server.output
+
+
+def test_model_that_is_nowhere():
+    with ServerProcess("no-such-org/no-such-model") as server:
+        assert server.process.wait(60) == 1
+        assert "no-such-org/no-such-model" in server.output
+        assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc", "metrics", "openai"])
+def test_port_in_use(protocol):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with ServerProcess(f"--{protocol}-port={port}") as server:
+            assert server.process.wait(20) == 1
+            assert f"127.0.0.1:{port}" in server.output and "in use" in server.output
+            assert "Traceback" not in server.output
+
+
+def test_bad_option():
+    with ServerProcess("--backend-config=nonsense") as server:
+        assert server.process.wait(20) == 1
+        assert "BACKEND,KEY=VALUE" in server.output
