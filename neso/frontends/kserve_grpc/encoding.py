@@ -1,9 +1,8 @@
 """Responses as the bytes of their messages.
 
-Protobuf would copy each output three times: to `bytes`, into the message and out of it again, which for 4 MB
-takes twenty times as long as what is done here. The fields of a message may be written one after the other,
-and `raw_output_contents` is the last one, so the small fields go through protobuf, then the tensors' own
-memory is joined on.
+Protobuf would copy each output three times: to `bytes`, into the message and out of it again. The fields of a
+message may be written one after the other, and `raw_output_contents` is the last one, so the small fields go
+through protobuf, then the tensors' own memory is joined on: one copy.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ class RequestParameters:
 def read_parameters(parameters: Mapping[str, Any]) -> RequestParameters:
     """From the `InferParameter` messages of a request. Raises `InvalidArgument`."""
     read = RequestParameters()
+    if not parameters:  # which is quick to tell, unlike to iterate over nothing
+        return read
     for key, parameter in parameters.items():
         if key == "sequence_id":
             read.sequence_id = _typed(key, parameter, int, str)

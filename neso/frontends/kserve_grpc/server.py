@@ -6,6 +6,7 @@ import asyncio
 
 import grpc.aio
 
+from neso.frontends.kserve_grpc.calls import Calls
 from neso.frontends.kserve_grpc.health import health_handler
 from neso.frontends.kserve_grpc.options import GrpcOptions
 from neso.frontends.kserve_grpc.servicer import Servicer, add_to_server
@@ -19,7 +20,7 @@ class KServeGrpc:
     def __init__(self, core: Core, options: GrpcOptions | None = None) -> None:
         self.options = options or GrpcOptions()
         self._core = core
-        self._servicer = Servicer(core)
+        self._calls = Calls()
         self._server: grpc.aio.Server | None = None
         self._port = 0
 
@@ -30,8 +31,9 @@ class KServeGrpc:
 
     async def start(self) -> None:
         """Listen. Raises `Unavailable` when the address cannot be had."""
+        servicer = Servicer(self._core)
         server = grpc.aio.server(options=self.options.channel_arguments())
-        add_to_server(self._servicer, server)
+        add_to_server(servicer, server)
         server.add_generic_rpc_handlers((health_handler(self._core),))
         try:
             self._port = server.add_insecure_port(self.options.address)
@@ -40,6 +42,7 @@ class KServeGrpc:
                 f"cannot listen for gRPC on {self.options.address}: is the port in use? ({error})"
             ) from error
         await server.start()
+        self._calls = servicer.calls
         self._server = server
 
     async def stop(self, grace: float = 5.0) -> None:
@@ -52,5 +55,5 @@ class KServeGrpc:
             return
         # The margin is for those whose status is on its way when the grace is over.
         stopped = asyncio.ensure_future(server.stop(grace + 1.0))
-        await self._servicer.calls.finish(grace)
+        await self._calls.finish(grace)
         await stopped

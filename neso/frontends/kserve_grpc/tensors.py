@@ -49,7 +49,7 @@ def read_inputs(message: Any, raw: Sequence[bytes]) -> dict[str, Tensor]:
             _refuse_shared_memory("input", wire)
         datatype = DataType.parse(wire.datatype, name)
         shape = tuple(wire.shape)
-        if any(extent < 0 for extent in shape):
+        if shape and min(shape) < 0:
             raise InvalidArgument(f"input '{name}' has a negative dimension in its shape {list(shape)}")
         if not raw:
             inputs[name] = _from_contents(name, datatype, shape, wire)
@@ -62,12 +62,14 @@ def read_inputs(message: Any, raw: Sequence[bytes]) -> dict[str, Tensor]:
 
 def read_requested_outputs(message: Any) -> tuple[str, ...]:
     """The names of the outputs that the client wants. Raises `Unsupported` for what we cannot do to them."""
+    names: list[str] = []
     for wire in message.outputs:
+        names.append(wire.name)
         if wire.parameters:
             _refuse_shared_memory("output", wire)
             if "classification" in wire.parameters:
                 raise Unsupported(f"classification of output '{wire.name}' is not supported")
-    return tuple(wire.name for wire in message.outputs)
+    return tuple(names)
 
 
 def _from_contents(name: str, datatype: DataType, shape: tuple[int, ...], wire: Any) -> Tensor:

@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from tritonclient.grpc import InferenceServerClient as SyncClient
-from tritonclient.grpc import InferInput, service_pb2
+from kserve_grpc_requests import repeat_request
+from tritonclient.grpc import InferInput, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from neso.frontends.kserve_grpc import GrpcOptions, KServeGrpc
@@ -156,6 +156,9 @@ async def test_start_again_after_stop(core: Core):
     server = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=0))
     for _ in range(2):
         await server.start()
-        with SyncClient(f"127.0.0.1:{server.port}") as client:
-            assert await asyncio.to_thread(client.is_server_live)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
+            await call.write(repeat_request("a", 1))
+            assert (await asyncio.wait_for(call.read(), 5)).infer_response.id == "a"
+            call.cancel()
         await server.stop()
