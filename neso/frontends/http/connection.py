@@ -11,7 +11,7 @@ from typing import Any
 
 from neso.frontends.http.clock import Clock
 from neso.frontends.http.options import HttpServerOptions
-from neso.frontends.http.parser import Phase, Refusal, RequestParser
+from neso.frontends.http.parser import BODY, HEAD, IDLE, Refusal, RequestParser
 from neso.frontends.http.request import Request
 from neso.frontends.http.response import (
     JSON,
@@ -109,7 +109,7 @@ class HttpConnection(asyncio.Protocol):
         parser = self._parser
         before = parser.phase
         parser.feed(data)
-        if parser.phase is not Phase.HEAD or before is not Phase.HEAD:
+        if parser.phase is not HEAD or before is not HEAD:
             self._since = self._shared.clock.now
         if self._request is None:
             self._advance()
@@ -141,7 +141,7 @@ class HttpConnection(asyncio.Protocol):
 
     def drain_and_close(self) -> None:
         """Take no further request; close once the present one is answered."""
-        if self._request is None and self._parser.phase is not Phase.BODY:
+        if self._request is None and self._parser.phase is not BODY:
             self._closing = True
             self._transport.close()
 
@@ -161,10 +161,10 @@ class HttpConnection(asyncio.Protocol):
                 self._transport.abort()
         elif self._request is not None:
             return
-        elif self._parser.phase is Phase.IDLE:
+        elif self._parser.phase is IDLE:
             if waited > options.keep_alive_timeout:
                 self._close()
-        elif waited > (options.header_timeout if self._parser.phase is Phase.HEAD else options.body_timeout):
+        elif waited > (options.header_timeout if self._parser.phase is HEAD else options.body_timeout):
             self._refuse(Refusal(408, "request timeout"))
 
     # What responses call.
@@ -273,7 +273,7 @@ class HttpConnection(asyncio.Protocol):
                 self._begin(parser.requests.popleft())
             elif parser.refusal is not None:
                 self._refuse(parser.refusal)
-            elif self._shared.draining and parser.phase is not Phase.BODY:
+            elif self._shared.draining and parser.phase is not BODY:
                 self._close()
             else:
                 break

@@ -21,6 +21,9 @@ class Phase(Enum):
     BODY = "body"
 
 
+IDLE, HEAD, BODY = Phase  # looking a member up in its class takes as long as a whole callback
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why the connection's next request is not served; nothing after it is read."""
@@ -39,7 +42,7 @@ class RequestParser:
     def __init__(self, options: HttpServerOptions) -> None:
         self.requests: deque[Request] = deque()
         self.refusal: Refusal | None = None
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         self.expects_continue = False
         self._max_body = options.max_body
         self._max_head = options.max_head
@@ -59,7 +62,7 @@ class RequestParser:
         """Parse. Never raises: what is wrong is in `refusal`."""
         if self._ended or self.refusal is not None:
             return
-        in_head = self.phase is Phase.HEAD
+        in_head = self.phase is HEAD
         self._begun = False
         self._fed = len(data)
         try:
@@ -70,7 +73,7 @@ class RequestParser:
         except httptools.HttpParserError:
             if self.refusal is None and not self._ended:
                 self._refuse(400, "malformed HTTP request")
-        if in_head and self.phase is Phase.HEAD and not self._begun:
+        if in_head and self.phase is HEAD and not self._begun:
             # A head that never ends: the exact check comes with its end, but a field that still grows is held
             # in the C parser, out of our sight. Here only bytes that surely belong to this head count.
             self._head_size += len(data)
@@ -103,16 +106,16 @@ class RequestParser:
             name + b": " + value + b"\r\n" for name, value in self._headers.items() if name != b"upgrade"
         )
         head = method + b" " + self._target + b" HTTP/1.1\r\n" + fields + b"\r\n"
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         self.feed(head + rest)
 
     # What the C parser calls, in the order of a request.
 
     def on_url(self, part: bytes) -> None:
-        if self.phase is Phase.HEAD:
+        if self.phase is HEAD:
             self._target += part
             return
-        self.phase = Phase.HEAD
+        self.phase = HEAD
         self._begun = True
         self._head_size = 0
         self._target = part
@@ -121,7 +124,7 @@ class RequestParser:
         self._upgrade = False
 
     def on_header(self, name: bytes, value: bytes | None) -> None:
-        if self.phase is not Phase.HEAD:
+        if self.phase is not HEAD:
             return  # trailers of a chunked body carry nothing that we use
         headers = self._headers
         name = name.lower()
@@ -152,7 +155,7 @@ class RequestParser:
             if headers[b"expect"].lower() != b"100-continue":
                 self._stop(417, "unknown expectation")
             self.expects_continue = True
-        self.phase = Phase.BODY
+        self.phase = BODY
 
     def _check_head_size(self) -> None:
         """The fields themselves: a bound of the bytes received has said that they may be too many."""
@@ -172,7 +175,7 @@ class RequestParser:
     def on_message_complete(self) -> None:
         if self._upgrade:
             return
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         self.expects_continue = False
         parser = self._parser
         method = parser.get_method().decode()
