@@ -62,7 +62,9 @@ class CompletionLogprobs:
             return
         own = _finite(entry.logprob)
         self._token_logprobs.append(own)
-        top = {text: _finite(logprob) for _, logprob, text in entry.top}
+        top: dict[str, float] = {}
+        for _, logprob, text in entry.top:  # of tokens with the same text the likeliest counts
+            top.setdefault(text, _finite(logprob))
         top.setdefault(entry.token, own)
         self._top.append(top)
 
