@@ -79,6 +79,7 @@ class ModelInstance:
         self.started.set_result(None)
         while (stream := self._work.get()) is not None:
             self._execute(model, stream)
+            hide_modules()
             del stream  # a request that the model let go of must not live on in this frame
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -18,17 +19,17 @@ from importlib.machinery import (
 )
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from neso.backends.python.errors import TritonModelException
 
 PB_UTILS = "triton_python_backend_utils"
 
-_PREFIX = "neso_python_model_"
 _numbers = itertools.count()
 _importing = threading.Lock()
 _here = threading.local()
-_folders: set[str] = set()
+_modules: dict[tuple[str, str], ModuleType] = {}  # by folder and name, those that are hidden
 
 
 class _SourceLoader(SourceFileLoader):
@@ -36,6 +37,19 @@ class _SourceLoader(SourceFileLoader):
 
     def path_stats(self, path: str) -> Any:
         raise OSError("no bytecode is kept for models")
+
+
+class _Again(Loader):
+    """Gives a module that was hidden, as it is."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: it was executed when it was imported first."""
 
 
 class _FolderFinder:
@@ -49,12 +63,16 @@ class _FolderFinder:
         folder: str | None = getattr(_here, "folder", None)
         if folder is None:
             return None
+        if (module := _modules.get((folder, name))) is not None:
+            package = hasattr(module, "__path__")
+            return ModuleSpec(name, _Again(module), origin=module.__file__, is_package=package)
         for entry in path if path is not None else [folder]:
             if entry == folder or entry.startswith(folder + os.sep):
                 finder = FileFinder(
                     entry, (_SourceLoader, SOURCE_SUFFIXES), (ExtensionFileLoader, EXTENSION_SUFFIXES)
                 )
                 if (spec := finder.find_spec(name)) is not None and spec.loader is not None:
+                    _here.found.append(name)
                     return spec
         return None
 
@@ -68,7 +86,8 @@ def load_model_class(path: Path, name: str) -> type[Any]:
     if not path.is_file():
         raise TritonModelException(f"Python model file not found in '{path}'")
     install()
-    module_name = f"{_PREFIX}{name}_{next(_numbers)}"
+    _forget_hidden(path.parent)
+    module_name = f"neso_python_model_{name}_{next(_numbers)}"
     spec = spec_from_file_location(module_name, path, loader=_SourceLoader(module_name, str(path)))
     if spec is None or spec.loader is None:
         raise TritonModelException(f"'{path}' cannot be imported as a Python module")
@@ -87,22 +106,34 @@ def load_model_class(path: Path, name: str) -> type[Any]:
 
 
 def forget_model_class(model_class: type[Any]) -> None:
-    """Let the module of a class go, so that its memory can be freed."""
-    sys.modules.pop(model_class.__module__, None)
+    """Let the module of a class go, and those beside it, so that their memory can be freed."""
+    module = sys.modules.pop(model_class.__module__, None)
+    if module is not None and module.__file__ is not None:
+        _forget_hidden(Path(module.__file__).parent)
 
 
 @contextmanager
 def model_folder(folder: Path) -> Iterator[None]:
     """Run this thread as part of the model in `folder`: imports look there first, `current_folder` is it."""
-    before = getattr(_here, "folder", None)
-    _here.folder = str(folder.absolute())
-    _folders.add(_here.folder)
-    hide_modules()
+    before = getattr(_here, "folder", None), getattr(_here, "found", [])
+    _here.folder, _here.found = str(folder.absolute()), []
     try:
         yield
     finally:
-        _here.folder = before
         hide_modules()
+        _here.folder, _here.found = before
+
+
+def hide_modules() -> None:
+    """Take what this thread has imported from its model's folder out of `sys.modules`.
+
+    The model keeps what it imported, and an `import` in it gets the same module again. Others do not see it.
+    """
+    for name in _here.found:
+        module = sys.modules.pop(name, None)
+        if module is not None:
+            _modules[_here.folder, name] = module
+    _here.found.clear()
 
 
 def current_folder() -> str:
@@ -122,10 +153,6 @@ def install() -> None:
         sys.meta_path.insert(0, _FolderFinder)
 
 
-def hide_modules() -> None:
-    """Take the modules of all models' folders out of `sys.modules`; a model keeps those that it imported."""
-    prefixes = tuple(folder + os.sep for folder in _folders)
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.startswith(prefixes) and not name.startswith(_PREFIX):
-            sys.modules.pop(name, None)
+def _forget_hidden(folder: Path) -> None:
+    for key in [key for key in _modules if key[0] == str(folder)]:
+        del _modules[key]

@@ -59,7 +59,7 @@ class Tensor:
         source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
         try:
             return Tensor(name, np.from_dlpack(source))
-        except (RuntimeError, BufferError, TypeError) as error:
+        except (RuntimeError, BufferError, TypeError, ValueError) as error:
             raise TritonModelException(f"Tensor '{name}' cannot be made from DLPack: {error}") from None
 
     def __dlpack__(self, **options: Any) -> Any:

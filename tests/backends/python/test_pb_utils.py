@@ -1,0 +1,129 @@
+"""`triton_python_backend_utils` by itself."""
+
+from __future__ import annotations
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from neso.backends.python.model_module import install
+
+install()
+pb_utils = sys.modules["triton_python_backend_utils"]
+
+CONFIG = {
+    "name": "m",
+    "max_batch_size": 4,
+    "input": [{"name": "A", "data_type": "TYPE_INT32", "dims": [1]}],
+    "output": [],
+}
+
+
+def test_tensor():
+    tensor = pb_utils.Tensor("A", np.array([[1, 2]], np.int32))
+    assert (tensor.name(), tensor.shape(), tensor.triton_dtype(), tensor.is_cpu()) == ("A", [1, 2], 8, True)
+    again = pb_utils.Tensor.from_dlpack("B", tensor.to_dlpack())
+    assert again.as_numpy().tolist() == [[1, 2]]
+    assert np.shares_memory(pb_utils.Tensor.from_dlpack("B", tensor).as_numpy(), tensor.as_numpy())
+    with pytest.raises(pb_utils.TritonModelException):
+        pb_utils.Tensor.from_dlpack("B", 3)
+
+
+def test_dlpack_with_torch():
+    torch = pytest.importorskip("torch")
+    tensor = pb_utils.Tensor("A", np.arange(3, dtype=np.float32))
+    assert torch.from_dlpack(tensor).tolist() == [0, 1, 2]
+    from torch.utils.dlpack import from_dlpack, to_dlpack
+
+    assert from_dlpack(tensor.to_dlpack()).tolist() == [0, 1, 2]
+    assert pb_utils.Tensor.from_dlpack("B", to_dlpack(torch.ones(2))).as_numpy().tolist() == [1, 1]
+
+
+def test_datatypes():
+    assert pb_utils.triton_string_to_numpy("TYPE_STRING") is np.object_
+    assert pb_utils.triton_string_to_numpy("TYPE_BOOL") is np.bool_
+    assert pb_utils.numpy_to_triton_type(np.float32) == 11
+    assert pb_utils.numpy_to_triton_type(np.object_) == 13
+    assert pb_utils.triton_to_numpy_type(9) is np.int64
+    assert pb_utils.triton_to_numpy_type(14) is ml_dtypes.bfloat16
+    with pytest.raises(pb_utils.TritonModelException):
+        pb_utils.triton_string_to_numpy("TYPE_NO")
+
+
+def test_bytes_on_the_wire():
+    array = np.array([b"a", "bü"], np.object_)
+    data = pb_utils.serialize_byte_tensor(array)
+    assert data == b"\x01\0\0\0a\x03\0\0\0b\xc3\xbc"
+    assert pb_utils.deserialize_bytes_tensor(data).tolist() == [b"a", "bü".encode()]
+    assert pb_utils.serialize_byte_tensor(np.array([], np.object_)) is None
+    with pytest.raises(pb_utils.TritonModelException):
+        pb_utils.deserialize_bytes_tensor(data[:-1])
+
+
+def test_parts_of_a_configuration():
+    assert pb_utils.get_input_config_by_name(CONFIG, "A")["dims"] == [1]
+    assert pb_utils.get_output_config_by_name(CONFIG, "A") is None
+    assert not pb_utils.using_decoupled_model_transaction_policy(CONFIG)
+    policy = {"model_transaction_policy": {"decoupled": True}}
+    assert pb_utils.using_decoupled_model_transaction_policy(policy)
+
+
+def test_responses_and_errors():
+    tensor = pb_utils.Tensor("A", np.zeros(1))
+    response = pb_utils.InferenceResponse(output_tensors=[tensor], parameters={"a": 1})
+    assert response.output_tensors() == [tensor] and not response.has_error() and response.error() is None
+    assert pb_utils.get_output_tensor_by_name(response, "A") is tensor
+    assert response.parameters() == '{"a": 1}'
+    error = pb_utils.TritonError("m", pb_utils.TritonError.UNAVAILABLE)
+    assert (error.message(), error.code(), str(error)) == ("m", 4, "m")
+    assert pb_utils.InferenceResponse(error=error).has_error()
+    with pytest.raises(pb_utils.TritonModelException):
+        pb_utils.InferenceResponse(parameters={"a": []})
+
+
+def test_a_request_of_ones_own():
+    request = pb_utils.InferenceRequest(
+        model_name="other", requested_output_names=["O"], inputs=[pb_utils.Tensor("A", np.zeros(1))]
+    )
+    assert (request.model_name(), request.requested_output_names()) == ("other", ["O"])
+    assert not request.is_cancelled()
+    with pytest.raises(pb_utils.TritonModelException, match="not supported yet"):
+        request.exec()
+    with pytest.raises(pb_utils.TritonModelException):
+        request.get_response_sender()
+
+
+def test_logger(caplog):
+    caplog.set_level("DEBUG")
+    logger = pb_utils.Logger
+    logger.log("one", logger.WARNING)
+    logger.log_info("two 100%")
+    logger.log_verbose("three")
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "one"), ("INFO", "two 100%"), ("DEBUG", "three"),
+    ]  # fmt: skip
+    assert caplog.records[0].filename == "test_pb_utils.py"
+
+
+def test_completing_a_configuration():
+    import copy
+
+    config = pb_utils.ModelConfig(copy.deepcopy(CONFIG))
+    config.add_input({"name": "A", "data_type": "TYPE_INT32", "dims": [1], "optional": True})
+    config.add_output({"name": "O", "data_type": "TYPE_INT32", "dims": [1]})
+    config.set_dynamic_batching()
+    config.set_model_transaction_policy({"decoupled": True})
+    values = config.as_dict()
+    assert len(values["input"]) == len(values["output"]) == 1 and values["dynamic_batching"] == {}
+    for wrong in (
+        lambda: config.add_input({"name": "A", "data_type": "TYPE_INT64", "dims": [1]}),
+        lambda: config.add_input({"name": "B"}),
+        lambda: config.add_output({"name": "B", "data_type": "TYPE_INT8", "dims": [1], "x": 1}),
+        lambda: config.set_max_batch_size(2),
+        lambda: config.set_model_transaction_policy({"decoupled": False}),
+        lambda: config.set_model_transaction_policy({"coupled": False}),
+    ):
+        with pytest.raises(ValueError):
+            wrong()

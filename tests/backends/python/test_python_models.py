@@ -1,0 +1,383 @@
+"""Python models in a running core: what they are told, and what becomes of what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+from core_requests import ask, ask_slow, collect
+from repository_builder import IDENTITY, IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS
+
+from neso.server.errors import ErrorCode, ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.tensor import Tensor
+
+HEAD = """
+import asyncio, gc, json, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def answer(value):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([value], np.float32))])
+
+def tell(value):
+    text = np.array([json.dumps(value)], np.object_)
+    return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", text)])
+
+class TritonPythonModel:
+"""
+TEXT_OUT = """
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] optional: true }
+output { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] }
+"""
+DECOUPLED = IDENTITY_TENSORS + "model_transaction_policy { decoupled: true }"
+
+
+async def error_of(model) -> ServerError:
+    (response,) = await asyncio.wait_for(collect(ask_slow(model)), 5)
+    assert response.error is not None and response.final
+    return response.error
+
+
+async def test_initialize_is_told_of_its_model(serve):
+    code = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.args = dict(args, dir=pb_utils.get_model_dir())
+    def execute(self, requests):
+        return [tell(self.args)]
+"""
+    )
+    model = await serve(code, TEXT_OUT + "parameters { key: 'k' value { string_value: 'v' } }")
+    (response,) = await collect(ask(model))
+    args = json.loads(response.output("OUT").strings()[0])
+    assert (args["model_name"], args["model_version"]) == ("model", "1")
+    assert (args["model_instance_kind"], args["model_instance_device_id"]) == ("CPU", "0")
+    assert args["dir"] == args["model_repository"] + "/1"
+    config = json.loads(args["model_config"])
+    assert config["parameters"]["k"]["string_value"] == "v"
+    assert config["output"][0]["data_type"] == "TYPE_STRING"
+
+
+async def test_a_request_tells_all(serve):
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        (r,) = requests
+        return [tell([r.request_id(), r.correlation_id(), r.requested_output_names(), r.model_name(), r.flags(),
+                      r.timeout(), json.loads(r.parameters()), r.is_cancelled(), len(r.inputs()),
+                      pb_utils.get_input_tensor_by_name(r, "NO") is None])]
+"""
+    )
+    model = await serve(code, TEXT_OUT)
+    request = InferenceRequest(
+        "model",
+        {},
+        id="q",
+        parameters={"p": 1, "b": True},
+        timeout_us=5,
+        sequence_id=9,
+        sequence_start=True,
+        sequence_end=True,
+    )
+    (response,) = await collect(model.submit(request))
+    assert json.loads(response.output("OUT").strings()[0]) == [
+        "q", 9, ["OUT"], "model", 3, 5, {"p": 1, "b": True}, False, 0, True,
+    ]  # fmt: skip
+
+
+async def test_inputs_may_be_written_to_without_harm(serve):
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        array = requests[0].inputs()[0].as_numpy()
+        array += 1
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", array)])]
+"""
+    )
+    model = await serve(code)
+    tensor = Tensor.from_wire("IN", Tensor.from_numpy("", np.zeros(1, np.float32)).datatype, (2,), bytes(8))
+    (response,) = await collect(model.submit(InferenceRequest("model", {"IN": tensor})))
+    assert response.output("OUT").array.tolist() == [1, 1]
+    assert tensor.array.tolist() == [0, 0]
+
+
+async def test_text_of_any_kind_becomes_bytes(serve):
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        out = np.array([b"a", "ü", 3], np.object_)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out)], parameters={"n": 3})]
+"""
+    )
+    (response,) = await collect(ask(await serve(code, TEXT_OUT)))
+    assert response.output("OUT").array.tolist() == [b"a", "ü".encode(), b"3"]
+    assert response.parameters == {"n": 3}
+
+
+async def test_outputs_that_are_not_declared_are_dropped(serve, caplog):
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([
+            pb_utils.Tensor("OUT", np.array([1], np.int64)), pb_utils.Tensor("MORE", np.array([1]))])]
+"""
+    )
+    model = await serve(code)
+    for _ in range(2):
+        (response,) = await collect(ask_slow(model))
+        assert [(t.name, t.datatype.value) for t in response.outputs] == [("OUT", "INT64")]
+    assert caplog.text.count("is INT64, its configuration says FP32") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('bad day')", "model instance 'model_0_0', message: ValueError: bad day"),
+        ("raise pb_utils.TritonModelException('as told')", "message: as told"),
+        ("return []", "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
+        ("return [answer(1), answer(2)]", "InferenceResponse(s) size is:2"),
+        ("return None", "Expected a list in the execute return, found type 'NoneType'"),
+        ("return ['x']", "found type 'str'"),
+        ("return [None]", "let go of a request without a final response"),
+        ("return [pb_utils.InferenceResponse([3])]", "must hold pb_utils.Tensor objects, got int"),
+        ("return [pb_utils.InferenceResponse(error='x')]", "must be a pb_utils.TritonError"),
+        ("requests[0].exec()", "not supported yet"),
+        ("pb_utils.MetricFamily('a', 'b')", "not supported yet"),
+        ("pb_utils.load_model('a')", "not supported yet"),
+        ("requests[0].set_release_flags(1)", "not supported yet"),
+        ("pb_utils.Tensor('OUT', [1])", "must be made from a numpy array"),
+        ("pb_utils.Tensor('OUT', np.array([1j]))", "no KServe datatype"),
+    ],
+)
+async def test_what_goes_wrong_in_execute_fails_the_request_only(serve, body, message):
+    model = await serve(HEAD + f"    def execute(self, requests):\n        {body}\n")
+    for _ in range(2):  # the instance lives on
+        error = await error_of(model)
+        assert message in error.message and error.code is ErrorCode.INTERNAL
+    assert model.ready() and model.statistics.fail.count == 2
+    assert model.statistics.failures["BACKEND"] == 2
+
+
+async def test_errors_have_codes(serve):
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse(error=pb_utils.TritonError("no", pb_utils.TritonError.NOT_FOUND))]
+"""
+    )
+    error = await error_of(await serve(code))
+    assert (error.message, error.code) == ("no", ErrorCode.NOT_FOUND)
+
+
+async def test_async_execute(serve):
+    code = (
+        HEAD
+        + """
+    async def execute(self, requests):
+        await asyncio.sleep(0.001)
+        return [answer(1)]
+"""
+    )
+    (response,) = await collect(ask_slow(await serve(code)))
+    assert response.error is None
+
+
+async def test_async_decoupled_requests_run_side_by_side(serve):
+    code = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.waiting = []
+    async def execute(self, requests):
+        sender = requests[0].get_response_sender()
+        self.waiting.append(asyncio.Event())
+        if len(self.waiting) == 3:
+            for event in self.waiting:
+                event.set()
+        await self.waiting[-1].wait() if len(self.waiting) < 3 else None
+        sender.send(answer(1), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+    )
+    model = await serve(code, DECOUPLED)
+    streams = [ask_slow(model) for _ in range(3)]
+    for responses in await asyncio.wait_for(asyncio.gather(*map(collect, streams)), 5):
+        assert len(responses) == 1 and responses[0].final and not responses[0].error
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_decoupled_errors(serve, kind):
+    model = await serve(
+        HEAD + f"    {kind} execute(self, requests):\n        raise KeyError('k')\n", DECOUPLED
+    )
+    assert "message: KeyError: 'k'" in (await error_of(model)).message
+    model = await serve(
+        HEAD + f"    {kind} execute(self, requests):\n        return [answer(1)]\n", DECOUPLED
+    )
+    assert "must return None" in (await error_of(model)).message
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["pass", "requests[0].get_response_sender()", "requests[0].get_response_sender().send(answer(1))"],
+)
+async def test_a_request_that_is_let_go_of_does_not_hang(serve, body):
+    model = await serve(HEAD + f"    def execute(self, requests):\n        {body}\n", DECOUPLED)
+    responses = await asyncio.wait_for(collect(ask_slow(model)), 5)
+    assert responses[-1].error is not None
+    assert "without a final response" in responses[-1].error.message
+
+
+async def test_a_sender_that_is_kept_is_failed_at_unload(serve):
+    code = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.senders = []
+    def execute(self, requests):
+        self.senders.append(requests[0].get_response_sender())
+"""
+    )
+    model = await serve(code, DECOUPLED)
+    stream = ask_slow(model)
+    await model.unload(0.05)
+    (response,) = await asyncio.wait_for(collect(stream), 5)
+    assert response.error is not None and "did not end in time" in response.error.message
+
+
+async def test_a_sender_checks_how_it_is_used(serve):
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        sender = requests[0].get_response_sender()
+        said = []
+        for args in [(), (3,), (answer(1), 7)]:
+            try:
+                sender.send(*args)
+            except pb_utils.TritonModelException as error:
+                said.append(error.message())
+        sender.send(tell(said), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        try:
+            sender.send(answer(1))
+        except pb_utils.TritonModelException as error:
+            pb_utils.Logger.log_error(error.message())
+"""
+    )
+    model = await serve(code, TEXT_OUT + "model_transaction_policy { decoupled: true }")
+    (response,) = await collect(ask(model))
+    said = json.loads(response.output("OUT").strings()[0])
+    assert len(said) == 3 and "flag is set to zero" in said[0] and "Unsupported flag" in said[2]
+
+
+async def test_a_sender_of_a_model_that_is_not_decoupled(serve):
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        sender = requests[0].get_response_sender()
+        if requests[0].inputs()[0].as_numpy()[0] == 2:
+            sender.send(answer(1))
+            sender.send(answer(2))
+        sender.send(answer(1))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        return [None]
+"""
+    )
+    model = await serve(code)
+    (response,) = await collect(ask_slow(model))
+    assert response.final and response.output("OUT").array.tolist() == [1]
+    (response,) = await collect(ask(model, IN=np.array([2], np.float32)))
+    assert response.error is not None and "exactly one response" in response.error.message
+
+
+async def test_instances_work_at_the_same_time(serve):
+    code = (
+        HEAD
+        + """
+    def initialize(self, args):
+        self.name = args["model_instance_name"]
+    def execute(self, requests):
+        time.sleep(0.1)
+        return [tell(self.name)]
+"""
+    )
+    model = await serve(code, TEXT_OUT + "instance_group { count: 2 }")
+    streams = [ask(model), ask(model)]
+    names = {(await collect(stream))[0].output("OUT").strings()[0] for stream in streams}
+    assert names == {'"model_0_0"', '"model_0_1"'}
+
+
+async def test_finalize_runs_and_threads_end(serve, tmp_path):
+    code = (
+        HEAD
+        + f"""
+    def execute(self, requests):
+        return [answer(1)]
+    def finalize(self):
+        open({str(tmp_path / "ended")!r}, "w").close()
+"""
+    )
+    model = await serve(code)
+    await model.unload(1)
+    assert (tmp_path / "ended").exists()
+    for thread in threading.enumerate():
+        if thread.name.startswith("model-model"):
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+async def test_models_do_not_see_each_others_modules(serve):
+    code = (
+        "from helper import VALUE\nfrom lib.deep import DEEP\n"
+        + HEAD
+        + """
+    def execute(self, requests):
+        import late
+        return [tell([VALUE, DEEP, late.LATE])]
+"""
+    )
+    models = [
+        await serve(
+            code,
+            TEXT_OUT,
+            {
+                "helper.py": f"VALUE = {i}",
+                "late.py": f"LATE = {i}",
+                "lib/__init__.py": "",
+                "lib/deep.py": "from .other import OTHER as DEEP\n",
+                "lib/other.py": f"OTHER = {i}",
+            },
+        )
+        for i in range(2)
+    ]
+    for i, model in enumerate(models):
+        (response,) = await collect(ask(model))
+        assert response.error is None, response.error
+        assert response.output("OUT").strings() == [json.dumps([i, i, i])]
+
+
+async def test_statistics_of_a_stream(serve):
+    model = await serve(REPEAT, REPEAT_TENSORS)
+    await collect(ask(model, COUNT=np.array([4], np.int32)))
+    stats = model.statistics.snapshot()
+    assert (stats["inference_count"], stats["execution_count"]) == (1, 1)
+    assert stats["inference_stats"]["success"]["count"] == 1
+
+
+async def test_many_requests(serve):
+    model = await serve(IDENTITY)
+    streams = [ask(model, IN=np.full(2, i, np.float32)) for i in range(300)]
+    for i, stream in enumerate(streams):
+        (response,) = await collect(stream)
+        assert response.output("OUT").array[0] == i
+    assert model.statistics.success.count == 300 and model.in_flight_count == 0

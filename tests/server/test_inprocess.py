@@ -1,0 +1,265 @@
+"""The server inside the process that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from repository_builder import IDENTITY, RepositoryBuilder
+
+import neso
+from neso.server.datatypes import DataType
+from neso.server.errors import InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.inprocess.tensor import make_input
+from neso.server.metadata import ModelState
+
+TEXT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy()[0].decode()
+            stream = pb_utils.get_input_tensor_by_name(request, "stream").as_numpy()[0]
+            sender = request.get_response_sender()
+            for part in text.split() if stream else [text]:
+                out = pb_utils.Tensor("text_output", np.array([part], np.object_))
+                sender.send(pb_utils.InferenceResponse([out]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+TEXT_TENSORS = """
+input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }
+input { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] }
+output { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] }
+model_transaction_policy { decoupled: true }
+"""
+
+
+@pytest.fixture
+def models(tmp_path):
+    repository = RepositoryBuilder(tmp_path / "models")
+    repository.add_standard()
+    repository.add("text", TEXT, TEXT_TENSORS)
+    return repository
+
+
+@pytest.fixture
+def server(models):
+    with neso.Server(model_repository=models.path, model_control_mode="explicit", startup_models=("*",),
+                     exit_timeout=0.2) as server:  # fmt: skip
+        yield server
+
+
+def test_start_and_infer(models):
+    server = neso.Server(model_repository=str(models.path)).start(wait_until_ready=True)
+    assert server.live() and server.ready()
+    parts = []
+    for response in server.model("text").infer(inputs={"text_input": ["so it goes"], "stream": [True]}):
+        parts += response.outputs["text_output"].to_string_array().tolist()
+    assert parts == ["so", "it", "goes"]
+    server.stop()
+    server.stop()
+    assert not server.live() and not server.ready()
+
+
+def test_responses_gather_while_the_caller_works(server):
+    responses = server.model("repeat").infer(inputs={"COUNT": [3]}, request_id="r")
+    deadline = time.monotonic() + 5
+    while server.model("repeat").statistics()["inference_stats"]["success"]["count"] < 1:
+        assert time.monotonic() < deadline
+    got = list(responses)
+    assert [int(response.outputs["OUT"].numpy()[0]) for response in got] == [0, 1, 2]
+    assert {response.request_id for response in got} == {"r"}
+    assert list(responses) == []
+
+
+def test_outputs(server):
+    (response,) = server.model("identity").infer(inputs={"IN": np.arange(3, dtype=np.float32)})
+    tensor = response.outputs["OUT"]
+    assert np.asarray(tensor).tolist() == np.from_dlpack(tensor).tolist() == [0, 1, 2]
+    assert np.asarray(tensor, np.int8).dtype == np.int8
+    assert (tensor.name, tensor.datatype, tensor.shape) == ("OUT", DataType.FP32, (3,))
+    with pytest.raises(InvalidArgument, match="is FP32, not BYTES"):
+        tensor.to_string_array()
+    (response,) = server.model("text").infer(inputs={"text_input": ["ü b"], "stream": [False]})
+    assert response.outputs["text_output"].to_bytes_array().tolist() == ["ü b".encode()]
+    (again,) = server.model("identity").infer(inputs={"IN": tensor}, outputs=["OUT"])
+    assert again.outputs["OUT"].numpy().tolist() == [0, 1, 2]
+
+
+async def test_async_infer_in_the_callers_loop(server):
+    model = server.model("repeat")
+
+    async def run(count):
+        return [int(r.outputs["OUT"].numpy()[0]) async for r in model.async_infer(inputs={"COUNT": [count]})]
+
+    assert await asyncio.gather(*(run(n) for n in range(5))) == [list(range(n)) for n in range(5)]
+    with pytest.raises(InvalidArgument, match="unexpected shape"):
+        await run_all(model.async_infer(inputs={"COUNT": [1, 2]}))
+
+
+async def run_all(responses):
+    return [response async for response in responses]
+
+
+async def test_async_cancel(server):
+    responses = server.model("slow").async_infer(inputs={"IN": [1.0]})
+    await asyncio.sleep(0.02)
+    responses.cancel()
+    with pytest.raises(ServerError, match="seen"):
+        await asyncio.wait_for(run_all(responses), 5)
+
+
+def test_cancel(server):
+    responses = server.model("slow").infer(inputs={"IN": [1.0]}, raise_on_error=False)
+    responses.cancel()
+    (response,) = responses
+    assert response.error is not None and response.final
+
+
+def test_errors_are_raised_where_they_belong(server):
+    with pytest.raises(NotFound):
+        server.model("nope")
+    with pytest.raises(NotFound):
+        server.model("identity", 3)
+    with pytest.raises(InvalidArgument, match="unexpected inference input 'X'"):
+        server.model("identity").infer(inputs={"X": [1.0]})
+    with pytest.raises(TypeError):
+        server.model("identity").infer(inputs={}, no_such_option=1)
+
+
+def test_what_a_server_tells(server):
+    assert server.metadata().name == "neso"
+    assert sorted(model.name for model in server.models()) == ["identity", "repeat", "slow", "text"]
+    model = server.model("identity", 1)
+    assert model.ready() and model.metadata().inputs[0].shape == (-1,)
+    assert model.config()["backend"] == "python"
+    assert 'nv_inference_request_success{model="identity",version="1"} 0' in server.metrics()
+    assert {entry.state for entry in server.index()} == {ModelState.READY}
+
+
+def test_load_and_unload(server, models):
+    model = server.model("identity")
+    server.unload("identity")
+    assert not model.ready()
+    with pytest.raises(Unavailable):
+        model.infer(inputs={"IN": [1.0]})
+    assert server.load("identity").ready() and model.ready()
+
+
+def test_calls_after_stop_fail_and_do_not_hang(models):
+    server = neso.Server(model_repository=models.path, exit_timeout=0.05).start(wait_until_ready=True)
+    model = server.model("slow")
+    waiting = model.infer(inputs={"IN": [1.0]})
+    server.stop()
+    with pytest.raises(ServerError):
+        list(waiting)
+    waiting.cancel()
+    for ask in (
+        lambda: server.model("slow"),
+        server.models,
+        server.metrics,
+        server.metadata,
+        lambda: model.infer(inputs={"IN": [1.0]}),
+        lambda: server.load("slow"),
+        server.start,
+    ):
+        with pytest.raises(Unavailable):
+            ask()
+    assert not model.ready()
+
+
+def test_stop_before_and_while_starting(models):
+    neso.Server(model_repository=models.path).stop()
+    models.add("late", "import time\ntime.sleep(0.2)\n" + IDENTITY)
+    server = neso.Server(model_repository=models.path).start()
+    assert not server.ready()
+    server.stop()
+
+
+def test_a_repository_that_does_not_exist(tmp_path):
+    with pytest.raises(NotFound):
+        neso.Server(model_repository=tmp_path / "nope").start(wait_until_ready=True)
+
+
+def test_stop_while_others_ask(models):
+    server = neso.Server(model_repository=models.path).start(wait_until_ready=True)
+    ended = []
+
+    def work():
+        try:
+            while True:
+                (_,) = server.model("identity").infer(inputs={"IN": [1.0]})
+        except ServerError as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    server.stop()
+    for thread in threads:
+        thread.join(5)
+    assert len(ended) == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype", "expected"),
+    [
+        ([True], DataType.BOOL, [True]),
+        ([1, 2], DataType.INT32, [1, 2]),
+        ([1, 2], DataType.UINT8, [1, 2]),
+        ([1], DataType.FP16, [1]),
+        ([[1.5]], DataType.FP32, [[1.5]]),
+        ([1.5], DataType.BF16, [1.5]),
+        (["ü", b"b"], DataType.BYTES, ["ü".encode(), b"b"]),
+        ("text", DataType.BYTES, b"text"),
+        ([], DataType.INT32, []),
+        ([1.5], None, [1.5]),
+    ],
+)
+def test_plain_values_become_what_the_model_expects(value, datatype, expected):
+    tensor = make_input("X", value, datatype)
+    assert datatype is None or tensor.datatype is datatype
+    assert tensor.array.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [
+        ([1.5], DataType.INT32),
+        ([1], DataType.BOOL),
+        ([300], DataType.UINT8),
+        ([-1], DataType.UINT8),
+        ([[1], [1, 2]], DataType.INT32),
+        ([1], DataType.BYTES),
+        ([None], DataType.INT32),
+    ],
+)
+def test_plain_values_that_do_not_fit(value, datatype):
+    with pytest.raises(InvalidArgument):
+        make_input("X", value, datatype)
+
+
+def test_arrays_keep_their_datatype():
+    assert make_input("X", np.zeros(1, np.int64), DataType.INT32).datatype is DataType.INT64
+    assert make_input("X", np.zeros(1, ml_dtypes.bfloat16), None).datatype is DataType.BF16
+    torch = pytest.importorskip("torch")
+    assert make_input("X", torch.ones(2, dtype=torch.int32), None).array.tolist() == [1, 1]
+
+
+def test_importing_neso_is_cheap():
+    code = (
+        "import sys, neso; assert not {'numpy', 'grpc', 'neso.server'} & set(sys.modules);"
+        "neso.Server; assert 'neso.engine' not in sys.modules and 'torch' not in sys.modules;"
+        "neso.SamplingParams; assert 'LLM' in dir(neso)\n"
+        "try: neso.nope\nexcept AttributeError: pass\nelse: raise SystemExit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
