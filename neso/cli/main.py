@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# gRPC reads this when it is imported. Engines are started by exec, which its fork handlers would only warn about.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 from typing import Annotated
 
 import typer

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from neso.generation import InvalidParameter
 from neso.server.backend import Backend, ModelContext
 from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
@@ -95,11 +97,12 @@ class Model:
             stream.fail(InternalError(f"backend of model '{self.name}' failed to take the request: {error}"))
         return stream
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """Generate text. Raises `Unsupported` without a language model, and what that one raises."""
         if self._retired:
-            async for output in self._after_retirement().generate(request):
-                yield output
+            async with aclosing(self._after_retirement().generate(request)) as outputs:
+                async for output in outputs:
+                    yield output
             return
         language_model = self.language_model
         if language_model is None:
@@ -109,11 +112,16 @@ class Model:
         self._generating += 1
         self._idle.clear()
         try:
-            async for output in language_model.generate(request):
-                if output.finished:
-                    failure = None
-                yield output
+            # Closing this generator must close the inner one at once: that is what frees the request's blocks.
+            async with aclosing(language_model.generate(request)) as outputs:
+                async for output in outputs:
+                    if output.finished:
+                        failure = None
+                    yield output
             failure = None
+        except InvalidParameter:
+            failure = FailureReason.REJECTED
+            raise
         except Exception:
             failure = FailureReason.BACKEND
             raise

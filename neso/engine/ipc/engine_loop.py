@@ -58,13 +58,15 @@ class EngineLoop:
         """Until a `Shutdown` comes."""
         while True:
             outputs: list[SequenceOutput] = []
-            for command in self._receive():
+            commands = self._receive()
+            for command in commands:
                 if isinstance(command, Shutdown):
                     return
                 outputs += self._apply(command)
             if self._core.has_work:
                 outputs += self._core.step()
-            if outputs:
+            # An abort gives no output, but the server's gauges must not stay where they were.
+            if outputs or commands:
                 _send(self._socket, StepOutputs(outputs, self._core.stats()))
 
     def _receive(self) -> list[Command]:
