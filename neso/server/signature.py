@@ -97,22 +97,22 @@ class Signature:
             if name not in self.outputs:
                 raise InvalidArgument(f"unexpected inference output '{name}' for model '{self.model}'")
         given, most = len(request.inputs), len(self.inputs)
+        absent = [n for n, spec in self.inputs.items() if not spec.optional and n not in request.inputs]
+        missing = f", missing are {', '.join(absent)}" if absent else ""
         if given > most or given < self._required:
-            expected = f"{most}"
-            if self._required != most:
-                expected = f"number of inputs between {self._required} and {most}"
-                raise InvalidArgument(f"expected {expected} but got {given} inputs for model '{self.model}'")
+            expected = f"number of inputs between {self._required} and {most}"
+            if self._required == most:
+                expected = f"{most} inputs"
             raise InvalidArgument(
-                f"expected {expected} inputs but got {given} inputs for model '{self.model}'"
+                f"expected {expected} but got {given} inputs for model '{self.model}'{missing}"
             )
         for name in request.inputs:
             if name not in self.inputs:
                 raise InvalidArgument(f"unexpected inference input '{name}' for model '{self.model}'")
-        missing = [n for n, spec in self.inputs.items() if not spec.optional and n not in request.inputs]
-        if missing:
+        if absent:
             raise InvalidArgument(
-                f"expected {self._required} required inputs but got {self._required - len(missing)} for "
-                f"model '{self.model}', missing are {', '.join(missing)}"
+                f"expected {self._required} required inputs but got {self._required - len(absent)} for "
+                f"model '{self.model}'{missing}"
             )
 
     def _batch_size(self, inputs: dict[str, Tensor]) -> int:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess
 
-import neso
 from neso.engine.llm import LLM
+from neso.models import SHIPPED_MODELS
 
-PILOT = Path(neso.__file__).parent / "models" / "neso-pilot"
+PILOT = SHIPPED_MODELS["neso-pilot"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,20 +6,20 @@ import asyncio
 import random
 import re
 import time
-from pathlib import Path
 
 import openai
 import psutil
 import pytest
 from server_process import ServerProcess, wait_until
 
-import neso
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
+from neso.engine.errors import EngineDead
 from neso.generation import GenerationRequest, SamplingParams
+from neso.models import SHIPPED_MODELS
 
 MODEL = "neso-pilot"
-PILOT = Path(neso.__file__).parent / "models" / MODEL
+PILOT = SHIPPED_MODELS[MODEL]
 STREAMS = 100
 
 
@@ -123,9 +123,9 @@ async def test_requests_fail_when_the_engine_dies():
     generation = engine.generate(GenerationRequest("Hi", SamplingParams(ignore_eos=True, max_tokens=1500)))
     await anext(generation)
     engine._channel.process.kill()  # type: ignore[attr-defined]
-    with pytest.raises(neso.engine.errors.EngineDead, match="SIGKILL"):
+    with pytest.raises(EngineDead, match="SIGKILL"):
         async for _ in generation:
             pass
     assert reasons and not engine.alive
-    with pytest.raises(neso.engine.errors.EngineDead):
+    with pytest.raises(EngineDead):
         await anext(engine.generate(GenerationRequest("Hi")))

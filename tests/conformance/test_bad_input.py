@@ -11,7 +11,6 @@ from tritonclient.utils import InferenceServerException
 
 MODEL = "neso-pilot"
 GENERATE = f"/v2/models/{MODEL}/generate"
-INFER = f"/v2/models/{MODEL}/infer"
 GOOD = {"text_input": "Hi", "max_tokens": 2}
 
 
@@ -39,24 +38,6 @@ def server_survives(server):
         (GENERATE, {"text_input": "Hi", "sampling_parameters": "{"}, 400, "sampling_parameters"),
         (GENERATE, {"text_input": "Hi", "parameters": {"top_p": 2}}, 400, "top_p"),
         (GENERATE, {"text_input": "word " * 5000}, 400, "context is 2048 tokens"),
-        (
-            INFER,
-            {"inputs": [{"name": "nope", "shape": [1], "datatype": "BYTES", "data": ["x"]}]},
-            400,
-            "nope",
-        ),
-        (
-            INFER,
-            {"inputs": [{"name": "text_input", "shape": [1], "datatype": "INT32", "data": [1]}]},
-            400,
-            "INT32",
-        ),
-        (
-            INFER,
-            {"inputs": [{"name": "text_input", "shape": [2], "datatype": "BYTES", "data": ["x"]}]},
-            400,
-            "text_input",
-        ),
     ],
 )
 def test_http(server, path, body, status, message):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess
 
-import neso
+from neso.models import SHIPPED_MODELS
 
-PILOT = Path(neso.__file__).parent / "models" / "neso-pilot"
+PILOT = SHIPPED_MODELS["neso-pilot"]
 ADD_ONE = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -59,6 +59,15 @@ def test_repository_with_good_and_broken_models(tmp_path):
         assert states["strange"]["state"] == "UNAVAILABLE" and "warp" in states["strange"]["reason"]
         body = {"inputs": [{"name": "IN", "shape": [2], "datatype": "INT32", "data": [1, 2]}]}
         assert server.post("/v2/models/add_one/infer", body)[1]["outputs"][0]["data"] == [2, 3]
+        for change, message in (
+            ({"name": "NOPE"}, "NOPE"),
+            ({"datatype": "FP32"}, "FP32"),
+            ({"shape": [3]}, "IN"),
+            ({"data": [1]}, "IN"),
+        ):
+            spoilt = {"inputs": [{**body["inputs"][0], **change}]}
+            status, answer = server.post("/v2/models/add_one/infer", spoilt)
+            assert status == 400 and message in answer["error"]
         assert server.post("/v2/models/pilot/generate", {"text_input": "Hi", "max_tokens": 3})[0] == 200
         status, answer = server.post("/v2/models/broken/generate", {"text_input": "Hi"})
         assert status in (404, 503) and "broken" in answer["error"]

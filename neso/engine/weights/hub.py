@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from neso.engine.weights.errors import ModelNotFound
+from neso.models import SHIPPED_MODELS
 
 # What the engine reads. Some repositories hold the weights a second time in other layouts, at the top level
 # as "consolidated*" and in folders.
@@ -16,7 +17,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """The directory of a model: a local one, or the hub's "organization/name", downloaded where not cached.
+    """The directory of a model: a local one, one that ships, or the hub's "organization/name", cached there.
 
     Raises `ModelNotFound` when it is neither, or the hub cannot be reached and the cache does not have it.
     """
@@ -24,6 +25,8 @@ def resolve_model(name_or_path: str | Path, revision: str | None = None) -> Path
     path = Path(name_or_path).expanduser()
     if name and path.is_dir():
         return path
+    if name in SHIPPED_MODELS:
+        return SHIPPED_MODELS[name]
     if not _HUB_NAME.fullmatch(name):
         raise ModelNotFound(f"{name}: there is no such directory")
     return _download(name, revision)

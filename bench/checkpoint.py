@@ -1,0 +1,97 @@
+"""Writes a Llama checkpoint with random weights: it generates nonsense, at just the cost of trained weights.
+
+usage: python bench/checkpoint.py DIRECTORY {s|m}      s: 28 M, m: 213 M parameters, bfloat16
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SHAPES = {
+    "s": {"vocab": 8192, "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate": 1408},
+    "m": {"vocab": 32000, "hidden": 1024, "layers": 16, "heads": 16, "kv_heads": 4, "intermediate": 2816},
+}
+
+
+def write_checkpoint(directory: Path, size: str) -> None:
+    """Write weights, config and a byte-level BPE tokenizer trained on the standard library's sources."""
+    shape = SHAPES[size]
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(_weights(shape), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(_config(shape), indent=2))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
+    _tokenizer().save(str(directory / "tokenizer.json"))
+
+
+def _weights(shape: dict[str, int]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    hidden, intermediate = shape["hidden"], shape["intermediate"]
+    kv = hidden // shape["heads"] * shape["kv_heads"]
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (rng.standard_normal((rows, columns), np.float32) * 0.02).astype(ml_dtypes.bfloat16)
+
+    weights = {"model.embed_tokens.weight": matrix(shape["vocab"], hidden)}
+    ones = np.ones(hidden, ml_dtypes.bfloat16)
+    for i in range(shape["layers"]):
+        layer = {
+            "self_attn.q_proj": matrix(hidden, hidden),
+            "self_attn.k_proj": matrix(kv, hidden),
+            "self_attn.v_proj": matrix(kv, hidden),
+            "self_attn.o_proj": matrix(hidden, hidden),
+            "mlp.gate_proj": matrix(intermediate, hidden),
+            "mlp.up_proj": matrix(intermediate, hidden),
+            "mlp.down_proj": matrix(hidden, intermediate),
+            "input_layernorm": ones,
+            "post_attention_layernorm": ones,
+        }
+        weights |= {f"model.layers.{i}.{name}.weight": tensor for name, tensor in layer.items()}
+    return weights | {"model.norm.weight": ones}
+
+
+def _config(shape: dict[str, int]) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape["vocab"],
+        "hidden_size": shape["hidden"],
+        "intermediate_size": shape["intermediate"],
+        "num_hidden_layers": shape["layers"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    tokenizer.train([str(path) for path in sources], trainer)
+    return tokenizer
+
+
+if __name__ == "__main__":
+    write_checkpoint(Path(sys.argv[1]), sys.argv[2])

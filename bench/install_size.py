@@ -1,0 +1,39 @@
+"""Size and time of the base install, in a fresh virtual environment: it must stay under 300 MB, without torch.
+
+usage: python bench/install_size.py         exits 1 above the limit
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LIMIT_MB = 300
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        venv = Path(scratch) / "venv"
+        subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+        before = size_mb(venv)
+        started = time.perf_counter()
+        pip = [venv / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-c", ROOT / "constraints.txt", ROOT], check=True)
+        seconds = time.perf_counter() - started
+        installed = size_mb(venv) - before
+        torch = any(venv.glob("lib/*/site-packages/torch"))
+        print(f"base install: {installed:.0f} MB in {seconds:.0f} s, torch: {'yes' if torch else 'no'}")
+        return int(installed > LIMIT_MB or torch)
+
+
+def size_mb(directory: Path) -> float:
+    """Bytes of all files below, in 10^6."""
+    return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file() and not p.is_symlink()) / 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())

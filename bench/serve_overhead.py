@@ -1,0 +1,162 @@
+"""What serving costs: throughput and ITL through OpenAI's API against the bare engine, in one run.
+
+The engine runs alone in its process (`AsyncEngine`, no front end), then behind `neso serve` with a streaming
+client for each request; same checkpoint, same prompts, same settings, in turn, several rounds, medians.
+
+usage: python bench/serve_overhead.py [CHECKPOINT] [--concurrency 4] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import orjson
+from checkpoint import write_checkpoint
+
+from neso.engine.async_engine import AsyncEngine
+from neso.engine.config import EngineConfig
+from neso.generation import GenerationRequest, SamplingParams
+
+TOKENS = 64
+
+
+@dataclass
+class Measured:
+    """Arrival times (s) of the pieces of each request, and the tokens of all."""
+
+    seconds: float = 0.0
+    arrivals: list[list[float]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.arrivals) * TOKENS / self.seconds
+
+    @property
+    def itl_ms(self) -> float:
+        """Median of (last - first) / (tokens - 1)."""
+        return 1e3 * statistics.median((times[-1] - times[0]) / (TOKENS - 1) for times in self.arrivals)
+
+
+def prompts(count: int) -> list[str]:
+    rng = random.Random(0)
+    words = "def return class import self for in if not else while try except raise".split()
+    return [" ".join(rng.choice(words) for _ in range(32)) for _ in range(count)]
+
+
+async def run(concurrency: int, texts: list[str], one) -> Measured:  # type: ignore[no-untyped-def]
+    """`concurrency` workers take the prompts in turn; `one(text)` gives the arrival times of a request."""
+    measured, waiting = Measured(), iter(texts)
+
+    async def worker() -> None:
+        for text in waiting:
+            measured.arrivals.append(await one(text))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    measured.seconds = time.perf_counter() - started
+    return measured
+
+
+async def bare(checkpoint: str, concurrency: int, texts: list[str]) -> Measured:
+    engine = await AsyncEngine.start(EngineConfig.from_options(checkpoint, {}))
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+
+    async def one(text: str) -> list[float]:
+        times = []
+        async with aclosing(engine.generate(GenerationRequest(text, params))) as outputs:
+            async for _ in outputs:
+                times.append(time.perf_counter())
+        return times
+
+    await run(concurrency, texts[:concurrency], one)
+    try:
+        return await run(concurrency, texts, one)
+    finally:
+        await engine.stop()
+
+
+def start_server(checkpoint: str) -> tuple[subprocess.Popen[str], int]:
+    """A `neso serve` process that is ready, and its port of OpenAI's API."""
+    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
+    command = [sys.executable, "-m", "neso.cli", "serve", f"bench={checkpoint}", *ports]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert server.stdout is not None
+    port = 0
+    for line in server.stdout:
+        if match := re.match(r"  openai\s+(\d+)", line):
+            port = int(match.group(1))
+        if line.startswith("Neso is ready"):
+            return server, port
+    raise RuntimeError("the server did not start")
+
+
+async def served(port: int, concurrency: int, texts: list[str]) -> Measured:
+    async def one(text: str) -> list[float]:
+        body = {"model": "bench", "prompt": text, "max_tokens": TOKENS, "temperature": 0}
+        body |= {"stream": True, "ignore_eos": True}
+        times = []
+        async with session.post(f"http://127.0.0.1:{port}/v1/completions", data=orjson.dumps(body)) as answer:
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    times.append(time.perf_counter())
+        return times
+
+    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
+        await run(concurrency, texts[:concurrency], one)
+        return await run(concurrency, texts, one)
+
+
+def round_trip(checkpoint: str, concurrency: int, texts: list[str]) -> tuple[Measured, Measured]:
+    """The bare engine, then the server, on the same texts."""
+    alone = asyncio.run(bare(checkpoint, concurrency, texts))
+    server, port = start_server(checkpoint)
+    try:
+        return alone, asyncio.run(served(port, concurrency, texts))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = arguments.checkpoint
+        if checkpoint is None:
+            checkpoint = scratch
+            write_checkpoint(Path(scratch), "m")
+        print(f"{'concurrency':>11} {'':>8} {'tok/s':>9} {'ITL ms':>9}")
+        for concurrency in arguments.concurrency:
+            compare(checkpoint, concurrency, arguments.rounds)
+
+
+def compare(checkpoint: str, concurrency: int, rounds: int) -> None:
+    """Print the medians of both and their ratios, round by round in turn."""
+    texts = prompts(max(4, 2 * concurrency))
+    pairs = [round_trip(checkpoint, concurrency, texts) for _ in range(rounds)]
+    for name, column in (("engine", 0), ("served", 1)):
+        rate = statistics.median(pair[column].tokens_per_second for pair in pairs)
+        itl = statistics.median(pair[column].itl_ms for pair in pairs)
+        print(f"{concurrency:>11} {name:>8} {rate:>9.1f} {itl:>9.2f}")
+    rate = statistics.median(s.tokens_per_second / b.tokens_per_second for b, s in pairs)
+    itl = statistics.median(s.itl_ms / b.itl_ms for b, s in pairs)
+    print(f"{concurrency:>11} {'ratio':>8} {rate:>9.3f} {itl:>9.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The ways in which a question of each kind is asked."""
+
+from __future__ import annotations
+
+PATTERNS = {
+    "what": (
+        "What is {0}?",
+        "what is {0}",
+        "What is {0}",
+        "Explain {0}.",
+        "Tell me about {0}.",
+        "What does {0} mean?",
+        "Define {0}.",
+        "Can you explain {0}?",
+        "{0}?",
+    ),
+    "how": (
+        "How do I {0}?",
+        "how do i {0}",
+        "How can I {0}?",
+        "how to {0}",
+        "Show me how to {0}.",
+        "Tell me how to {0}.",
+    ),
+    "why": ("Why {0}?", "why {0}", "Can you tell me why {0}?"),
+    "json": ("Give me {0} as JSON.", "Show {0} in JSON.", "Write {0} as JSON", "{0} as JSON"),
+}
+
+HELD_OUT = {
+    "what": "Please tell me what {0} is.",
+    "how": "What do I do to {0}?",
+}
+"""Never trained on: what the model makes of them is measured, not promised."""
+
+
+def phrase(kind: str, names: list[str]) -> list[str]:
+    """All questions for the topics `names`, the canonical one first. Raises `ValueError` for an unknown kind."""
+    if kind == "ask":
+        plain = [name.rstrip("?!.").lower() for name in names]
+        return list(dict.fromkeys([*names, *plain]))
+    if kind not in PATTERNS:
+        raise ValueError(f"there is no kind of question '{kind}', there are ask, {', '.join(PATTERNS)}")
+    return list(dict.fromkeys(pattern.format(name) for name in names for pattern in PATTERNS[kind]))
