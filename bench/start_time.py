@@ -1,0 +1,64 @@
+"""How long the command line takes to answer, and the server to be ready and to give its first answer.
+
+usage: python bench/start_time.py [--rounds 5]       medians over the rounds, after one that warms the disk cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+
+NESO = [sys.executable, "-m", "neso.cli"]
+PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
+BODY = b'{"text_input": "What is in-flight batching?", "temperature": 0}'
+
+
+def command(*arguments: str) -> float:
+    """Seconds for a command that ends by itself."""
+    started = time.perf_counter()
+    subprocess.run([*NESO, *arguments], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
+def serve() -> tuple[float, float]:
+    """Seconds from the start of the process until it is ready, and until the first whole answer."""
+    started = time.perf_counter()
+    server = subprocess.Popen(
+        [*NESO, "serve", *PORTS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert server.stdout is not None
+    try:
+        port = ""
+        for line in server.stdout:
+            if match := re.match(r"  http\s+(\d+)", line):
+                port = match.group(1)
+            if line.startswith("Neso is ready"):
+                break
+        ready = time.perf_counter() - started
+        url = f"http://127.0.0.1:{port}/v2/models/neso-pilot/generate"
+        urllib.request.urlopen(url, BODY).read()
+        return ready, time.perf_counter() - started
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    serve()
+    print(f"neso --version     {statistics.median(command('--version') for _ in range(rounds)):.2f} s")
+    print(f"neso serve --help  {statistics.median(command('serve', '--help') for _ in range(rounds)):.2f} s")
+    starts = [serve() for _ in range(rounds)]
+    print(f"start to ready     {statistics.median(ready for ready, _ in starts):.2f} s")
+    print(f"start to answer    {statistics.median(answer for _, answer in starts):.2f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The command line without a server: what it says, and how it reads its options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import neso
+from neso.cli.serve_options import ModelArgument, ServeOptions
+from neso.server.errors import InvalidArgument
+from neso.server.options import ModelControlMode
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "neso.cli", *arguments], capture_output=True, text=True)
+
+
+def test_version():
+    assert run("--version").stdout == f"neso {neso.__version__}\n"
+
+
+def test_help_is_grouped():
+    text = run("serve", "--help").stdout
+    for group in ("Models", "Engine", "Ports", "Process"):
+        assert f"─ {group}" in text
+    for option in (
+        "--model-repository",
+        "--model-control-mode",
+        "--http-port",
+        "--grpc-port",
+        "--exit-timeout",
+    ):
+        assert option in text
+
+
+def test_commands_that_serve_nothing_import_nothing_heavy():
+    code = (
+        "import sys\n"
+        "sys.argv = ['neso', '--version']\n"
+        "from neso.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([m for m in ('numpy', 'grpc', 'fastapi', 'tokenizers') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith(
+        "[]\n"
+    )
+
+
+def test_the_package_imports_nothing_by_itself():
+    code = "import sys, neso; print('numpy' in sys.modules, 'torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "checkpoint"),
+    [
+        ("neso-pilot", "neso-pilot", "neso-pilot"),
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("chat=Qwen/Qwen3-0.6B", "chat", "Qwen/Qwen3-0.6B"),
+        ("/models/llama", "llama", "/models/llama"),
+    ],
+)
+def test_model_argument(text, name, checkpoint):
+    assert ModelArgument.parse(text) == ModelArgument(name, checkpoint)
+
+
+def test_model_argument_of_a_directory_is_named_by_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ModelArgument.parse(".").name == tmp_path.name
+
+
+@pytest.mark.parametrize("text", ["=x", "x=", ""])
+def test_bad_model_argument(text):
+    with pytest.raises(InvalidArgument, match="NAME=CHECKPOINT"):
+        ModelArgument.parse(text)
+
+
+def parse(*arguments: str) -> ServeOptions:
+    """What `neso serve` makes of its arguments."""
+    from unittest.mock import patch
+
+    from typer.testing import CliRunner
+
+    from neso.cli.main import app
+
+    with patch("neso.cli.serving.run", return_value=0) as ran:
+        result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 0, result.output
+    return ServeOptions.from_values(ran.call_args.args[0])
+
+
+def test_defaults():
+    options = parse()
+    assert [m.name for m in options.models] == ["neso-pilot"]
+    assert options.http and options.grpc and options.metrics and options.openai
+    ports = (options.http.port, options.grpc.port, options.metrics.port, options.openai_http.port)
+    assert ports == (8000, 8001, 8002, 9000)
+    assert not options.server.exit_on_error and options.server.strict_readiness
+
+
+def test_options_reach_their_places(tmp_path):
+    options = parse(
+        f"--model-repository={tmp_path}",
+        "--model-control-mode=explicit",
+        "--load-model=a",
+        "--load-model=b",
+        "--strict-readiness=false",
+        "--allow-grpc=false",
+        "--backend-config=llm,in-process=true",
+        "--exit-timeout-secs=5",
+        "--http-port=1234",
+    )
+    assert options.models == ()
+    assert options.server.model_repository == (tmp_path,)
+    assert options.server.model_control_mode is ModelControlMode.EXPLICIT
+    assert options.server.startup_models == ("a", "b")
+    assert options.server.backend_config == {"llm": {"in-process": "true"}}
+    assert options.server.exit_timeout == 5 and not options.server.strict_readiness
+    assert options.grpc is None and options.http is not None and options.http.port == 1234
+
+
+def test_engine_options_are_for_named_models():
+    options = parse("m=neso-pilot", "--max-model-len=512", "--max-num-seqs=4")
+    assert options.engine == {"runner": "auto", "max_model_len": "512", "max_num_seqs": "4"}
