@@ -97,7 +97,7 @@ class ProcessChannel(EngineChannel):
             await asyncio.wait_for(asyncio.shield(self.dead), timeout)
         except asyncio.TimeoutError:
             self.process.kill()
-            await self.dead
+            await asyncio.shield(self.dead)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._alive)
@@ -128,7 +128,7 @@ class ThreadChannel(EngineChannel):
 
     async def close(self, timeout: float) -> None:
         await super().close(timeout)
-        await self.dead
+        await asyncio.shield(self.dead)
 
     def _run(self, socket: zmq.Socket[bytes], config: EngineConfig) -> None:
         from neso.engine.loader import load_engine

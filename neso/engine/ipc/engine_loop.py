@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -99,4 +100,6 @@ class EngineLoop:
 
 
 def _send(socket: zmq.Socket[bytes], event: Event) -> None:
-    socket.send(event_encoder.encode(event))
+    # The pair has no high-water mark: it would block only without a peer, and then nobody is left to tell.
+    with contextlib.suppress(zmq.Again):
+        socket.send(event_encoder.encode(event), zmq.NOBLOCK)

@@ -1,0 +1,162 @@
+"""The llm backend within a core: its repository forms, tensors in and out, metrics, unload and reload."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import orjson
+import pytest
+
+import neso.server.core
+from neso.generation import GenerationRequest, SamplingParams
+from neso.models import SHIPPED_MODELS
+from neso.server.errors import InvalidArgument, ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.options import ModelControlMode, ServerOptions
+from neso.server.tensor import Tensor
+
+PILOT = SHIPPED_MODELS["neso-pilot"]
+PROMPT = "What is paged attention?"
+
+
+def write_repository(root, config='backend: "llm"', **model_json):
+    (root / "pilot" / "1").mkdir(parents=True)
+    (root / "pilot" / "config.pbtxt").write_text(config)
+    (root / "pilot" / "1" / "model.json").write_bytes(orjson.dumps({"model": "neso-pilot", **model_json}))
+
+
+@pytest.fixture
+async def core(tmp_path):
+    write_repository(tmp_path, num_blocks=256)
+    options = ServerOptions(
+        model_repository=(tmp_path,),
+        model_control_mode=ModelControlMode.EXPLICIT,
+        startup_models=("*",),
+        backend_config={"llm": {"in-process": "true"}},
+    )
+    core = neso.server.core.Core(options)
+    await core.start()
+    assert core.ready(), core.repository_index()
+    yield core
+    await core.stop()
+
+
+def request(prompt: str = PROMPT, parameters=None, **flags) -> InferenceRequest:
+    inputs = {"text_input": Tensor.from_strings("text_input", [prompt])}
+    for name, value in flags.items():
+        inputs[name] = Tensor.from_numpy(name, np.array([value]))
+    return InferenceRequest("pilot", inputs, parameters={"temperature": 0.0, **(parameters or {})})
+
+
+async def outputs(core, request) -> list:
+    responses = [response async for response in core.model("pilot").submit(request)]
+    for response in responses:
+        assert response.error is None, response.error
+    assert [response.final for response in responses] == [False] * (len(responses) - 1) + [True]
+    return responses
+
+
+async def test_one_response_unless_streaming(core):
+    (whole,) = await outputs(core, request())
+    text = whole.output("text_output").strings()[0]
+    pieces = await outputs(core, request(stream=True))
+    assert len(pieces) > 5
+    assert "".join(p.output("text_output").strings()[0] for p in pieces) == text
+    assert [t.name for t in whole.outputs] == ["text_output"]
+
+
+async def test_all_outputs(core):
+    flags = {
+        f"return_{name}": True
+        for name in (
+            "finish_reason",
+            "cumulative_logprob",
+            "logprobs",
+            "num_input_tokens",
+            "num_output_tokens",
+        )
+    }
+    (response,) = await outputs(core, request(parameters={"max_tokens": 4, "n": 2}, **flags))
+    assert {t.name: t.array.shape for t in response.outputs} == {
+        "text_output": (2,),
+        "finish_reason": (2,),
+        "cumulative_logprob": (2,),
+        "logprobs": (2,),
+        "num_input_tokens": (1,),
+        "num_output_tokens": (2,),
+    }
+    assert response.output("num_output_tokens").array.tolist() == [4, 4]
+
+
+async def test_prompt_in_front_on_request(core):
+    (response,) = await outputs(core, request(exclude_input_in_output=False, parameters={"max_tokens": 3}))
+    assert response.output("text_output").strings()[0].startswith(PROMPT)
+
+
+async def test_parameters_as_json_text(core):
+    (response,) = await outputs(core, request(parameters={"stop": '["is", "a"]', "max_tokens": 30}))
+    text = response.output("text_output").strings()[0]
+    assert "is" not in text and "a" not in text
+    with pytest.raises(InvalidArgument, match="temperature"):
+        core.model("pilot").submit(request(parameters={"temperature": -1.0}))
+
+
+async def test_cancel_frees_and_counts(core):
+    model = core.model("pilot")
+    stream = model.submit(request(stream=True, parameters={"ignore_eos": True, "max_tokens": 1000}))
+    await anext(stream)
+    stream.cancel()
+    rest = [response async for response in stream]
+    assert rest[-1].error is not None and rest[-1].error.code.value == "CANCELLED"
+    stats = await model.language_model.engine.check_integrity()
+    assert stats.num_used_blocks == 0
+    assert (
+        b'nv_inference_request_failure{model="pilot",reason="CANCELED",version="1"} 1'
+        in core.metrics.render()
+    )
+
+
+async def test_text_face_and_tensor_face_agree(core):
+    model = core.model("pilot")
+    (response,) = await outputs(core, request())
+    generated = model.generate(GenerationRequest(PROMPT, SamplingParams(temperature=0)))
+    text = "".join([delta.text async for output in generated for delta in output.deltas])
+    assert response.output("text_output").strings() == [text]
+    assert b'nv_inference_request_success{model="pilot",version="1"} 2' in core.metrics.render()
+
+
+async def test_reload_lets_requests_in_flight_end(core):
+    parameters = {"ignore_eos": True, "max_tokens": 60}
+    (expected,) = await outputs(core, request(parameters=parameters))
+    running = asyncio.create_task(outputs(core, request(stream=True, parameters=parameters)))
+    await asyncio.sleep(0.05)
+    await core.load_model("pilot")
+    text = "".join(r.output("text_output").strings()[0] for r in await running)
+    assert text == expected.output("text_output").strings()[0]
+    assert len(await outputs(core, request())) == 1
+    await core.unload_model("pilot")
+    with pytest.raises(ServerError):
+        core.model("pilot")
+    assert b"vllm:num_requests_running{" not in core.metrics.render()
+
+
+@pytest.mark.parametrize(
+    ("model_json", "reason"),
+    [
+        ({"max_model_len": 1_000_000}, "max_model_len"),
+        ({"max_modle_len": 100}, "max_modle_len"),
+        ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"model": 5}, "model"),
+        ({"num_blocks": "many"}, "num_blocks"),
+    ],
+)
+async def test_bad_options_are_the_reason(tmp_path, model_json, reason):
+    write_repository(tmp_path, **model_json)
+    core = neso.server.core.Core(
+        ServerOptions(model_repository=(tmp_path,), backend_config={"llm": {"in-process": "true"}})
+    )
+    await core.start()
+    (entry,) = core.repository_index()
+    assert entry.state.value == "UNAVAILABLE" and reason in entry.reason
+    await core.stop()

@@ -1,0 +1,114 @@
+"""The engine behind its channel, in a thread and in a process: same tokens, clean failures, clean ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from contextlib import aclosing
+
+import pytest
+
+from neso.engine.async_engine import AsyncEngine
+from neso.engine.config import EngineConfig
+from neso.engine.errors import EngineDead, EngineError
+from neso.engine.llm import LLM
+from neso.generation import FinishReason, GenerationRequest, InvalidParameter, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+async def text_of(engine: AsyncEngine, prompt: str, params: SamplingParams = GREEDY) -> str:
+    async with aclosing(engine.generate(GenerationRequest(prompt, params))) as outputs:
+        return "".join([delta.text async for output in outputs for delta in output.deltas])
+
+
+@pytest.fixture(params=["thread", "process"])
+async def engine(request, llama_checkpoint):
+    config = EngineConfig.from_options(str(llama_checkpoint), {"num_blocks": 64})
+    engine = await AsyncEngine.start(config, in_process=request.param == "thread")
+    yield engine
+    await engine.stop()
+
+
+async def test_same_text_as_the_offline_engine(engine, llama_checkpoint):
+    prompts = ["The quick", "A server answers", "Voyager"]
+    expected = [r.text for r in LLM(llama_checkpoint).generate(prompts, GREEDY, progress=False)]
+    assert await asyncio.gather(*(text_of(engine, prompt) for prompt in prompts)) == expected
+    stats = await engine.check_integrity()
+    assert (stats.num_running, stats.num_used_blocks, engine.num_requests) == (0, 0, 0)
+
+
+async def test_leaving_early_aborts(engine):
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    generation = engine.generate(GenerationRequest("The quick", params))
+    await anext(generation)
+    await generation.aclose()
+    stats = await engine.check_integrity()
+    assert (stats.num_running, stats.num_used_blocks) == (0, 0)
+    task = asyncio.create_task(text_of(engine, "A server", params))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await engine.check_integrity()).num_used_blocks == 0
+
+
+async def test_stop_string_frees_the_sequence_in_the_engine(engine):
+    free = await text_of(engine, "The quick")
+    stop = free[3:5]
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, stop=(stop,))
+    assert await text_of(engine, "The quick", params) == free[: free.index(stop)]
+    assert (await engine.check_integrity()).num_used_blocks == 0
+
+
+async def test_sequences_of_a_request_end_one_by_one(engine):
+    params = SamplingParams(n=3, temperature=1.5, seed=2, max_tokens=20, ignore_eos=True, stop=("e",))
+    texts, reasons = ["", "", ""], {}
+    async for output in engine.generate(GenerationRequest("The quick", params)):
+        for delta in output.deltas:
+            assert delta.index not in reasons, "nothing after the end of a sequence"
+            texts[delta.index] += delta.text
+            if delta.finish_reason:
+                reasons[delta.index] = delta.finish_reason
+    assert set(reasons) == {0, 1, 2} and set(reasons.values()) <= {FinishReason.STOP, FinishReason.LENGTH}
+    assert all("e" not in text for text in texts)
+
+
+async def test_bad_requests_are_refused_before_the_engine(engine):
+    with pytest.raises(InvalidParameter, match="context is 512 tokens"):
+        await text_of(engine, "word " * 2000)
+    request = GenerationRequest("The quick", GREEDY, request_id="same")
+    first = engine.generate(request)
+    await anext(first)
+    with pytest.raises(InvalidParameter, match="in flight"):
+        await anext(engine.generate(request))
+    await first.aclose()
+
+
+async def test_request_that_can_never_run_gets_an_error(engine):
+    params = SamplingParams(n=100, max_tokens=2)
+    with pytest.raises(EngineError, match="at most 64 sequences"):
+        await text_of(engine, "The quick", params)
+
+
+async def test_stopping_fails_what_is_in_flight(llama_checkpoint):
+    engine = await AsyncEngine.start(EngineConfig(model=str(llama_checkpoint)))
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    generation = engine.generate(GenerationRequest("The quick", params))
+    await anext(generation)
+    await engine.stop()
+    with pytest.raises(EngineDead):
+        async for _ in generation:
+            pass
+    with pytest.raises(EngineDead):
+        await text_of(engine, "The quick")
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_model_that_cannot_be_loaded(llama_checkpoint, tmp_path, in_process):
+    broken = shutil.copytree(llama_checkpoint, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
+    with pytest.raises(EngineError, match=r"layers\.3"):
+        await AsyncEngine.start(EngineConfig(model=str(broken)), in_process=in_process)
