@@ -1,6 +1,6 @@
 """Trains neso-pilot from nothing and writes it where the package carries it.
 
-usage: python models/pilot/train.py [--minutes 20]
+usage: python models/pilot/train.py [--minutes 50] [--output DIRECTORY]
 
 The same seed, versions and number of steps give the same model; `--minutes` bounds the steps by the clock.
 """
@@ -25,7 +25,7 @@ from neso.engine.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "neso" / "models" / "neso-pilot"
 SEED = 0
-TOKENS_PER_STEP = 6144
+TOKENS_PER_STEP = 4096
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 60
 
@@ -89,12 +89,12 @@ def learning_rate(step: int, done: float) -> float:
     )
 
 
-def train(minutes: float, max_steps: int) -> None:
-    """Train for `max_steps` or `minutes`, whichever ends first, and export."""
+def train(directory: Path, minutes: float, max_steps: int) -> None:
+    """Train for `max_steps` or `minutes`, whichever ends first, and export to `directory`."""
     torch.set_num_threads(2)
     entries = read_corpus()
-    write_tokenizer(MODEL, entries)
-    tokenizer = Tokenizer.from_directory(MODEL)
+    write_tokenizer(directory, entries)
+    tokenizer = Tokenizer.from_directory(directory)
     model = make_model(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     print(f"{len(entries)} entries, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
@@ -109,7 +109,7 @@ def train(minutes: float, max_steps: int) -> None:
             loss = _step(model, optimizer, batch, learning_rate(step, done))
             average = loss if step == 0 else 0.95 * average + 0.05 * loss
             bar.update(task, completed=step + 1, loss=average)
-    export(model, MODEL)
+    export(model, directory)
 
 
 def _step(
@@ -133,7 +133,8 @@ def _step(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=45.0)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--output", type=Path, default=MODEL)
+    parser.add_argument("--minutes", type=float, default=50.0)
+    parser.add_argument("--steps", type=int, default=2400)
     arguments = parser.parse_args()
-    train(arguments.minutes, arguments.steps)
+    train(arguments.output, arguments.minutes, arguments.steps)
