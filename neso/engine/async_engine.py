@@ -56,15 +56,14 @@ class AsyncEngine:
             # The tokenizer loads here while the weights load there.
             tokenizer = await asyncio.to_thread(Tokenizer.from_directory, Path(config.model))
             event = await channel.receive_first()
-        except TokenizerError as error:
-            await channel.close(timeout=5)
-            raise EngineError(str(error)) from None
-        except BaseException:
-            await channel.close(timeout=5)
+            if not isinstance(event, EngineInfo):
+                raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
+        except BaseException as error:
+            # An engine that is still loading has nothing to lose, and does not listen.
+            await channel.close(timeout=0)
+            if isinstance(error, TokenizerError):
+                raise EngineError(str(error)) from None
             raise
-        if not isinstance(event, EngineInfo):
-            await channel.close(timeout=5)
-            raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
         return cls(channel, event, tokenizer)
 
     @property

@@ -98,8 +98,11 @@ async def test_parameters_as_json_text(core):
     (response,) = await outputs(core, request(parameters={"stop": '["is", "a"]', "max_tokens": 30}))
     text = response.output("text_output").strings()[0]
     assert "is" not in text and "a" not in text
-    with pytest.raises(InvalidArgument, match="temperature"):
-        core.model("pilot").submit(request(parameters={"temperature": -1.0}))
+
+
+async def test_bad_parameter_is_answered(core):
+    (response,) = [r async for r in core.model("pilot").submit(request(parameters={"temperature": -1.0}))]
+    assert isinstance(response.error, InvalidArgument) and "temperature" in response.error.message
 
 
 async def test_cancel_frees_and_counts(core):
