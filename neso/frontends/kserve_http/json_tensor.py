@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import Any
 
@@ -40,7 +41,7 @@ def read_tensor(name: str, datatype: DataType, shape: tuple[int, ...], data: lis
     flat = _flatten(name, data)
     allowed, message = _KINDS[datatype]
     if not allowed.issuperset(map(type, flat)):
-        raise InvalidArgument(f"Unable to parse 'data': {message}, input '{name}'")
+        raise _ragged(name) if list in map(type, flat) else _unparsable(name, message)
     if len(flat) != element_count(shape):
         raise InvalidArgument(
             f"Unable to parse 'data': Shape does not match true shape of 'data' field, input '{name}' has "
@@ -78,12 +79,9 @@ def is_finite(tensor: Tensor) -> bool:
 def _flatten(name: str, data: list[Any]) -> list[Any]:
     """Level by level: as fast as it gets in Python, and deep nesting needs no stack."""
     while data and type(data[0]) is list:
-        extent = len(data[0])
-        if any(type(row) is not list or len(row) != extent for row in data):
-            raise InvalidArgument(f"Unable to parse 'data': input '{name}' has ragged nested lists")
+        if set(map(type, data)) != {list} or len(set(map(len, data))) != 1:
+            raise _ragged(name)
         data = list(chain.from_iterable(data))
-    if any(type(value) is list for value in data[1:]):
-        raise InvalidArgument(f"Unable to parse 'data': input '{name}' has ragged nested lists")
     return data
 
 
@@ -93,19 +91,33 @@ def _array(name: str, datatype: DataType, flat: list[Any]) -> np.ndarray[Any, An
         try:
             elements[:] = [text.encode() for text in flat]
         except UnicodeEncodeError:
-            raise InvalidArgument(f"Unable to parse 'data': input '{name}' is not valid Unicode") from None
+            raise _unparsable(name, "attempt to read text that is not valid Unicode") from None
         return elements
     try:
-        if datatype is not DataType.FP32:
-            return np.array(flat, datatype.dtype)
-        wide = np.array(flat, np.float64)
+        with np.errstate(over="ignore"):
+            array = np.array(flat, datatype.dtype)
     except OverflowError:
         raise _out_of_range(name, datatype) from None
-    with np.errstate(over="ignore"):
-        narrow = wide.astype(np.float32)
-    if np.isinf(narrow).any() and not np.array_equal(np.isinf(narrow), np.isinf(wide)):
+    # FP32 becomes infinite where Python's floats are not yet.
+    if (
+        datatype is DataType.FP32
+        and not np.isfinite(array).all()
+        and np.isinf(array).sum() != _infinite(flat)
+    ):
         raise _out_of_range(name, datatype)
-    return narrow
+    return array
+
+
+def _infinite(flat: list[Any]) -> int:
+    return flat.count(math.inf) + flat.count(-math.inf)
+
+
+def _ragged(name: str) -> InvalidArgument:
+    return InvalidArgument(f"Unable to parse 'data': input '{name}' has ragged nested lists")
+
+
+def _unparsable(name: str, message: str) -> InvalidArgument:
+    return InvalidArgument(f"Unable to parse 'data': {message}, input '{name}'")
 
 
 def _out_of_range(name: str, datatype: DataType) -> InvalidArgument:
