@@ -42,7 +42,7 @@ install() {
         "$python" -m venv .venv
     fi
     echo "neso: installing${2:+ with $2} (about half a minute for the server, more for the tests)"
-    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt -e ".$2"
+    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".$2"
     echo "$state" >"$stamp"
 }
 
