@@ -31,6 +31,9 @@ from neso.generation import GenerationOutput, GenerationRequest, InvalidParamete
 
 Outbox = asyncio.Queue[GenerationOutput | Exception]
 
+LONG_PROMPT = 8192
+"""Characters from which a prompt is tokenized in a thread: it takes milliseconds, in which the loop would stand."""
+
 
 class AsyncEngine:
     """A `LanguageModel` over the channel to an engine; made by `start`, on the event loop that uses it."""
@@ -86,12 +89,16 @@ class AsyncEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`."""
+        name = request.request_id or f"request-{next(self._names)}"
+        request = replace(request, request_id=name)
+        if isinstance(request.prompt, str) and len(request.prompt) > LONG_PROMPT:
+            prepared = await asyncio.to_thread(self._input.process, request)
+        else:
+            prepared = self._input.process(request)
         if not self.alive:
             raise EngineDead(self._channel.dead.result())
-        name = request.request_id or f"request-{next(self._names)}"
         if name in self._requests:
             raise InvalidParameter("request_id", f"'{name}' is in flight already")
-        prepared = self._input.process(replace(request, request_id=name))
         outbox: Outbox = asyncio.Queue()
         self._requests[name] = RequestState(prepared, self.text), outbox
         self._channel.send(Add(prepared))
