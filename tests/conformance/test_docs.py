@@ -9,11 +9,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/openai.md", "docs/kserve-http.md", "docs/kserve-grpc.md")
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DEFAULT_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000}
+
+IDENTITY_CONFIG = """
+backend: "python"
+max_batch_size: 8
+input [{ name: "INPUT", data_type: TYPE_FP32, dims: [-1] }]
+output [{ name: "OUTPUT", data_type: TYPE_FP32, dims: [-1] }]
+"""
+IDENTITY = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        inputs = [pb_utils.get_input_tensor_by_name(request, "INPUT").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", array)]) for array in inputs]
+"""
 
 
 def examples() -> list:
@@ -27,10 +43,21 @@ def examples() -> list:
     return found
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The shipped model, and the identity that the pages on tensors use."""
+    repository = tmp_path_factory.mktemp("repository")
+    (repository / "identity" / "1").mkdir(parents=True)
+    (repository / "identity" / "config.pbtxt").write_text(IDENTITY_CONFIG)
+    (repository / "identity" / "1" / "model.py").write_text(IDENTITY)
+    with ServerProcess("neso-pilot", f"--model-repository={repository}") as server:
+        yield server
+
+
 @pytest.mark.parametrize(("language", "code"), examples())
-def test_example(server, language, code):
+def test_example(served, language, code):
     for name, port in DEFAULT_PORTS.items():
-        code = code.replace(f"localhost:{port}", server.address(name))
+        code = code.replace(f"localhost:{port}", served.address(name))
     command = (
         [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
     )
