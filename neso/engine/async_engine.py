@@ -43,7 +43,7 @@ class AsyncEngine:
         self.stats = EngineStats(num_blocks=info.num_blocks)
         self.text = tokenizer
         self._channel = channel
-        self._input = InputProcessor(tokenizer, info.max_model_len, info.vocab_size)
+        self._input = InputProcessor(tokenizer, info)
         self._requests: dict[str, tuple[RequestState, Outbox]] = {}
         self._names = itertools.count()
         self._integrity: asyncio.Future[Integrity] | None = None

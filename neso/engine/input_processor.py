@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neso.engine.core.request import EngineRequest
+from neso.engine.ipc.messages import EngineInfo
 from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import GenerationRequest, InvalidParameter
 
@@ -10,10 +11,11 @@ from neso.generation import GenerationRequest, InvalidParameter
 class InputProcessor:
     """Tokenizes and checks against the limits of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._max_model_len = info.max_model_len
+        self._max_num_seqs = info.max_num_seqs
+        self._vocab_size = info.vocab_size
 
     def process(self, request: GenerationRequest) -> EngineRequest:
         """Raises `InvalidParameter` for what the model cannot do.
@@ -22,6 +24,10 @@ class InputProcessor:
         """
         prompt = self._prompt_token_ids(request)
         params = request.sampling
+        if params.n > self._max_num_seqs:
+            raise InvalidParameter(
+                "n", f"is {params.n}, this engine runs at most {self._max_num_seqs} sequences"
+            )
         for token in params.logit_bias:
             if token >= self._vocab_size:
                 raise InvalidParameter(

@@ -82,7 +82,7 @@ class LLM:
         directory = resolve_model(model)
         self.tokenizer = Tokenizer.from_directory(directory)
         self.core, self.info = load_engine(EngineConfig.from_options(str(directory), options))
-        self._input = InputProcessor(self.tokenizer, self.info.max_model_len, self.info.vocab_size)
+        self._input = InputProcessor(self.tokenizer, self.info)
         self._names = itertools.count()
         self._in_flight: dict[str, _InFlight] = {}
 

@@ -37,6 +37,7 @@ def load_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
         runner=found_class.__name__,
         # A sequence longer than the whole cache could never be finished.
         max_model_len=min(max_model_len, num_blocks * block_size),
+        max_num_seqs=config.scheduler.max_num_seqs,
         vocab_size=spec.vocab_size,
         num_blocks=num_blocks,
         block_size=block_size,

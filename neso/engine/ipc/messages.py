@@ -37,6 +37,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
 
     runner: str
     max_model_len: int
+    max_num_seqs: int
     vocab_size: int
     num_blocks: int
     block_size: int

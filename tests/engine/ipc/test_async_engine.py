@@ -86,9 +86,9 @@ async def test_bad_requests_are_refused_before_the_engine(engine):
     await first.aclose()
 
 
-async def test_request_that_can_never_run_gets_an_error(engine):
+async def test_request_that_can_never_run_is_refused(engine):
     params = SamplingParams(n=100, max_tokens=2)
-    with pytest.raises(EngineError, match="at most 64 sequences"):
+    with pytest.raises(InvalidParameter, match="at most 64 sequences"):
         await text_of(engine, "The quick", params)
 
 
