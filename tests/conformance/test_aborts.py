@@ -129,3 +129,31 @@ async def test_requests_fail_when_the_engine_dies():
     assert reasons and not engine.alive
     with pytest.raises(EngineDead):
         await anext(engine.generate(GenerationRequest("Hi")))
+
+
+def _engines(server: ServerProcess) -> list[psutil.Process]:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [child for child in children if "neso.engine.ipc.engine_process" in child.cmdline()]
+
+
+def test_engine_that_dies_takes_down_its_model_only():
+    with ServerProcess("first=neso-pilot", "second=neso-pilot") as server:
+        assert len(_engines(server)) == 2
+        _engines(server)[0].kill()
+        wait_until(lambda: server.get("/v2/health/ready")[0] == 400)
+        generate = "/v2/models/{}/generate"
+        status = {
+            name: server.post(generate.format(name), {"text_input": "Hi", "max_tokens": 2})
+            for name in ("first", "second")
+        }
+        assert sorted(code for code, _ in status.values()) == [200, 503]
+        (answer,) = (answer for code, answer in status.values() if code == 503)
+        assert "SIGKILL" in answer["error"]
+        assert server.stop() == 0
+
+
+def test_engines_end_with_a_server_that_is_killed():
+    with ServerProcess() as server:
+        (engine,) = _engines(server)
+        server.process.kill()
+        engine.wait(10)
