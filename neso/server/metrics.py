@@ -27,6 +27,7 @@ class MetricsRegistry(CollectorRegistry):
     def __init__(self) -> None:
         super().__init__(auto_describe=False)
         self._families: dict[str, Counter | Gauge | Histogram] = {}
+        self._watched: dict[tuple[str, tuple[str, ...]], Callable[[], float]] = {}
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ("model", "version")) -> Counter:
         """A counter that several models may share: the first who asks makes it, the others get the same."""
@@ -47,6 +48,24 @@ class MetricsRegistry(CollectorRegistry):
         return self._share(
             Histogram, name, labels, lambda: Histogram(name, help, labels, buckets=buckets, registry=self)
         )
+
+    def watch(
+        self, name: str, help: str, model: str, version: str, read: Callable[[], float]
+    ) -> Callable[[], None]:
+        """Have a gauge call `read` when it is scraped; returns what ends that.
+
+        When a model is replaced, the new one watches before the old one ends: the last who came counts.
+        """
+        family, labels = self.gauge(name, help), (model, version)
+        family.labels(*labels).set_function(read)
+        self._watched[name, labels] = read
+
+        def unwatch() -> None:
+            if self._watched.get((name, labels)) is read:
+                del self._watched[name, labels]
+                family.remove(*labels)
+
+        return unwatch
 
     def render(self) -> bytes:
         """The text exposition format, with the names that the families were given."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from prometheus_client import Gauge
-
 from neso.engine.core.stats import EngineStats
 from neso.generation import GenerationOutput, GenerationRequest
 from neso.server.metrics import MetricsRegistry
@@ -41,8 +39,8 @@ class LlmMetrics:
     def __init__(
         self, registry: MetricsRegistry, model: str, version: str, stats: Callable[[], EngineStats]
     ) -> None:
-        self._labels = labels = (model, version)
-        self._gauges: list[Gauge] = []
+        labels = (model, version)
+        self._unwatch: list[Callable[[], None]] = []
         self.prompt_tokens = registry.counter(
             "vllm:prompt_tokens", "Number of prefill tokens processed."
         ).labels(*labels)
@@ -78,9 +76,7 @@ class LlmMetrics:
         self.n = histogram("request_params_n", "Histogram of the n request parameter.", N_BUCKETS)
 
         def gauge(name: str, help: str, read: Callable[[EngineStats], float]) -> None:
-            family = registry.gauge(f"vllm:{name}", help)
-            family.labels(*labels).set_function(lambda: read(stats()))
-            self._gauges.append(family)
+            self._unwatch.append(registry.watch(f"vllm:{name}", help, model, version, lambda: read(stats())))
 
         gauge("num_requests_running", "Number of sequences in execution.", lambda s: s.num_running)
         gauge("num_requests_waiting", "Number of sequences waiting to be processed.", lambda s: s.num_waiting)
@@ -103,8 +99,8 @@ class LlmMetrics:
 
     def close(self) -> None:
         """Forget the gauges of a model that is unloaded; what was counted stays."""
-        for family in self._gauges:
-            family.remove(*self._labels)
+        for unwatch in self._unwatch:
+            unwatch()
 
 
 class RequestTimer:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.python.errors import TritonModelException
-from neso.backends.python.model_module import forget_model_class, hide_modules, load_model_class, model_folder
+from neso.backends.python.model_module import forget_model_class, load_model_class, model_folder
 from neso.backends.python.request import InferenceRequest
 from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import ModelOutputs, Responder
@@ -70,7 +70,6 @@ class ModelInstance:
                 raise TritonModelException(f"TritonPythonModel in '{self._path}' has no execute function")
             if hasattr(model, "initialize"):
                 model.initialize(self._args)
-            hide_modules()
         except Exception as error:
             self.started.set_exception(error)
             return
@@ -79,7 +78,6 @@ class ModelInstance:
         self.started.set_result(None)
         while (stream := self._work.get()) is not None:
             self._execute(model, stream)
-            hide_modules()
             del stream  # a request that the model let go of must not live on in this frame
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import itertools
-import os
+import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.abc import Loader
 from importlib.machinery import (
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
@@ -17,7 +18,7 @@ from importlib.machinery import (
     ModuleSpec,
     SourceFileLoader,
 )
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,54 +27,73 @@ from neso.backends.python.errors import TritonModelException
 
 PB_UTILS = "triton_python_backend_utils"
 
+_PREFIX = "neso_python_model_"
 _numbers = itertools.count()
-_importing = threading.Lock()
 _here = threading.local()
-_modules: dict[tuple[str, str], ModuleType] = {}  # by folder and name, those that are hidden
+
+# A model is a package with a name of its own, whose path is the version's folder:
+#   model.py    neso_python_model_<name>_<n>
+#   helper.py   neso_python_model_<name>_<n>.helper
+# and `import helper`, in any of these files and in whatever thread, means the second.
 
 
 class _SourceLoader(SourceFileLoader):
-    """Reads the source each time: a cached bytecode file is stale when a file is replaced within a second."""
+    """Loads a file of a model: with the model's own `import`, and from the source each time.
+
+    A cached bytecode file is stale when a file is replaced by one of the same size within a second.
+    """
 
     def path_stats(self, path: str) -> Any:
         raise OSError("no bytecode is kept for models")
 
-
-class _Again(Loader):
-    """Gives a module that was hidden, as it is."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it was executed when it was imported first."""
+        package = module.__name__.partition(".")[0]
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _ModelImport(package)}
+        super().exec_module(module)
+
+
+class _ModelImport:
+    """The `__import__` of one model: looks beside the model's file, then where everybody does."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def __call__(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        top = name.partition(".")[0]
+        if level > 0 or not self._has(top):
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        module = builtins.__import__(f"{self._package}.{name}", globals, locals, fromlist or ("__name__",))
+        return module if fromlist else sys.modules[f"{self._package}.{top}"]
+
+    def _has(self, top: str) -> bool:
+        if f"{self._package}.{top}" in sys.modules:
+            return True
+        package = sys.modules.get(self._package)
+        spec = _FolderFinder.find_spec(f"{self._package}.{top}", package.__path__) if package else None
+        if spec is None or spec.loader is not None:
+            return spec is not None
+        # A folder without __init__.py is a package only if there is none of that name elsewhere.
+        return top not in sys.modules and find_spec(top) is None
 
 
 class _FolderFinder:
-    """Finds the modules beside a model's file, for the threads that run this model only.
-
-    With `sys.path`, two models that both have a `utils.py` would get the one that was imported first.
-    """
+    """Finds the modules of models by their full names."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        folder: str | None = getattr(_here, "folder", None)
-        if folder is None:
+        if not name.startswith(_PREFIX) or path is None:
             return None
-        if (module := _modules.get((folder, name))) is not None:
-            package = hasattr(module, "__path__")
-            return ModuleSpec(name, _Again(module), origin=module.__file__, is_package=package)
-        for entry in path if path is not None else [folder]:
-            if entry == folder or entry.startswith(folder + os.sep):
-                finder = FileFinder(
-                    entry, (_SourceLoader, SOURCE_SUFFIXES), (ExtensionFileLoader, EXTENSION_SUFFIXES)
-                )
-                if (spec := finder.find_spec(name)) is not None and spec.loader is not None:
-                    _here.found.append(name)
-                    return spec
+        loaders = (_SourceLoader, SOURCE_SUFFIXES), (ExtensionFileLoader, EXTENSION_SUFFIXES)
+        for entry in path:
+            if (spec := FileFinder(entry, *loaders).find_spec(name)) is not None:
+                return spec
         return None
 
 
@@ -86,54 +106,40 @@ def load_model_class(path: Path, name: str) -> type[Any]:
     if not path.is_file():
         raise TritonModelException(f"Python model file not found in '{path}'")
     install()
-    _forget_hidden(path.parent)
-    module_name = f"neso_python_model_{name}_{next(_numbers)}"
-    spec = spec_from_file_location(module_name, path, loader=_SourceLoader(module_name, str(path)))
+    package = f"{_PREFIX}{re.sub(r'[^a-zA-Z0-9]', '_', name)}_{next(_numbers)}"
+    spec = spec_from_file_location(
+        package, path, loader=_SourceLoader(package, str(path)), submodule_search_locations=[str(path.parent)]
+    )
     if spec is None or spec.loader is None:
         raise TritonModelException(f"'{path}' cannot be imported as a Python module")
     module = module_from_spec(spec)
-    sys.modules[module_name] = module
+    sys.modules[package] = module
     try:
-        with _importing, model_folder(path.parent):
+        with model_folder(path.parent):
             spec.loader.exec_module(module)
         found = getattr(module, "TritonPythonModel", None)
         if not isinstance(found, type):
             raise TritonModelException(f"'{path}' has no class TritonPythonModel")
         return found
     except BaseException:
-        sys.modules.pop(module_name, None)
+        _forget(package)
         raise
 
 
 def forget_model_class(model_class: type[Any]) -> None:
     """Let the module of a class go, and those beside it, so that their memory can be freed."""
-    module = sys.modules.pop(model_class.__module__, None)
-    if module is not None and module.__file__ is not None:
-        _forget_hidden(Path(module.__file__).parent)
+    _forget(model_class.__module__.partition(".")[0])
 
 
 @contextmanager
 def model_folder(folder: Path) -> Iterator[None]:
-    """Run this thread as part of the model in `folder`: imports look there first, `current_folder` is it."""
-    before = getattr(_here, "folder", None), getattr(_here, "found", [])
-    _here.folder, _here.found = str(folder.absolute()), []
+    """Run this thread as part of the model in `folder`: `current_folder` is it."""
+    before = getattr(_here, "folder", None)
+    _here.folder = str(folder.absolute())
     try:
         yield
     finally:
-        hide_modules()
-        _here.folder, _here.found = before
-
-
-def hide_modules() -> None:
-    """Take what this thread has imported from its model's folder out of `sys.modules`.
-
-    The model keeps what it imported, and an `import` in it gets the same module again. Others do not see it.
-    """
-    for name in _here.found:
-        module = sys.modules.pop(name, None)
-        if module is not None:
-            _modules[_here.folder, name] = module
-    _here.found.clear()
+        _here.folder = before
 
 
 def current_folder() -> str:
@@ -146,13 +152,13 @@ def current_folder() -> str:
 
 def install() -> None:
     """Make `import triton_python_backend_utils` and the modules beside a model's file importable."""
-    from neso.backends.python import pb_utils
-
-    sys.modules[PB_UTILS] = pb_utils
+    sys.modules[PB_UTILS] = importlib.import_module("neso.backends.python.pb_utils")
     if _FolderFinder not in sys.meta_path:
         sys.meta_path.insert(0, _FolderFinder)
 
 
-def _forget_hidden(folder: Path) -> None:
-    for key in [key for key in _modules if key[0] == str(folder)]:
-        del _modules[key]
+def _forget(package: str) -> None:
+    if package.startswith(_PREFIX):
+        for name in list(sys.modules):
+            if name == package or name.startswith(f"{package}."):
+                sys.modules.pop(name, None)

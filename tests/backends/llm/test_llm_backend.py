@@ -138,6 +138,10 @@ async def test_reload_lets_requests_in_flight_end(core):
     text = "".join(r.output("text_output").strings()[0] for r in await running)
     assert text == expected.output("text_output").strings()[0]
     assert len(await outputs(core, request())) == 1
+    await asyncio.gather(*core._lifecycle._retiring)
+    assert b"vllm:num_requests_running{" in core.metrics.render(), (
+        "the new one's gauges outlive the old one's"
+    )
     await core.unload_model("pilot")
     with pytest.raises(ServerError):
         core.model("pilot")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 
 import numpy as np
@@ -338,32 +339,59 @@ async def test_finalize_runs_and_threads_end(serve, tmp_path):
 
 async def test_models_do_not_see_each_others_modules(serve):
     code = (
-        "from helper import VALUE\nfrom lib.deep import DEEP\n"
+        "import lib.deep, random\nfrom helper import VALUE\nfrom .helper import VALUE as SAME\n"
+        "from lib import other\nfrom bare.inner import INNER\n"
         + HEAD
         + """
     def execute(self, requests):
-        import late
-        return [tell([VALUE, DEEP, late.LATE])]
+        def answer():
+            import late
+            late.COUNT += 1
+            values = [VALUE, SAME, lib.deep.DEEP, other.OTHER, INNER, late.LATE, late.COUNT]
+            sender.send(tell(values), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        sender = requests[0].get_response_sender()
+        threading.Thread(target=answer).start()
+        assert random.random() < 1
 """
     )
+    decoupled = TEXT_OUT + "model_transaction_policy { decoupled: true }"
     models = [
         await serve(
             code,
-            TEXT_OUT,
+            decoupled,
             {
                 "helper.py": f"VALUE = {i}",
-                "late.py": f"LATE = {i}",
+                "late.py": f"LATE = {i}\nCOUNT = 0",
                 "lib/__init__.py": "",
-                "lib/deep.py": "from .other import OTHER as DEEP\n",
-                "lib/other.py": f"OTHER = {i}",
+                "lib/deep.py": "from .other import OTHER as DEEP",
+                "lib/other.py": "from helper import VALUE as OTHER",
+                "bare/inner.py": f"INNER = {i}",
+                "random/weights.txt": "a folder that is no module",
             },
         )
-        for i in range(2)
+        for i in range(3)
     ]
-    for i, model in enumerate(models):
-        (response,) = await collect(ask(model))
-        assert response.error is None, response.error
-        assert response.output("OUT").strings() == [json.dumps([i, i, i])]
+    for turn in (1, 2, 3):
+        streams = [ask(model) for model in models]
+        for i, stream in enumerate(streams):
+            (response,) = await collect(stream)
+            assert response.error is None, response.error
+            assert json.loads(response.output("OUT").strings()[0]) == [i, i, i, i, i, i, turn]
+    before = [name for name in sys.modules if name.startswith("neso_python_model_model_")]
+    await models[0].unload(1)
+    after = [name for name in sys.modules if name.startswith("neso_python_model_model_")]
+    assert len(after) == len(before) * 2 // 3
+    assert not {"helper", "late", "lib"} & set(sys.modules)
+
+
+async def test_names_of_models_and_files_are_free(serve):
+    model = await serve(
+        HEAD + "    def execute(self, requests):\n        return [answer(1)]\n",
+        IDENTITY_TENSORS + 'default_model_filename: "other.py"',
+        {"other.py": HEAD + "    def execute(self, requests):\n        return [answer(2)]\n"},
+    )
+    (response,) = await collect(ask_slow(model))
+    assert response.output("OUT").array.tolist() == [2]
 
 
 async def test_statistics_of_a_stream(serve):
