@@ -111,9 +111,7 @@ class ModelLifecycle:
                 self._slots[source.name] = {newest: VersionSlot(ModelState.LOADING)}
             try:
                 fresh = await self._load_all(source, keep_old=serving)
-            except ServerError:
-                raise
-            except BaseException:
+            except asyncio.CancelledError:
                 if not serving:
                     self._slots.pop(source.name, None)
                 raise
@@ -145,12 +143,13 @@ class ModelLifecycle:
     async def _load_all(self, source: ModelSource, *, keep_old: bool) -> dict[int, VersionSlot]:
         try:
             plan = await asyncio.to_thread(plan_model, source, self._core.options)
-        except ServerError as error:
+        except Exception as raised:
+            error = _server_error(raised, source.name)
             if not keep_old:
                 for slot in self._slots[source.name].values():
                     slot.state, slot.reason = ModelState.UNAVAILABLE, error.message
             message = f"load failed for model '{source.name}': {error.message}"
-            raise type(error)(message, error.code) from None
+            raise ServerError(message, error.code) from None
         slots = {version: VersionSlot(ModelState.LOADING) for version in plan.versions}
         if not keep_old:
             self._slots[source.name] = slots
@@ -167,11 +166,9 @@ class ModelLifecycle:
         started = time.monotonic()
         try:
             model = await self._make(plan, version)
-        except ServerError as error:
-            slot.state, slot.reason = ModelState.UNAVAILABLE, error.message
         except Exception as error:
-            logger.exception("failed to load version %d of model '%s'", version, plan.source.name)
-            slot.state, slot.reason = ModelState.UNAVAILABLE, f"{type(error).__name__}: {error}"
+            slot.state = ModelState.UNAVAILABLE
+            slot.reason = _server_error(error, plan.source.name).message
         else:
             model.load_duration = time.monotonic() - started
             slot.state, slot.model = ModelState.READY, model
@@ -242,3 +239,11 @@ class ModelLifecycle:
         ]
         if failures:
             raise InternalError(f"load failed for model '{name}': " + " ".join(failures))
+
+
+def _server_error(error: Exception, name: str) -> ServerError:
+    """What a backend raised, as an error with a message for the client; a surprise goes to the log as well."""
+    if isinstance(error, ServerError):
+        return error
+    logger.error("failed to load model '%s'", name, exc_info=error)
+    return InternalError(f"{type(error).__name__}: {error}")

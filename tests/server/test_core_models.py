@@ -11,6 +11,7 @@ import pytest
 from core_requests import ask, ask_slow, collect
 from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
 
+from neso.server.backend import BUILTIN
 from neso.server.core import Core
 from neso.server.errors import Cancelled, ErrorCode, InvalidArgument, NotFound, ServerError, Unavailable
 from neso.server.metadata import IndexEntry, ModelState
@@ -103,6 +104,15 @@ async def test_backends_that_are_not_there(repository, start_core):
     core = await start_core()
     assert "unable to find backend 'tensorflow'" in index_of(core, "other")[0].reason
     assert "ensemble scheduling is not supported yet" in index_of(core, "ensemble")[0].reason
+
+
+async def test_a_backend_that_cannot_be_imported(repository, start_core, monkeypatch):
+    monkeypatch.setitem(BUILTIN, "odd", "no_such_package:Backend")
+    (repository.add("odd") / "config.pbtxt").write_text('backend: "odd"')
+    repository.add("identity")
+    core = await start_core()
+    assert index_of(core, "odd")[0].reason == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert core.model("identity").ready()
 
 
 async def test_a_model_that_fails_to_initialize(repository, start_core):
@@ -270,8 +280,9 @@ async def test_a_failed_reload_keeps_what_is_loaded(repository, start_core):
     (response,) = await collect(ask_slow(core.model("identity")))
     assert response.error is None
     (repository.path / "identity" / "config.pbtxt").write_text("fooo")
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(ServerError) as raised:
         await core.load_model("identity")
+    assert raised.value.code is ErrorCode.INVALID_ARG
     assert core.model("identity").ready()
 
 
