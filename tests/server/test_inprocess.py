@@ -210,6 +210,30 @@ def test_stop_while_others_ask(models):
     assert len(ended) == 4
 
 
+def test_reloads_under_load_drop_no_request(server):
+    model = server.model("identity")
+    done = threading.Event()
+    answered: list[int] = []
+    failed: list[Exception] = []
+
+    def work():
+        while not done.is_set():
+            try:
+                answered.append(len(list(model.infer(inputs={"IN": [1.0]}))))
+            except ServerError as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        server.load("identity")
+    done.set()
+    for thread in threads:
+        thread.join(5)
+    assert not failed and answered and set(answered) == {1}
+
+
 @pytest.mark.parametrize(
     ("value", "datatype", "expected"),
     [
