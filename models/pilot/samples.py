@@ -32,16 +32,17 @@ class Sample:
 class SampleMaker:
     """Draws samples of all kinds. Prompts go through the very template that the server uses."""
 
-    def __init__(self, tokenizer: Tokenizer, entries: list[Entry], seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, entries: list[Entry], seed: int, tool_share: float) -> None:
         self._tokenizer = tokenizer
         self._entries = entries
+        self._tool_share = tool_share
         self._rng = random.Random(seed)
 
     def epoch(self) -> list[Sample]:
-        """Every entry once as a completion and once in a chat, and tool calls beside them, shuffled."""
+        """Every entry once as a completion and once in a chat, and `tool_share` tool calls an entry."""
         samples = [self._completion(entry) for entry in self._entries]
         samples += [self._chat(entry) for entry in self._entries]
-        samples += [self._tool() for _ in range(len(self._entries) // 2)]
+        samples += [self._tool() for _ in range(round(self._tool_share * len(self._entries)))]
         self._rng.shuffle(samples)
         return samples
 

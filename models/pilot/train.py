@@ -8,6 +8,7 @@ The same seed, versions and number of steps give the same model; `--minutes` bou
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from corpus_format import read_corpus
 from export import export
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import load_file
 from samples import Sample, SampleMaker
 from train_tokenizer import write_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,10 +26,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from neso.engine.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "neso" / "models" / "neso-pilot"
-SEED = 0
 TOKENS_PER_STEP = 4096
-LEARNING_RATE = 2e-3
 WARMUP_STEPS = 60
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """How to train. Each time that training is resumed wants a seed of its own."""
+
+    steps: int = 2400
+    minutes: float = 50.0
+    learning_rate: float = 2e-3
+    tool_share: float = 0.5
+    seed: int = 0
+    resume: bool = False
 
 
 def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
@@ -46,13 +58,13 @@ def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
         eos_token_id=[end_of_turn, end_of_text],
         pad_token_id=pad,
     )
-    torch.manual_seed(SEED)
+    torch.manual_seed(0)
     return LlamaForCausalLM(config)
 
 
-def batches(maker: SampleMaker) -> Iterator[list[Sample]]:
+def batches(maker: SampleMaker, seed: int) -> Iterator[list[Sample]]:
     """Endless batches of about `TOKENS_PER_STEP` tokens, of samples of like length, in random order."""
-    rng = torch.Generator().manual_seed(SEED)
+    rng = torch.Generator().manual_seed(seed)
     while True:
         samples = [sample for _ in range(8) for sample in maker.epoch()]
         samples.sort(key=lambda sample: len(sample.prompt) + len(sample.answer))
@@ -80,33 +92,41 @@ def tensors(batch: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def learning_rate(step: int, done: float) -> float:
+def learning_rate(highest: float, step: int, done: float) -> float:
     """Warmup by steps, then a cosine over the share of the work that is done."""
     return (
-        LEARNING_RATE
-        * min(1.0, (step + 1) / WARMUP_STEPS)
-        * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+        highest * min(1.0, (step + 1) / WARMUP_STEPS) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
     )
 
 
-def train(directory: Path, minutes: float, max_steps: int) -> None:
-    """Train for `max_steps` or `minutes`, whichever ends first, and export to `directory`."""
+def load_weights(model: LlamaForCausalLM, directory: Path) -> None:
+    """Go on from an exported model, which must have been trained with the tokenizer that lies beside it."""
+    model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+
+
+def train(directory: Path, plan: Plan) -> None:
+    """Train for `plan.steps` or `plan.minutes`, whichever ends first, and export to `directory`."""
     torch.set_num_threads(2)
     entries = read_corpus()
-    write_tokenizer(directory, entries)
+    if not plan.resume:
+        write_tokenizer(directory, entries)
     tokenizer = Tokenizer.from_directory(directory)
     model = make_model(tokenizer)
+    if plan.resume:
+        load_weights(model, directory)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     print(f"{len(entries)} entries, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
     columns = (TextColumn("step {task.completed}, loss {task.fields[loss]:.3f}"), BarColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as bar:
-        task = bar.add_task("train", total=max_steps, loss=float("nan"))
+        task = bar.add_task("train", total=plan.steps, loss=float("nan"))
         started, average = time.monotonic(), 0.0
-        for step, batch in enumerate(batches(SampleMaker(tokenizer, entries, SEED))):
-            done = max(step / max_steps, (time.monotonic() - started) / (60 * minutes))
+        for step, batch in enumerate(
+            batches(SampleMaker(tokenizer, entries, plan.seed, plan.tool_share), plan.seed)
+        ):
+            done = max(step / plan.steps, (time.monotonic() - started) / (60 * plan.minutes))
             if done >= 1:
                 break
-            loss = _step(model, optimizer, batch, learning_rate(step, done))
+            loss = _step(model, optimizer, batch, learning_rate(plan.learning_rate, step, done))
             average = loss if step == 0 else 0.95 * average + 0.05 * loss
             bar.update(task, completed=step + 1, loss=average)
     export(model, directory)
@@ -134,7 +154,10 @@ def _step(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=MODEL)
-    parser.add_argument("--minutes", type=float, default=50.0)
-    parser.add_argument("--steps", type=int, default=2400)
-    arguments = parser.parse_args()
-    train(arguments.output, arguments.minutes, arguments.steps)
+    for field in dataclasses.fields(Plan):
+        if field.name != "resume":
+            option = "--" + field.name.replace("_", "-")
+            parser.add_argument(option, type=type(field.default), default=field.default)
+    parser.add_argument("--resume", action="store_true", help="go on from the model in the output directory")
+    values = vars(parser.parse_args())
+    train(values.pop("output"), Plan(**values))
