@@ -4,7 +4,7 @@ Requests have prompts of one length and outputs of very different lengths, as in
 in groups that start together and end with their longest; in-flight batching fills each place as it falls free.
 Both are the same engine, in turn, in one run.
 
-usage: python bench/engine_throughput.py [CHECKPOINT] [--requests 64]       default: the model that ships
+usage: python bench/engine_throughput.py [CHECKPOINT] [--concurrency 1 4 16 64]       default: the model that ships
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def tokens_per_second(llm: LLM, requests: list[tuple[list[int], SamplingParams]]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint", nargs="?", default=PILOT)
-    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
     arguments = parser.parse_args()
     print(f"{'concurrency':>11} {'in-flight tok/s':>16} {'static tok/s':>13} {'ratio':>6}")
@@ -53,7 +52,7 @@ def main() -> None:
         llm = LLM(
             arguments.checkpoint, max_num_seqs=concurrency, enable_prefix_caching=False, max_model_len=256
         )
-        requests = workload(arguments.requests, llm.info.vocab_size)
+        requests = workload(max(32, 4 * concurrency), llm.info.vocab_size)
         tokens_per_second(llm, requests[:concurrency], concurrency)
         inflight = tokens_per_second(llm, requests, len(requests))
         static = tokens_per_second(llm, requests, concurrency)
