@@ -28,7 +28,7 @@ def write_checkpoint(directory: Path, size: str) -> None:
     save_file(_weights(shape), directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(_config(shape), indent=2))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
-    _tokenizer().save(str(directory / "tokenizer.json"))
+    _tokenizer(shape["vocab"]).save(str(directory / "tokenizer.json"))
 
 
 def _weights(shape: dict[str, int]) -> dict[str, np.ndarray]:
@@ -78,12 +78,14 @@ def _config(shape: dict[str, int]) -> dict[str, object]:
     }
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(vocabulary: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=8192,
+        # As many as the model has: a token that the tokenizer lacks has no text, and a stream of them no pieces.
+        vocab_size=vocabulary,
+        min_frequency=1,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

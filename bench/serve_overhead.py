@@ -112,7 +112,7 @@ async def served(port: int, concurrency: int, texts: list[str]) -> Measured:
         times = []
         async with session.post(f"http://127.0.0.1:{port}/v1/completions", data=orjson.dumps(body)) as answer:
             async for line in answer.content:
-                if line.startswith(b"data: {"):
+                if line.startswith(b"data: {") and b'"text":""' not in line:
                     times.append(time.perf_counter())
         return times
 
