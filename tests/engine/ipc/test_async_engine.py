@@ -78,7 +78,8 @@ async def test_sequences_of_a_request_end_one_by_one(engine):
 async def test_bad_requests_are_refused_before_the_engine(engine):
     with pytest.raises(InvalidParameter, match="context is 512 tokens"):
         await text_of(engine, "word " * 2000)
-    request = GenerationRequest("The quick", GREEDY, request_id="same")
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    request = GenerationRequest("The quick", params, request_id="same")
     first = engine.generate(request)
     await anext(first)
     with pytest.raises(InvalidParameter, match="in flight"):
