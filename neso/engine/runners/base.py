@@ -12,7 +12,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
     from neso.engine.specs.decoder_spec import DecoderSpec
-    from neso.engine.weights.checkpoint import Checkpoint
+    from neso.engine.weights.source import WeightSource
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
@@ -30,7 +30,7 @@ class Runner(ABC):
 
     @classmethod
     @abstractmethod
-    def load(cls, spec: DecoderSpec, checkpoint: Checkpoint) -> Runner:
+    def load(cls, spec: DecoderSpec, source: WeightSource) -> Runner:
         """Take the weights. Raises `CheckpointError` when a tensor is missing or has a wrong shape."""
 
     @abstractmethod

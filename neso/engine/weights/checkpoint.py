@@ -14,6 +14,7 @@ import numpy.typing as npt
 from neso.engine.weights.dtype import copy_as_float32, is_float
 from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.engine.weights.source import Matrix
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,14 +61,16 @@ class Checkpoint:
             )
         return file.tensor(name)
 
+    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        """Weights [outputs, inputs] as they are stored. Raises `CheckpointError` as `tensor` does."""
+        found = self.tensor(name, shape)
+        self._check_float(name, found.dtype)
+        return found
+
     def read_float32(self, name: str, target: npt.NDArray[np.float32]) -> None:
         """Copy a floating-point tensor into `target`. Raises `CheckpointError` as `tensor` does."""
         source = self.tensor(name, target.shape)
-        if not is_float(source.dtype):
-            raise CheckpointError(
-                f"{self._files[name].path}: tensor {name!r} has the type {source.dtype}; "
-                "only float32, float16, bfloat16 and float64 weights are supported"
-            )
+        self._check_float(name, source.dtype)
         copy_as_float32(source, target)
 
     def close(self) -> None:
@@ -81,6 +84,13 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_float(self, name: str, dtype: np.dtype[Any]) -> None:
+        if not is_float(dtype):
+            raise CheckpointError(
+                f"{self._files[name].path}: tensor {name!r} has the type {dtype}; "
+                "only float32, float16, bfloat16 and float64 weights are supported"
+            )
 
     def _open_files(self) -> dict[str, SafetensorsFile]:
         """Tensor name to the file that holds it."""

@@ -13,7 +13,7 @@ from neso.engine.runners.reference.layers import gated, linear, rms_norm
 from neso.engine.runners.reference.rotary import RotaryTable, rotate
 from neso.engine.runners.reference.weights import DecoderWeights, LayerWeights
 from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.weights.checkpoint import Checkpoint
+from neso.engine.weights.source import WeightSource
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -28,8 +28,8 @@ class ReferenceRunner(Runner):
         self._cache: KVCache | None = None
 
     @classmethod
-    def load(cls, spec: DecoderSpec, checkpoint: Checkpoint) -> ReferenceRunner:
-        return cls(spec, DecoderWeights.load(spec, checkpoint))
+    def load(cls, spec: DecoderSpec, source: WeightSource) -> ReferenceRunner:
+        return cls(spec, DecoderWeights.load(spec, source))
 
     def allocate_cache(self, layout: CacheLayout) -> None:
         self._cache = KVCache(self.spec, layout)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.tensor_roles import Role, layer_shapes, model_shapes
-from neso.engine.weights.checkpoint import Checkpoint
+from neso.engine.weights.source import WeightSource
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -42,25 +42,25 @@ class DecoderWeights:
     lm_head: Float32Array
 
     @classmethod
-    def load(cls, spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderWeights:
+    def load(cls, spec: DecoderSpec, source: WeightSource) -> DecoderWeights:
         """Raises `CheckpointError` when a tensor is missing or has the wrong shape."""
         shapes = model_shapes(spec)
 
         def read(role: Role) -> Float32Array:
             target = np.empty(shapes[role], np.float32)
-            checkpoint.read_float32(spec.tensor_name(role), target)
+            source.read_float32(spec.tensor_name(role), target)
             return target
 
         embedding = read("embedding")
         return cls(
             embedding=embedding,
-            layers=[_load_layer(spec, checkpoint, layer) for layer in range(spec.num_layers)],
+            layers=[_load_layer(spec, source, layer) for layer in range(spec.num_layers)],
             final_norm=read("final_norm"),
             lm_head=embedding if spec.tied_embeddings else read("lm_head"),
         )
 
 
-def _load_layer(spec: DecoderSpec, checkpoint: Checkpoint, layer: int) -> LayerWeights:
+def _load_layer(spec: DecoderSpec, source: WeightSource, layer: int) -> LayerWeights:
     shapes = layer_shapes(spec)
 
     def stack(*roles: Role) -> Float32Array:
@@ -70,7 +70,7 @@ def _load_layer(spec: DecoderSpec, checkpoint: Checkpoint, layer: int) -> LayerW
         start = 0
         for role in roles:
             end = start + shapes[role][0]
-            checkpoint.read_float32(spec.tensor_name(role, layer), packed[start:end])
+            source.read_float32(spec.tensor_name(role, layer), packed[start:end])
             start = end
         return packed
 
