@@ -31,6 +31,7 @@ class ModelArgument:
         name, separator, checkpoint = text.partition("=")
         if not separator:
             name, checkpoint = Path(text).resolve().name if Path(text).exists() else text.split("/")[-1], text
+            name = name.removesuffix(".gguf")
         if not name or not checkpoint:
             raise InvalidArgument(f"model '{text}': expected CHECKPOINT or NAME=CHECKPOINT")
         return cls(name, checkpoint)

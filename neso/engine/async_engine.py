@@ -57,7 +57,7 @@ class AsyncEngine:
         channel = open_channel(config, in_process=in_process)
         try:
             # The tokenizer loads here while the weights load there.
-            tokenizer = await asyncio.to_thread(Tokenizer.from_directory, Path(config.model))
+            tokenizer = await asyncio.to_thread(Tokenizer.from_model, Path(config.model))
             event = await channel.receive_first()
             if not isinstance(event, EngineInfo):
                 raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")

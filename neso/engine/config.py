@@ -10,8 +10,9 @@ from neso.engine.core.scheduler import SchedulerConfig
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to run one model.
 
-    `model` is a checkpoint directory. `max_model_len` None takes the model's own limit. `kv_cache_memory` is in
-    bytes; None takes what `max_num_seqs` sequences of full length need, at most a quarter of the free memory.
+    `model` is a checkpoint directory or a GGUF file. `max_model_len` None takes the model's own limit.
+    `kv_cache_memory` is in bytes; None takes what `max_num_seqs` sequences of full length need, at most a quarter of
+    the free memory.
     `runner` "auto" is the fastest that this machine has.
     """
 

@@ -80,7 +80,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         directory = resolve_model(model)
-        self.tokenizer = Tokenizer.from_directory(directory)
+        self.tokenizer = Tokenizer.from_model(directory)
         self.core, self.info = load_engine(EngineConfig.from_options(str(directory), options))
         self._input = InputProcessor(self.tokenizer, self.info)
         self._names = itertools.count()

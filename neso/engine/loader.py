@@ -1,4 +1,4 @@
-"""From a checkpoint directory to an engine that is ready to step."""
+"""From a checkpoint to an engine that is ready to step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from neso.engine.runners.base import Runner
 from neso.engine.runners.registry import runner_class
 from neso.engine.specs.errors import UnsupportedModel
 from neso.engine.specs.registry import decoder_spec
-from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.open_source import open_source
 
 SHARE_OF_FREE_MEMORY = 0.25
 
@@ -23,11 +23,11 @@ def load_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     """Load the weights and allocate the cache. Raises `EngineError` with a reason fit for the user."""
     started = time.perf_counter()
     try:
-        with Checkpoint(config.model) as checkpoint:
-            spec = decoder_spec(checkpoint.config)
+        with open_source(config.model) as source:
+            spec = decoder_spec(source.config)
             max_model_len = _max_model_len(config, spec.max_position)
             found_class = runner_class(config.runner)
-            runner = found_class.load(spec, checkpoint)
+            runner = found_class.load(spec, source)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
     num_blocks = _num_blocks(config, runner, max_model_len)

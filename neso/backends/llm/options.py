@@ -26,7 +26,7 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
         raise InvalidArgument(f"option 'model' must be a path or a name, got {model!r}")
     local = version_directory / model
     try:
-        directory = resolve_model(local if local.is_dir() else model)
+        directory = resolve_model(local if local.exists() else model)
         return EngineConfig.from_options(str(directory), options)
     except (ModelNotFound, ValueError) as error:
         raise InvalidArgument(str(error)) from None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """The tokenizer of a model directory (`TextTools` of `neso.generation`). Safe to share between threads.
+    """The tokenizer of a model (`TextTools` of `neso.generation`). Safe to share between threads.
 
     It gives the token ids that `transformers.AutoTokenizer` gives. As there (from version 5), tokenizer.json
     says which special tokens are put around a text; `add_bos_token` and `add_eos_token` in
@@ -34,7 +34,7 @@ class Tokenizer:
     def __init__(
         self, backend: Backend, special_tokens: SpecialTokens, chat_templates: Mapping[str, str]
     ) -> None:
-        """Use `from_directory`, or give the parts. `backend` is taken over: truncation and padding go off."""
+        """Use `from_model`, or give the parts. `backend` is taken over: truncation and padding go off."""
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = special_tokens
@@ -54,8 +54,27 @@ class Tokenizer:
         `add_bos_token` and `add_eos_token` override what tokenizer.json puts around a text; if only one is
         given, the other is False (as in `transformers`).
         """
-        files = TokenizerFiles.read(Path(path))
-        backend = _load_backend(files.tokenizer_json)
+        return cls._from_files(TokenizerFiles.read(Path(path)), add_bos_token, add_eos_token)
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Tokenizer:
+        """Load the tokenizer within a GGUF file. Raises `TokenizerError`; it names the file."""
+        from neso.engine.text.gguf_tokenizer import read_gguf_tokenizer  # most models have no need of it
+
+        files = read_gguf_tokenizer(Path(path))
+        config = files.tokenizer_config
+        return cls._from_files(files, config["add_bos_token"], config["add_eos_token"])
+
+    @classmethod
+    def from_model(cls, path: str | Path) -> Tokenizer:
+        """Load the tokenizer of a model: `from_gguf` for a file, `from_directory` for anything else."""
+        return cls.from_gguf(path) if Path(path).is_file() else cls.from_directory(path)
+
+    @classmethod
+    def _from_files(
+        cls, files: TokenizerFiles, add_bos_token: bool | None, add_eos_token: bool | None
+    ) -> Tokenizer:
+        backend = files.backend
         _add_missing_tokens(backend, files)
         special_tokens = SpecialTokens.resolve(files, backend.token_to_id)
         if add_bos_token is not None or add_eos_token is not None:
@@ -156,13 +175,6 @@ class Tokenizer:
         from neso.engine.text.chat_template import ChatTemplate  # brings jinja2, which not everyone needs
 
         return ChatTemplate(self._chat_templates, self.special_tokens.texts)
-
-
-def _load_backend(path: Path) -> Backend:
-    try:
-        return Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{path} cannot be read: {error}") from error
 
 
 def _add_missing_tokens(backend: Backend, files: TokenizerFiles) -> None:

@@ -1,4 +1,4 @@
-"""The small files beside `tokenizer.json` in a model directory: configurations and chat templates."""
+"""What the files of a model say about its text: the tokenizer, configurations and chat templates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer as Backend
 
 from neso.engine.text.errors import TokenizerError
 
@@ -19,9 +21,12 @@ _CONVERT_HINT = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of one model directory say. A file that is not there is an empty mapping."""
+    """What a model directory says, by its files; a file that is not there is an empty mapping.
 
-    tokenizer_json: Path
+    Models in other formats fill in the same fields.
+    """
+
+    backend: Backend
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
     special_tokens_map: Mapping[str, Any] = field(default_factory=dict)
     generation_config: Mapping[str, Any] = field(default_factory=dict)
@@ -37,13 +42,20 @@ class TokenizerFiles:
             raise TokenizerError(_why_missing(directory))
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
         return cls(
-            tokenizer_json=tokenizer_json,
+            backend=_load_backend(tokenizer_json),
             tokenizer_config=tokenizer_config,
             special_tokens_map=_read_json(directory / "special_tokens_map.json"),
             generation_config=_read_json(directory / "generation_config.json"),
             config=_read_json(directory / "config.json"),
             chat_templates=_read_chat_templates(directory, tokenizer_config),
         )
+
+
+def _load_backend(path: Path) -> Backend:
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
 
 
 def _why_missing(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""From the name of a model to a directory on this machine."""
+"""From the name of a model to its files on this machine."""
 
 from __future__ import annotations
 
@@ -13,23 +13,41 @@ from neso.models import SHIPPED_MODELS
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 _UNWANTED = ["consolidated*", "*/*"]
 
+GGUF_SUFFIX = ".gguf"
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """The directory of a model: a local one, one that ships, or the hub's "organization/name", cached there.
+    """The files of a model: a local directory or GGUF file, a model that ships, or the hub's "organization/name".
 
-    Raises `ModelNotFound` when it is neither, or the hub cannot be reached and the cache does not have it.
+    The last is cached here. A directory that holds a GGUF file and no safetensors stands for that file. Raises
+    `ModelNotFound` when it is none of these, or the hub cannot be reached and the cache does not have it.
     """
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name and path.is_dir():
+        return _gguf_within(path) or path
+    if path.suffix == GGUF_SUFFIX:
+        if not path.is_file():
+            raise ModelNotFound(f"{name}: there is no such file")
         return path
     if name in SHIPPED_MODELS:
         return SHIPPED_MODELS[name]
     if not _HUB_NAME.fullmatch(name):
         raise ModelNotFound(f"{name}: there is no such directory")
     return _download(name, revision)
+
+
+def _gguf_within(directory: Path) -> Path | None:
+    """The GGUF file that a directory is about; None for a checkpoint directory."""
+    files = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
+    if not files or any(directory.glob("*.safetensors")):
+        return None
+    if len(files) > 1:
+        listed = ", ".join(file.name for file in files)
+        raise ModelNotFound(f"{directory}: holds several GGUF files, name one: {listed}")
+    return files[0]
 
 
 def _download(name: str, revision: str | None) -> Path:
