@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
     from neso.engine.specs.decoder_spec import DecoderSpec
     from neso.engine.weights.source import WeightSource
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
 
 FloatArray = npt.NDArray[np.floating[Any]]
 
@@ -25,13 +28,38 @@ class CacheLayout:
     block_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """How a runner keeps the weights and what it may use of the machine.
+
+    - dtype: of weights and activations; "auto" is that of the checkpoint
+    - quantization: of matrices that the checkpoint has dense; None leaves them so
+    - num_threads: of a runner on the CPU; None is one for each core that the process may use
+    """
+
+    dtype: DType = "auto"
+    quantization: Quantization | None = None
+    num_threads: int | None = None
+
+
+DEFAULT_OPTIONS = RunnerOptions()
+
+
+class UnsupportedOption(ValueError):
+    """The runner cannot do what an option asks for."""
+
+
 class Runner(ABC):
     """Executes a `DecoderSpec`. One call does a whole step; nothing of a sequence is kept but its cache blocks."""
 
     @classmethod
     @abstractmethod
-    def load(cls, spec: DecoderSpec, source: WeightSource) -> Runner:
-        """Take the weights. Raises `CheckpointError` when a tensor is missing or has a wrong shape."""
+    def load(cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS) -> Runner:
+        """Take the weights.
+
+        Raises `CheckpointError` when a tensor is missing or has a wrong shape, `UnsupportedOption` for an option
+        that this runner does not have.
+        """
 
     @abstractmethod
     def allocate_cache(self, layout: CacheLayout) -> None:

@@ -6,7 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import CacheLayout, Runner
+from neso.engine.runners.base import (
+    DEFAULT_OPTIONS,
+    CacheLayout,
+    Runner,
+    RunnerOptions,
+    UnsupportedOption,
+)
 from neso.engine.runners.reference.attention import AttentionPlan, attend
 from neso.engine.runners.reference.kv_cache import KVCache
 from neso.engine.runners.reference.layers import gated, linear, rms_norm
@@ -28,7 +34,14 @@ class ReferenceRunner(Runner):
         self._cache: KVCache | None = None
 
     @classmethod
-    def load(cls, spec: DecoderSpec, source: WeightSource) -> ReferenceRunner:
+    def load(
+        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
+    ) -> ReferenceRunner:
+        if options.quantization is not None or options.dtype not in ("auto", "float32"):
+            raise UnsupportedOption(
+                "the reference runner computes in float32 and does not quantize; dtype and quantization "
+                "need the native runner"
+            )
         return cls(spec, DecoderWeights.load(spec, source))
 
     def allocate_cache(self, layout: CacheLayout) -> None:

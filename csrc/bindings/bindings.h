@@ -1,0 +1,40 @@
+// What the parts of the extension module share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <string>
+
+#include "kernels/kernels.h"
+
+namespace neso {
+
+namespace nb = nanobind;
+
+template <typename T, int Dims = 1>
+using Array = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+template <typename T, int Dims = 1>
+using MutableArray = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+
+// A packed matrix and the arrays that its pointers point into.
+struct OwnedMatrix {
+    Matrix matrix;
+    Array<uint8_t> data;
+    std::optional<Array<uint16_t>> scales, offsets;
+    std::optional<Array<int32_t>> input_order;
+    std::optional<Array<float>> bias;
+};
+
+WeightKind weight_kind(const std::string& name);
+
+void bind_isa(nb::module_& m);
+void bind_matrix(nb::module_& m);
+void bind_kernels(nb::module_& m);
+void bind_decoder(nb::module_& m);
+
+}  // namespace neso

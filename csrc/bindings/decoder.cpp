@@ -1,0 +1,119 @@
+#include <memory>
+
+#include "bindings/bindings.h"
+#include "model/decoder.h"
+
+namespace neso {
+namespace {
+
+// A layer as Python hands it over.
+struct OwnedLayer {
+    Array<float> attention_norm;
+    const OwnedMatrix* qkv;
+    std::optional<Array<float>> query_norm, key_norm;
+    const OwnedMatrix* output;
+    Array<float> mlp_norm;
+    const OwnedMatrix* gate_up;
+    const OwnedMatrix* down;
+    int window;
+
+    LayerWeights weights() const {
+        return {attention_norm.data(),
+                qkv->matrix,
+                query_norm ? query_norm->data() : nullptr,
+                key_norm ? key_norm->data() : nullptr,
+                output->matrix,
+                mlp_norm.data(),
+                gate_up->matrix,
+                down->matrix,
+                window};
+    }
+};
+
+Activation activation_named(const std::string& name) {
+    if (name == "silu") return Activation::silu;
+    if (name == "gelu_tanh") return Activation::gelu_tanh;
+    throw std::invalid_argument("unknown activation '" + name + "'");
+}
+
+void check_range(const int32_t* values, int64_t count, int end, const char* what) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (values[i] < 0 || values[i] >= end) {
+            throw std::invalid_argument(std::string(what) + " " + std::to_string(values[i]) + " is not in [0, " +
+                                        std::to_string(end) + ")");
+        }
+    }
+}
+
+}  // namespace
+
+void bind_decoder(nb::module_& m) {
+    nb::class_<OwnedLayer>(m, "Layer", "The weights of one decoder layer.")
+        .def("__init__",
+             [](OwnedLayer* self, Array<float> attention_norm, const OwnedMatrix& qkv,
+                std::optional<Array<float>> query_norm, std::optional<Array<float>> key_norm, const OwnedMatrix& output,
+                Array<float> mlp_norm, const OwnedMatrix& gate_up, const OwnedMatrix& down, int window) {
+                 new (self) OwnedLayer{attention_norm, &qkv, query_norm, key_norm, &output,
+                                       mlp_norm,       &gate_up, &down,      window};
+             },
+             nb::arg("attention_norm"), nb::arg("qkv"), nb::arg("query_norm").none(), nb::arg("key_norm").none(),
+             nb::arg("output"), nb::arg("mlp_norm"), nb::arg("gate_up"), nb::arg("down"), nb::arg("window"),
+             nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+
+    nb::class_<Decoder>(m, "Decoder", "Executes a decoder; see the native runner.")
+        .def("__init__",
+             [](Decoder* self, int vocab_size, int hidden_size, int intermediate_size, int heads, int kv_heads,
+                int head_dim, int rotary_dim, float norm_eps, float attention_scale, const std::string& activation,
+                const std::vector<const OwnedLayer*>& layers, Array<float> final_norm, const OwnedMatrix& lm_head,
+                std::optional<Array<uint8_t>> embedding, const std::string& embedding_kind,
+                const std::string& cache_kind, const std::string& isa, int threads) {
+                 const DecoderShape shape{vocab_size, hidden_size, intermediate_size, heads,           kv_heads,
+                                          head_dim,   rotary_dim,  norm_eps,          attention_scale, activation_named(activation)};
+                 DecoderWeights weights;
+                 for (const OwnedLayer* layer : layers) weights.layers.push_back(layer->weights());
+                 weights.final_norm = final_norm.data();
+                 weights.lm_head = lm_head.matrix;
+                 weights.embedding = embedding ? embedding->data() : nullptr;
+                 weights.embedding_kind = weight_kind(embedding_kind);
+                 const CacheKind cache = cache_kind == "f32" ? CacheKind::f32 : CacheKind::bf16;
+                 new (self) Decoder(shape, std::move(weights), cache, isa_from_name(isa), threads);
+             },
+             nb::kw_only(), nb::arg("vocab_size"), nb::arg("hidden_size"), nb::arg("intermediate_size"),
+             nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("norm_eps"),
+             nb::arg("attention_scale"), nb::arg("activation"), nb::arg("layers"), nb::arg("final_norm"),
+             nb::arg("lm_head"), nb::arg("embedding").none(), nb::arg("embedding_kind"), nb::arg("cache_kind"),
+             nb::arg("isa"), nb::arg("threads"))
+        .def("allocate_cache", &Decoder::allocate_cache, nb::arg("num_blocks"), nb::arg("block_size"))
+        .def("cache_bytes_per_block", &Decoder::cache_bytes_per_block, nb::arg("block_size"))
+        .def(
+            "step",
+            [](Decoder& self, Array<int32_t> token_ids, Array<int32_t> query_start, Array<int32_t> num_computed,
+               Array<int32_t, 2> block_tables, Array<int32_t, 2> block_copies, Array<int32_t> logits_rows,
+               Array<float, 2> cos, Array<float, 2> sin, MutableArray<float, 2> logits) {
+                Step step{};
+                step.num_sequences = int(num_computed.size());
+                step.num_tokens = int(token_ids.size());
+                step.table_width = int(block_tables.shape(1));
+                step.num_copies = int(block_copies.shape(0));
+                step.num_logits = int(logits_rows.size());
+                step.token_ids = token_ids.data();
+                step.query_start = query_start.data();
+                step.num_computed = num_computed.data();
+                step.block_tables = block_tables.data();
+                step.block_copies = block_copies.data();
+                step.logits_rows = logits_rows.data();
+                step.cos = cos.data();
+                step.sin = sin.data();
+                step.logits = logits.data();
+                check_range(step.token_ids, step.num_tokens, self.vocab_size(), "token id");
+                check_range(step.logits_rows, step.num_logits, step.num_tokens, "logits row");
+                nb::gil_scoped_release release;
+                self.step(step);
+            },
+            nb::arg("token_ids"), nb::arg("query_start"), nb::arg("num_computed"), nb::arg("block_tables"),
+            nb::arg("block_copies"), nb::arg("logits_rows"), nb::arg("cos"), nb::arg("sin"), nb::arg("logits"),
+            "Run one step; see StepPlan. cos, sin float32[tokens, rotary_dim / 2]; logits float32[rows, vocab_size] "
+            "is written.");
+}
+
+}  // namespace neso

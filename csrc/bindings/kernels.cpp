@@ -1,0 +1,101 @@
+// The kernels one by one, for tests against numpy and for microbenchmarks.
+#include <algorithm>
+
+#include "bindings/bindings.h"
+#include "threads/thread_team.h"
+
+namespace neso {
+namespace {
+
+// out[rows, outputs] = x[rows, inputs] . matrix, `repeats` times (to time it without Python).
+void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> out, const std::string& isa,
+            int threads, int repeats) {
+    const Matrix& matrix = owned.matrix;
+    if (int(x.shape(1)) != matrix.inputs || int(out.shape(1)) != matrix.outputs || x.shape(0) != out.shape(0)) {
+        throw std::invalid_argument("shapes of inputs, matrix and outputs do not fit");
+    }
+    const Kernels& kernels = kernels_for(isa_from_name(isa));
+    const int rows = int(x.shape(0));
+    const float* from = x.data();
+    float* to = out.data();
+    nb::gil_scoped_release release;
+    ThreadTeam team(threads);
+    InputStorage storage;
+    const Input described = kernels.describe_input(matrix, rows);
+    storage.reserve(described);
+    const Input input = storage.attach(described);
+    const int chunk = std::max(4, int(round_up(matrix.panels / (threads * 8), 4)));
+    team.run([&](int) {
+        for (int repeat = 0; repeat < repeats; ++repeat) {
+            team.for_each(rows, [&](int row) {
+                kernels.pack_input(input, row, matrix, from + int64_t(row) * matrix.inputs);
+            });
+            team.for_each((matrix.panels + chunk - 1) / chunk, [&](int index) {
+                const int first = index * chunk;
+                kernels.gemm(input, matrix, first, std::min(first + chunk, matrix.panels), to, matrix.outputs, false);
+            });
+        }
+    });
+}
+
+// Sum of an array, by all threads: what the memory gives at best.
+double read_memory(Array<uint8_t> array, int threads, int repeats) {
+    const uint8_t* data = array.data();
+    const int64_t size = int64_t(array.size()) / 8;
+    nb::gil_scoped_release release;
+    ThreadTeam team(threads);
+    std::atomic<uint64_t> total{0};
+    constexpr int64_t kChunk = 1 << 17;
+    team.run([&](int) {
+        for (int repeat = 0; repeat < repeats; ++repeat) {
+            team.for_each(int((size + kChunk - 1) / kChunk), [&](int chunk) {
+                uint64_t sum = 0;
+                const int64_t end = std::min(size, (chunk + 1) * kChunk);
+                for (int64_t i = chunk * kChunk; i < end; ++i) {
+                    uint64_t word;
+                    std::memcpy(&word, data + i * 8, 8);
+                    sum += word;
+                }
+                total += sum;
+            });
+        }
+    });
+    return double(total.load());
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+    m.def("matmul", &matmul, nb::arg("matrix"), nb::arg("x"), nb::arg("out"), nb::arg("isa"), nb::arg("threads") = 1,
+          nb::arg("repeats") = 1, "out float32[rows, outputs] = x float32[rows, inputs] @ matrix.T + bias");
+    m.def("read_memory", &read_memory, nb::arg("array"), nb::arg("threads"), nb::arg("repeats") = 1,
+          "Read an array as fast as the memory gives it; the sum of its words.");
+    m.def(
+        "rms_norm",
+        [](Array<float> x, Array<float> weight, float eps, MutableArray<float> out, const std::string& isa) {
+            kernels_for(isa_from_name(isa)).rms_norm(x.data(), weight.data(), eps, int(x.size()), out.data());
+        },
+        nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("isa"));
+    m.def(
+        "gated",
+        [](const std::string& activation, Array<float> gate_up, MutableArray<float> out, const std::string& isa) {
+            const auto kind = activation == "silu" ? Activation::silu : Activation::gelu_tanh;
+            kernels_for(isa_from_name(isa)).gated(kind, gate_up.data(), int(out.size()), out.data());
+        },
+        nb::arg("activation"), nb::arg("gate_up"), nb::arg("out"), nb::arg("isa"),
+        "out = activation(first half of gate_up) * second half");
+    m.def(
+        "rotate",
+        [](MutableArray<float> head, Array<float> cos, Array<float> sin, const std::string& isa) {
+            kernels_for(isa_from_name(isa)).rotate(head.data(), cos.data(), sin.data(), int(cos.size()));
+        },
+        nb::arg("head"), nb::arg("cos"), nb::arg("sin"), nb::arg("isa"));
+    m.def(
+        "matrix_row",
+        [](const OwnedMatrix& owned, int row, MutableArray<float> out, const std::string& isa) {
+            kernels_for(isa_from_name(isa)).matrix_row(owned.matrix, row, out.data());
+        },
+        nb::arg("matrix"), nb::arg("row"), nb::arg("out"), nb::arg("isa"));
+}
+
+}  // namespace neso

@@ -1,0 +1,2 @@
+#define NESO_ISA amx
+#include "kernels/kernels.inc"

@@ -1,0 +1,245 @@
+// Paged attention with a running softmax (FlashAttention, arXiv 2205.14135), prefill and decode alike.
+//
+// A task's queries (tokens x heads of a group) go over the cache in chunks of blocks:
+//
+//   scores = queries . keys        the keys of a block are a packed panel of 16 columns
+//   weights = exp(scores - max)    the running maximum; what was summed before is scaled down when it grows
+//   sums += weights . values       the values of a block are packed panels of 16 dimensions
+#pragma once
+
+#include "kernels/dot.h"
+#include "kernels/kernels.h"
+
+namespace neso::NESO_ISA {
+
+template <typename T>
+struct CachePanel;
+template <>
+struct CachePanel<float> {
+    using Panel = FloatPanel<float>;
+};
+template <>
+struct CachePanel<bf16> {
+#if defined(__AVX512BF16__)
+    using Panel = Bf16Panel;
+#else
+    using Panel = Bf16PanelAsFloat;
+#endif
+};
+
+constexpr int kChunkSlots = 256;
+// Stands for "nothing seen yet": low, but finite, so that differences are never infinity - infinity.
+constexpr float kNothing = -1e30f;
+
+NESO_INLINE void store_operand(float* to, F32 v) { store(to, v); }
+NESO_INLINE void store_operand(bf16* to, F32 v) { store_bf16(to, v); }
+
+// One task: what lies in it is in the order of the computation.
+template <typename T>
+class Attention {
+    using Panel = typename CachePanel<T>::Panel;
+    using Operand = typename Panel::Input;
+
+   public:
+    Attention(const AttentionShape& shape, const char* cache, const AttentionTask& task)
+        : shape_(shape), cache_(cache), task_(task), group_(shape.group()), rows_(task.num_tokens * group_),
+          dim_(shape.padded_dim()), slots_(shape.slots()), chunk_blocks_(slots_ < kChunkSlots ? kChunkSlots / slots_ : 1),
+          width_(chunk_blocks_ * slots_) {
+        static thread_local Scratch scratch;
+        scratch_ = &scratch;
+        scratch.queries.reserve(int64_t(rows_) * dim_);
+        scratch.scores.reserve(int64_t(rows_) * width_);
+        scratch.weights.reserve(int64_t(rows_) * width_);
+        scratch.sums.reserve(int64_t(rows_) * dim_);
+        scratch.maxima.reserve(rows_);
+        scratch.totals.reserve(rows_);
+    }
+
+    void run() {
+        load_queries();
+        const int first_block = task_.key_begin / shape_.block_size;
+        const int last_block = (task_.key_end - 1) / shape_.block_size + 1;
+        for (int block = first_block; block < last_block; block += chunk_blocks_) {
+            const int count = last_block - block < chunk_blocks_ ? last_block - block : chunk_blocks_;
+            compute_scores(block, count);
+            mask(block, count);
+            for (int row = 0; row < rows_; ++row) weigh(row, count * slots_);
+            add_values(block, count);
+        }
+        write_result();
+    }
+
+   private:
+    struct Scratch {
+        Buffer<Operand> queries, weights;
+        Buffer<float> scores, sums, maxima, totals;
+    };
+
+    const T* keys(int block) const {
+        const int64_t at = task_.block_table[block] * shape_.block_bytes() + task_.kv_head * shape_.head_bytes();
+        return reinterpret_cast<const T*>(cache_ + at);
+    }
+    const T* values(int block) const { return keys(block) + int64_t(dim_) * slots_; }
+
+    // Row token * group + head; scaled, padded with zeros.
+    void load_queries() {
+        for (int row = 0; row < rows_; ++row) {
+            const float* from = task_.queries + row / group_ * task_.query_stride + row % group_ * shape_.head_dim;
+            Operand* to = scratch_->queries.data() + int64_t(row) * dim_;
+            alignas(64) float scaled[kLanes];
+            for (int d = 0; d < dim_; d += kLanes) {
+                const int left = shape_.head_dim - d;
+                std::memset(scaled, 0, sizeof(scaled));
+                if (left > 0) std::memcpy(scaled, from + d, sizeof(float) * (left < kLanes ? left : kLanes));
+                store_operand(to + d, load<F32>(scaled) * shape_.scale);
+            }
+        }
+        std::memset(scratch_->sums.data(), 0, sizeof(float) * rows_ * dim_);
+        for (int row = 0; row < rows_; ++row) {
+            scratch_->maxima.data()[row] = kNothing;
+            scratch_->totals.data()[row] = 0;
+        }
+    }
+
+    void compute_scores(int first_block, int count) {
+        for (int block = 0; block < count; ++block) {
+            const T* panels = keys(first_block + block);
+            for (int panel = 0; panel < slots_ / kPanel; ++panel) {
+                float* out = scratch_->scores.data() + block * slots_ + panel * kPanel;
+                for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
+                    F32 sums[Rows][1][kVectors] = {};
+                    score_panel<Rows>(row, panels + panel * kPanel * kInterleave, sums);
+                    for (int r = 0; r < Rows; ++r) {
+                        for (int v = 0; v < kVectors; ++v) {
+                            store(out + int64_t(row + r) * width_ + v * kLanes, sums[r][0][v]);
+                        }
+                    }
+                });
+            }
+        }
+    }
+
+    // Like `dot`, but the rows of a panel are as far apart as the block has slots.
+    template <int Rows>
+    NESO_INLINE void score_panel(int row, const T* keys, F32 (&sums)[Rows][1][kVectors]) const {
+        const Operand* queries = scratch_->queries.data() + int64_t(row) * dim_;
+#pragma GCC unroll 4
+        for (int d = 0; d < dim_; d += kInterleave) {
+            Panel::step(queries + d, dim_, keys + int64_t(d) * slots_, 0, sums);
+        }
+    }
+
+    // Scores of slots that a query does not see become minus infinity.
+    void mask(int first_block, int count) {
+        const int begin = first_block * shape_.block_size;
+        const int end = begin + count * shape_.block_size;
+        const int last_position = task_.first_position + task_.num_tokens - 1;
+        const bool all_seen = slots_ == shape_.block_size && begin >= task_.key_begin && end <= task_.key_end &&
+                              end <= task_.first_position + 1 && (!task_.window || begin > last_position - task_.window);
+        if (all_seen) return;
+        for (int row = 0; row < rows_; ++row) {
+            const int position = task_.first_position + row / group_;
+            int first = task_.window && position - task_.window + 1 > task_.key_begin ? position - task_.window + 1
+                                                                                      : task_.key_begin;
+            const int last = position + 1 < task_.key_end ? position + 1 : task_.key_end;
+            for (int block = 0; block < count; ++block) {
+                float* scores = scratch_->scores.data() + int64_t(row) * width_ + block * slots_;
+                const int start = begin + block * shape_.block_size;
+                for (int slot = 0; slot < slots_; ++slot) {
+                    const int key = start + slot;
+                    if (key < first || key >= last || slot >= shape_.block_size) scores[slot] = -__builtin_inff();
+                }
+            }
+        }
+    }
+
+    // Scores of a row -> weights, and what was summed before scaled to the new maximum.
+    void weigh(int row, int count) {
+        const float* scores = scratch_->scores.data() + int64_t(row) * width_;
+        F32 peak = splat(scratch_->maxima.data()[row]);
+        for (int i = 0; i < count; i += kLanes) peak = max(load<F32>(scores + i), peak);
+        const float before = scratch_->maxima.data()[row], maximum = largest(peak);
+        F32 total{};
+        Operand* weights = scratch_->weights.data() + int64_t(row) * width_;
+        for (int i = 0; i < count; i += kLanes) {
+            const F32 weight = exp(load<F32>(scores + i) - maximum);
+            total += weight;
+            store_operand(weights + i, weight);
+        }
+        const float shrink = exp(splat(before - maximum))[0];
+        scratch_->maxima.data()[row] = maximum;
+        scratch_->totals.data()[row] = scratch_->totals.data()[row] * shrink + sum(total);
+        if (before == maximum) return;
+        float* sums = scratch_->sums.data() + int64_t(row) * dim_;
+        for (int d = 0; d < dim_; d += kLanes) store(sums + d, load<F32>(sums + d) * shrink);
+    }
+
+    void add_values(int first_block, int count) {
+        for (int panel = 0; panel < dim_ / kPanel; ++panel) {
+            const int64_t at = int64_t(panel) * slots_ * kPanel;
+            for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
+                F32 sums[Rows][1][kVectors];
+                float* to = scratch_->sums.data() + int64_t(row) * dim_ + panel * kPanel;
+                for (int r = 0; r < Rows; ++r) {
+                    for (int v = 0; v < kVectors; ++v) sums[r][0][v] = load<F32>(to + int64_t(r) * dim_ + v * kLanes);
+                }
+                for (int block = 0; block < count; ++block) {
+                    const Operand* weights = scratch_->weights.data() + int64_t(row) * width_ + block * slots_;
+                    dot<Panel, Rows, 1>(weights, width_, values(first_block + block) + at, 0, slots_, sums);
+                }
+                for (int r = 0; r < Rows; ++r) {
+                    for (int v = 0; v < kVectors; ++v) store(to + int64_t(r) * dim_ + v * kLanes, sums[r][0][v]);
+                }
+            });
+        }
+    }
+
+    void write_result() {
+        for (int row = 0; row < rows_; ++row) {
+            float* to = task_.out + row / group_ * task_.out_stride + row % group_ * shape_.head_dim;
+            const float* sums = scratch_->sums.data() + int64_t(row) * dim_;
+            const float total = scratch_->totals.data()[row];
+            if (task_.maxima) {
+                task_.maxima[row] = scratch_->maxima.data()[row];
+                task_.sums[row] = total;
+                std::memcpy(to, sums, sizeof(float) * shape_.head_dim);
+            } else {
+                for (int d = 0; d < shape_.head_dim; ++d) to[d] = sums[d] / total;
+            }
+        }
+    }
+
+    static constexpr int kInterleave = 4 / sizeof(T);
+    static constexpr int kAttentionRows = kLanes == 16 ? 8 : 4;
+
+    const AttentionShape& shape_;
+    const char* cache_;
+    const AttentionTask& task_;
+    const int group_, rows_, dim_, slots_, chunk_blocks_, width_;
+    Scratch* scratch_;
+};
+
+inline void attend(const AttentionShape& shape, const char* cache, const AttentionTask& task) {
+    if (shape.kind == CacheKind::f32) {
+        Attention<float>(shape, cache, task).run();
+    } else {
+        Attention<bf16>(shape, cache, task).run();
+    }
+}
+
+inline void merge_parts(const float* partial, int64_t part_stride, const float* maxima, const float* sums,
+                        int64_t statistic_stride, int parts, int dim, float* out) {
+    float maximum = kNothing, total = 0;
+    for (int part = 0; part < parts; ++part) {
+        maximum = maxima[part * statistic_stride] > maximum ? maxima[part * statistic_stride] : maximum;
+    }
+    for (int d = 0; d < dim; ++d) out[d] = 0;
+    for (int part = 0; part < parts; ++part) {
+        const float weight = exp(splat(maxima[part * statistic_stride] - maximum))[0];
+        total += weight * sums[part * statistic_stride];
+        for (int d = 0; d < dim; ++d) out[d] += weight * partial[part * part_stride + d];
+    }
+    for (int d = 0; d < dim; ++d) out[d] /= total;
+}
+
+}  // namespace neso::NESO_ISA

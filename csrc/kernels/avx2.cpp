@@ -1,0 +1,2 @@
+#define NESO_ISA avx2
+#include "kernels/kernels.inc"

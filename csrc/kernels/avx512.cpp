@@ -1,0 +1,2 @@
+#define NESO_ISA avx512
+#include "kernels/kernels.inc"

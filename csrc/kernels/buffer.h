@@ -1,0 +1,61 @@
+// Scratch memory that grows and is never zeroed again.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace neso {
+
+// Cache lines, and the rows of a tile register.
+constexpr int64_t kAlignment = 64;
+
+template <typename T>
+class Buffer {
+   public:
+    Buffer() = default;
+    explicit Buffer(int64_t count) { reserve(count); }
+    Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
+    Buffer& operator=(Buffer&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(count_, other.count_);
+        return *this;
+    }
+    ~Buffer() { std::free(data_); }
+
+    // Make room for `count` values; the content is lost when it grows. New memory is zero.
+    void reserve(int64_t count) {
+        if (count <= count_) return;
+        std::free(data_);
+        const int64_t alignment = count * int64_t(sizeof(T)) >= kHugePage ? kHugePage : kAlignment;
+        const int64_t bytes = (count * int64_t(sizeof(T)) + alignment - 1) / alignment * alignment;
+        data_ = static_cast<T*>(std::aligned_alloc(alignment, bytes));
+        if (data_ == nullptr) throw std::bad_alloc();
+#if defined(__linux__)
+        // Weights and caches are streamed: with 4 KB pages the look-ups cost more than a tenth of the bandwidth.
+        if (alignment == kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+        std::memset(static_cast<void*>(data_), 0, bytes);
+        count_ = count;
+    }
+
+    T* data() { return data_; }
+    const T* data() const { return data_; }
+    int64_t size() const { return count_; }
+
+   private:
+    static constexpr int64_t kHugePage = 2 << 20;
+
+    T* data_ = nullptr;
+    int64_t count_ = 0;
+};
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace neso

@@ -1,0 +1,98 @@
+// Matrix products: picks the kernel for what the weights and the inputs are.
+#pragma once
+
+#include "kernels/gemm_amx.h"
+#include "kernels/gemm_dense.h"
+#include "kernels/inputs.h"
+
+namespace neso::NESO_ISA {
+
+inline void gemm_bf16(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
+                      bool accumulate) {
+#if defined(__AMX_BF16__)
+    if (input.rows >= kTileRowsWorthwhile) {
+        gemm_amx(input, matrix, first, last, out, stride, accumulate);
+        return;
+    }
+#endif
+#if defined(__AVX512BF16__)
+    gemm_dense<Bf16Panel>(input, matrix, first, last, out, stride, accumulate);
+#else
+    gemm_dense<Bf16PanelAsFloat>(input, matrix, first, last, out, stride, accumulate);
+#endif
+}
+
+// Unpack a few panels, multiply them while they are in the cache.
+inline void gemm_unpacked(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
+                          bool accumulate) {
+    constexpr bool kBf16 = kBf16Input == InputKind::bf16;
+    static thread_local Buffer<char> unpacked;
+    Matrix dense;
+    dense.kind = kBf16 ? WeightKind::bf16 : WeightKind::f32;
+    dense.inputs = matrix.inputs;
+    dense.depth = matrix.depth;
+    unpacked.reserve(dense.panel_bytes() * kBlockPanels);
+    dense.data = unpacked.data();
+    for (int panel = first; panel < last; panel += kBlockPanels) {
+        const int count = last - panel < kBlockPanels ? last - panel : kBlockPanels;
+        for (int p = 0; p < count; ++p) {
+            char* to = unpacked.data() + p * dense.panel_bytes();
+            if constexpr (kBf16) {
+                unpack_panel(matrix, panel + p, reinterpret_cast<bf16*>(to));
+            } else {
+                unpack_panel(matrix, panel + p, reinterpret_cast<float*>(to));
+            }
+        }
+        // The panels of `dense` begin at output 16 * panel of the matrix.
+        dense.outputs = matrix.outputs - panel * kPanel;
+        dense.bias = matrix.bias ? matrix.bias + panel * kPanel : nullptr;
+        if constexpr (kBf16) {
+            gemm_bf16(input, dense, 0, count, out + panel * kPanel, stride, accumulate);
+        } else {
+            gemm_dense<FloatPanel<float>>(input, dense, 0, count, out + panel * kPanel, stride, accumulate);
+        }
+    }
+}
+
+inline void gemm(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
+                 bool accumulate) {
+    if (input.rows == 0) return;
+    if (input.kind == InputKind::integer) {
+        gemm_quantized(input, matrix, first, last, out, stride, accumulate);
+        return;
+    }
+    switch (matrix.kind) {
+        case WeightKind::f32: gemm_dense<FloatPanel<float>>(input, matrix, first, last, out, stride, accumulate); return;
+        case WeightKind::f16: gemm_dense<FloatPanel<f16>>(input, matrix, first, last, out, stride, accumulate); return;
+        case WeightKind::bf16: gemm_bf16(input, matrix, first, last, out, stride, accumulate); return;
+        default: gemm_unpacked(input, matrix, first, last, out, stride, accumulate);
+    }
+}
+
+// One row of a packed matrix: an embedding that is also the output matrix is stored once.
+inline void matrix_row(const Matrix& matrix, int row, float* out) {
+    const int panel = row / kPanel, lane = row % kPanel;
+    const char* data = matrix.panel(panel);
+    if (matrix.quantized()) {
+        for (int k = 0; k < matrix.inputs; ++k) {
+            const int64_t at = (int64_t(panel) * matrix.groups + k / matrix.group_size) * kPanel + lane;
+            const float scale = to_float(matrix.scales[at]);
+            const bool int8 = matrix.kind == WeightKind::int8;
+            const auto* codes = reinterpret_cast<const uint8_t*>(data);
+            const int code = int8 ? codes[(k / 4 * kPanel + lane) * 4 + k % 4]
+                                  : codes[(k / 8 * kPanel + lane) * 4 + k % 4] >> (k % 8 / 4 * 4) & 15;
+            const float offset = matrix.offsets ? to_float(matrix.offsets[at]) : (int8 ? -128.0f : -8.0f) * scale;
+            out[matrix.input_order ? matrix.input_order[k] : k] = (scale * float(code) + offset) * matrix.scale_factor;
+        }
+        return;
+    }
+    for (int k = 0; k < matrix.inputs; ++k) {
+        switch (matrix.kind) {
+            case WeightKind::f32: out[k] = reinterpret_cast<const float*>(data)[k * kPanel + lane]; break;
+            case WeightKind::f16: out[k] = to_float(reinterpret_cast<const f16*>(data)[k * kPanel + lane]); break;
+            default: out[k] = to_float(reinterpret_cast<const bf16*>(data)[(k / 2 * kPanel + lane) * 2 + k % 2]);
+        }
+    }
+}
+
+}  // namespace neso::NESO_ISA

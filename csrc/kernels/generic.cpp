@@ -1,0 +1,2 @@
+#define NESO_ISA generic
+#include "kernels/kernels.inc"

@@ -1,0 +1,31 @@
+#include "kernels/kernels.h"
+
+#include <stdexcept>
+
+namespace neso {
+
+// Each is defined in the file of its name.
+namespace generic { extern const Kernels kernels; }
+#if defined(NESO_X86)
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+namespace avx512_bf16 { extern const Kernels kernels; }
+namespace amx { extern const Kernels kernels; }
+#endif
+
+const Kernels& kernels_for(Isa isa) {
+    switch (isa) {
+        case Isa::generic: return generic::kernels;
+#if defined(NESO_X86)
+        case Isa::avx2: return avx2::kernels;
+        case Isa::avx512: return avx512::kernels;
+        case Isa::avx512_bf16: return avx512_bf16::kernels;
+        case Isa::amx: return amx::kernels;
+#else
+        default: break;
+#endif
+    }
+    throw std::invalid_argument(std::string("kernels for ") + isa_name(isa) + " were not compiled in");
+}
+
+}  // namespace neso

@@ -1,0 +1,82 @@
+// The table of kernels: one for each instruction set, all with the same meaning.
+#pragma once
+
+#include <cstdint>
+
+#include "isa/isa.h"
+#include "kernels/matrix.h"
+
+namespace neso {
+
+enum class Activation : uint8_t { silu, gelu_tanh };
+enum class CacheKind : uint8_t { f32, bf16 };
+
+// How attention is shaped, and how a cache block lies. For each block and key-value head:
+//
+//   keys     [padded_dim / I][slots][I]            I = 1 for f32, 2 for bf16
+//   values   [padded_dim / 16][slots / I][16][I]
+//
+// so that queries times keys, and weights times values, are products with packed panels like any other.
+struct AttentionShape {
+    CacheKind kind;
+    int heads, kv_heads, head_dim;
+    int block_size;
+    float scale;
+
+    int group() const { return heads / kv_heads; }
+    int padded_dim() const { return int(round_up(head_dim, kDepthAlign)); }
+    int slots() const { return int(round_up(block_size, kPanel)); }
+    int element_bytes() const { return kind == CacheKind::f32 ? 4 : 2; }
+    int64_t head_bytes() const { return int64_t(2) * padded_dim() * slots() * element_bytes(); }
+    int64_t block_bytes() const { return head_bytes() * kv_heads; }
+};
+
+// Queries of one sequence and key-value head that attend together, to the keys [key_begin, key_end).
+struct AttentionTask {
+    const int32_t* block_table;
+    int kv_head;
+    int first_position;        // of the first query
+    int num_tokens;            // queries are num_tokens x group
+    int key_begin, key_end;
+    int window;                // tokens that each query sees, itself included; 0: all
+    const float* queries;      // of the first token and the first head of the group; heads follow each other
+    int64_t query_stride;      // floats from token to token
+    float* out;                // the same for the result
+    int64_t out_stride;
+    // Where the keys of a query are split among tasks: the unnormalized result goes to out, and these, by
+    // token and head: the maximum of the scores, and the sum of their exponentials. Else null.
+    float* maxima;
+    float* sums;
+};
+
+struct Kernels {
+    Isa isa;
+
+    // The input that gemm wants for this matrix and number of rows; memory is to be attached (InputStorage).
+    Input (*describe_input)(const Matrix& matrix, int rows);
+    // values float[matrix.inputs] -> row of input.
+    void (*pack_input)(const Input& input, int row, const Matrix& matrix, const float* values);
+    // out[row * stride + n] = (+=) input[row] . matrix[n] + bias[n], for all rows and the panels [first, last).
+    void (*gemm)(const Input& input, const Matrix& matrix, int first_panel, int last_panel, float* out,
+                 int64_t stride, bool accumulate);
+    // Row of the matrix as floats.
+    void (*matrix_row)(const Matrix& matrix, int row, float* out);
+
+    void (*rms_norm)(const float* x, const float* weight, float eps, int count, float* out);
+    // out[i] = activation(gate_up[i]) * gate_up[count + i]
+    void (*gated)(Activation activation, const float* gate_up, int count, float* out);
+    // Rotate pairs (i, half + i).
+    void (*rotate)(float* head, const float* cos, const float* sin, int half);
+
+    void (*write_cache)(const AttentionShape& shape, char* block, int slot, int kv_head, const float* key,
+                        const float* value);
+    void (*attend)(const AttentionShape& shape, const char* cache, const AttentionTask& task);
+    // Merge the results of `parts` tasks: partial[part][count][dim], maxima and sums [part][count] -> out[dim].
+    void (*merge_parts)(const float* partial, int64_t part_stride, const float* maxima, const float* sums,
+                        int64_t statistic_stride, int parts, int dim, float* out);
+};
+
+// Throws std::invalid_argument when the instruction set was not compiled in.
+const Kernels& kernels_for(Isa isa);
+
+}  // namespace neso

@@ -1,0 +1,42 @@
+// Writing keys and values of one token and head into their cache block, in the layout of packed panels.
+#pragma once
+
+#include "kernels/kernels.h"
+#include "kernels/vector.h"
+
+namespace neso::NESO_ISA {
+
+inline float cache_value(float value, float) { return value; }
+inline bf16 cache_value(float value, bf16) { return to_bf16(value); }
+
+template <typename T>
+void write_cache_as(const AttentionShape& shape, char* block, int slot, int kv_head, const float* key,
+                    const float* value) {
+    constexpr int kInterleave = 4 / sizeof(T);
+    T* keys = reinterpret_cast<T*>(block + kv_head * shape.head_bytes());
+    T* values = keys + int64_t(shape.padded_dim()) * shape.slots();
+    // Attention reads whole panels and gives the slots not yet written the weight 0, which would not silence a NaN
+    // that another sequence left there.
+    if (slot == 0) std::memset(static_cast<void*>(values), 0, sizeof(T) * shape.padded_dim() * shape.slots());
+    const int slots = shape.slots();
+    for (int d = 0; d < shape.head_dim; ++d) {
+        keys[int64_t(d / kInterleave) * slots * kInterleave + slot * kInterleave + d % kInterleave] =
+            cache_value(key[d], T{});
+    }
+    const int64_t panel_size = int64_t(slots) * kPanel;
+    T* row = values + int64_t(slot / kInterleave) * kPanel * kInterleave + slot % kInterleave;
+    for (int d = 0; d < shape.head_dim; ++d) {
+        row[d / kPanel * panel_size + d % kPanel * kInterleave] = cache_value(value[d], T{});
+    }
+}
+
+inline void write_cache(const AttentionShape& shape, char* block, int slot, int kv_head, const float* key,
+                        const float* value) {
+    if (shape.kind == CacheKind::f32) {
+        write_cache_as<float>(shape, block, slot, kv_head, key, value);
+    } else {
+        write_cache_as<bf16>(shape, block, slot, kv_head, key, value);
+    }
+}
+
+}  // namespace neso::NESO_ISA

@@ -1,0 +1,46 @@
+// Which attention tasks a step has: planned once, run in every layer with the same window.
+#pragma once
+
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "model/step.h"
+
+namespace neso {
+
+// Queries [first_token, first_token + num_tokens) of a sequence, one key-value head, keys [key_begin, key_end).
+struct PlannedTask {
+    int sequence, kv_head;
+    int first_token, num_tokens;   // in the flat batch
+    int first_position;
+    int key_begin, key_end;
+    int part;                      // which of the parts that its keys are split in; -1: they are not
+    int group;                     // of parts, index into AttentionPlan::merges
+};
+
+// Results of parts that belong together.
+struct PlannedMerge {
+    int token, kv_head, first_part, parts;
+};
+
+class AttentionPlan {
+   public:
+    // `wanted`, where given, tells the tokens whose result is needed; the others may be left out.
+    AttentionPlan(const AttentionShape& shape, const Step& step, int window, int num_threads, const char* wanted);
+
+    int window() const { return window_; }
+    const std::vector<PlannedTask>& tasks() const { return tasks_; }
+    const std::vector<PlannedMerge>& merges() const { return merges_; }
+    int num_parts() const { return num_parts_; }
+
+   private:
+    void plan_tile(const AttentionShape& shape, int sequence, int first_token, int num_tokens, int first_position,
+                   int parts);
+
+    int window_;
+    std::vector<PlannedTask> tasks_;
+    std::vector<PlannedMerge> merges_;
+    int num_parts_ = 0;
+};
+
+}  // namespace neso

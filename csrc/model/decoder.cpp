@@ -1,0 +1,250 @@
+#include "model/decoder.h"
+
+#include <algorithm>
+
+namespace neso {
+namespace {
+
+// Panels in a chunk of a product: a multiple of what the kernels take at once, enough chunks to balance threads.
+int chunk_panels(int panels, int threads) {
+    constexpr int kAtOnce = 4, kChunksPerThread = 8;
+    return int(round_up(std::max(1, panels / (threads * kChunksPerThread)), kAtOnce));
+}
+
+int chunks(int count, int size) { return (count + size - 1) / size; }
+
+template <typename T>
+void copy_row(const void* table, int64_t row, int count, float* out) {
+    const T* from = static_cast<const T*>(table) + row * count;
+    for (int i = 0; i < count; ++i) out[i] = to_float(from[i]);
+}
+
+}  // namespace
+
+Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads)
+    : shape_(shape), weights_(std::move(weights)), cache_kind_(cache_kind), kernels_(kernels_for(isa)),
+      team_(num_threads) {}
+
+AttentionShape Decoder::attention_shape(int block_size) const {
+    return {cache_kind_, shape_.heads, shape_.kv_heads, shape_.head_dim, block_size, shape_.attention_scale};
+}
+
+int64_t Decoder::cache_bytes_per_block(int block_size) const {
+    return attention_shape(block_size).block_bytes() * int64_t(weights_.layers.size());
+}
+
+void Decoder::allocate_cache(int num_blocks, int block_size) {
+    cache_ = std::make_unique<KVCache>(attention_shape(block_size), int(weights_.layers.size()), num_blocks);
+}
+
+void Decoder::step(const Step& step) {
+    reserve(step);
+    plan_attention(step);
+    team_.run([&](int) {
+        embed(step);
+        for (int index = 0; index < int(weights_.layers.size()); ++index) run_layer(step, index);
+        compute_logits(step);
+    });
+}
+
+void Decoder::reserve(const Step& step) {
+    const int64_t tokens = step.num_tokens, logits = step.num_logits;
+    x_.reserve(tokens * shape_.hidden_size);
+    qkv_.reserve(tokens * (shape_.query_size() + 2 * shape_.kv_size()));
+    attended_.reserve(tokens * shape_.query_size());
+    gate_up_.reserve(std::max(tokens, logits) * 2 * shape_.intermediate_size);
+    wanted_x_.reserve(logits * shape_.hidden_size);
+    wanted_attended_.reserve(logits * shape_.query_size());
+    const int most = std::max(step.num_tokens, step.num_logits);
+    for (const LayerWeights& layer : weights_.layers) {
+        for (const Matrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+            // The last layer has fewer rows, which may want another kind of input.
+            input_.reserve(kernels_.describe_input(*matrix, most));
+            input_.reserve(kernels_.describe_input(*matrix, step.num_logits));
+        }
+    }
+    input_.reserve(kernels_.describe_input(weights_.lm_head, step.num_logits));
+}
+
+// In the last layer only the tokens matter whose logits are wanted.
+void Decoder::plan_attention(const Step& step) {
+    wanted_.assign(step.num_tokens, 0);
+    for (int i = 0; i < step.num_logits; ++i) wanted_[step.logits_rows[i]] = 1;
+    plans_.clear();
+    last_plans_.clear();
+    int parts = 0;
+    for (size_t index = 0; index < weights_.layers.size(); ++index) {
+        const bool last = index + 1 == weights_.layers.size();
+        const int window = weights_.layers[index].window;
+        auto& plans = last ? last_plans_ : plans_;
+        const auto same = [&](const AttentionPlan& plan) { return plan.window() == window; };
+        if (std::any_of(plans.begin(), plans.end(), same)) continue;
+        plans.emplace_back(cache_->shape(), step, window, team_.size(), last ? wanted_.data() : nullptr);
+        parts = std::max(parts, plans.back().num_parts());
+    }
+    const int64_t group = cache_->shape().group();
+    partial_.reserve(parts * group * shape_.head_dim);
+    part_maxima_.reserve(parts * group);
+    part_sums_.reserve(parts * group);
+}
+
+const AttentionPlan& Decoder::plan_for(int layer) const {
+    const int window = weights_.layers[layer].window;
+    const auto& plans = layer + 1 == int(weights_.layers.size()) ? last_plans_ : plans_;
+    return *std::find_if(plans.begin(), plans.end(), [&](const auto& plan) { return plan.window() == window; });
+}
+
+void Decoder::embed(const Step& step) {
+    team_.for_each(step.num_tokens, [&](int token) {
+        const int id = step.token_ids[token], hidden = shape_.hidden_size;
+        float* out = x_.data() + int64_t(token) * hidden;
+        if (!weights_.embedding) {
+            kernels_.matrix_row(weights_.lm_head, id, out);
+        } else if (weights_.embedding_kind == WeightKind::f32) {
+            copy_row<float>(weights_.embedding, id, hidden, out);
+        } else if (weights_.embedding_kind == WeightKind::f16) {
+            copy_row<f16>(weights_.embedding, id, hidden, out);
+        } else {
+            copy_row<bf16>(weights_.embedding, id, hidden, out);
+        }
+    });
+}
+
+template <typename RowOf>
+void Decoder::multiply(const Matrix& matrix, int rows, float* out, int64_t stride, bool accumulate,
+                       const RowOf& row_of) {
+    const Input input = input_.attach(kernels_.describe_input(matrix, rows));
+    team_.for_each(rows, [&](int row) {
+        thread_local Buffer<float> scratch;
+        scratch.reserve(matrix.inputs);
+        kernels_.pack_input(input, row, matrix, row_of(row, scratch.data()));
+    });
+    const int size = chunk_panels(matrix.panels, team_.size());
+    team_.for_each(chunks(matrix.panels, size), [&](int chunk) {
+        const int first = chunk * size;
+        kernels_.gemm(input, matrix, first, std::min(first + size, matrix.panels), out, stride, accumulate);
+    });
+}
+
+void Decoder::run_layer(const Step& step, int index) {
+    const LayerWeights& layer = weights_.layers[index];
+    const int hidden = shape_.hidden_size, query_size = shape_.query_size();
+    multiply(layer.qkv, step.num_tokens, qkv_.data(), query_size + 2 * shape_.kv_size(), false,
+             [&](int row, float* normed) {
+                 kernels_.rms_norm(x_.data() + int64_t(row) * hidden, layer.attention_norm, shape_.norm_eps, hidden,
+                                   normed);
+                 return normed;
+             });
+    write_cache(step, index);
+    attend(index, step);
+    int rows = step.num_tokens;
+    float *x = x_.data(), *attended = attended_.data();
+    if (is_last(index)) {
+        keep_wanted(step);
+        rows = step.num_logits;
+        x = wanted_x_.data();
+        attended = wanted_attended_.data();
+    }
+    multiply(layer.output, rows, x, hidden, true,
+             [&](int row, float*) { return attended + int64_t(row) * query_size; });
+    mlp(layer, x, rows);
+}
+
+// Norm and rotation of queries and keys, in place; keys and values to the cache.
+void Decoder::write_cache(const Step& step, int index) {
+    const LayerWeights& layer = weights_.layers[index];
+    const int dim = shape_.head_dim, half = shape_.rotary_dim / 2, block_size = cache_->shape().block_size;
+    if (step.num_copies) {
+        team_.for_each(1, [&](int) { cache_->copy_blocks(index, step); });
+    }
+    team_.for_each(step.num_sequences, [&](int sequence) {
+        const int first = step.query_start[sequence];
+        const int32_t* table = step.block_tables + int64_t(sequence) * step.table_width;
+        for (int token = first; token < step.query_start[sequence + 1]; ++token) {
+            float* queries = qkv_.data() + int64_t(token) * (shape_.query_size() + 2 * shape_.kv_size());
+            float* keys = queries + shape_.query_size();
+            const float* values = keys + shape_.kv_size();
+            for (int head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
+                float* at = queries + head * dim;
+                const float* norm = head < shape_.heads ? layer.query_norm : layer.key_norm;
+                if (norm) kernels_.rms_norm(at, norm, shape_.norm_eps, dim, at);
+                kernels_.rotate(at, step.cos + int64_t(token) * half, step.sin + int64_t(token) * half, half);
+            }
+            const int position = step.num_computed[sequence] + token - first;
+            char* block = cache_->block(index, table[position / block_size]);
+            for (int head = 0; head < shape_.kv_heads; ++head) {
+                kernels_.write_cache(cache_->shape(), block, position % block_size, head, keys + head * dim,
+                                     values + head * dim);
+            }
+        }
+    });
+}
+
+void Decoder::attend(int index, const Step& step) {
+    const AttentionPlan& plan = plan_for(index);
+    const int dim = shape_.head_dim, group = cache_->shape().group();
+    const int64_t query_size = shape_.query_size(), qkv_size = query_size + 2 * shape_.kv_size();
+    team_.for_each(int(plan.tasks().size()), [&](int number) {
+        const PlannedTask& planned = plan.tasks()[number];
+        const int64_t head = int64_t(planned.kv_head) * group * dim;
+        AttentionTask task{};
+        task.block_table = step.block_tables + int64_t(planned.sequence) * step.table_width;
+        task.kv_head = planned.kv_head;
+        task.first_position = planned.first_position;
+        task.num_tokens = planned.num_tokens;
+        task.key_begin = planned.key_begin;
+        task.key_end = planned.key_end;
+        task.window = plan.window();
+        task.queries = qkv_.data() + planned.first_token * qkv_size + head;
+        task.query_stride = qkv_size;
+        task.out = attended_.data() + planned.first_token * query_size + head;
+        task.out_stride = query_size;
+        if (planned.part >= 0) {
+            task.out = partial_.data() + int64_t(planned.part) * group * dim;
+            task.maxima = part_maxima_.data() + int64_t(planned.part) * group;
+            task.sums = part_sums_.data() + int64_t(planned.part) * group;
+        }
+        kernels_.attend(cache_->shape(), cache_->layer(index), task);
+    });
+    if (plan.merges().empty()) return;
+    team_.for_each(int(plan.merges().size()), [&](int number) {
+        const PlannedMerge& merge = plan.merges()[number];
+        for (int query = 0; query < group; ++query) {
+            const int64_t first = int64_t(merge.first_part) * group + query;
+            kernels_.merge_parts(partial_.data() + first * dim, int64_t(group) * dim, part_maxima_.data() + first,
+                                 part_sums_.data() + first, group, merge.parts, dim,
+                                 attended_.data() + merge.token * query_size + (merge.kv_head * group + query) * dim);
+        }
+    });
+}
+
+void Decoder::keep_wanted(const Step& step) {
+    team_.for_each(step.num_logits, [&](int row) {
+        const int64_t token = step.logits_rows[row], hidden = shape_.hidden_size, queries = shape_.query_size();
+        std::copy_n(x_.data() + token * hidden, hidden, wanted_x_.data() + row * hidden);
+        std::copy_n(attended_.data() + token * queries, queries, wanted_attended_.data() + row * queries);
+    });
+}
+
+void Decoder::mlp(const LayerWeights& layer, float* x, int rows) {
+    const int hidden = shape_.hidden_size, width = shape_.intermediate_size;
+    multiply(layer.gate_up, rows, gate_up_.data(), 2 * width, false, [&](int row, float* normed) {
+        kernels_.rms_norm(x + int64_t(row) * hidden, layer.mlp_norm, shape_.norm_eps, hidden, normed);
+        return normed;
+    });
+    multiply(layer.down, rows, x, hidden, true, [&](int row, float* activated) {
+        kernels_.gated(shape_.activation, gate_up_.data() + int64_t(row) * 2 * width, width, activated);
+        return activated;
+    });
+}
+
+void Decoder::compute_logits(const Step& step) {
+    const int hidden = shape_.hidden_size;
+    multiply(weights_.lm_head, step.num_logits, step.logits, shape_.vocab_size, false, [&](int row, float* normed) {
+        kernels_.rms_norm(wanted_x_.data() + int64_t(row) * hidden, weights_.final_norm, shape_.norm_eps, hidden,
+                          normed);
+        return normed;
+    });
+}
+
+}  // namespace neso

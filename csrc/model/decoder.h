@@ -1,0 +1,69 @@
+// Executes a decoder on the CPU: one call a step, all threads walk the layers together.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "model/attention_plan.h"
+#include "model/decoder_weights.h"
+#include "model/kv_cache.h"
+#include "model/step.h"
+#include "threads/thread_team.h"
+
+namespace neso {
+
+class Decoder {
+   public:
+    Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads);
+
+    void allocate_cache(int num_blocks, int block_size);
+    int64_t cache_bytes_per_block(int block_size) const;
+    // Not reentrant; allocate_cache comes first. Ids and tables must be in range: they are the scheduler's.
+    void step(const Step& step);
+
+    Isa isa() const { return kernels_.isa; }
+    int num_threads() const { return team_.size(); }
+    int vocab_size() const { return shape_.vocab_size; }
+
+   private:
+    AttentionShape attention_shape(int block_size) const;
+    void reserve(const Step& step);
+    void plan_attention(const Step& step);
+    const AttentionPlan& plan_for(int layer) const;
+    bool is_last(int layer) const { return layer + 1 == int(weights_.layers.size()); }
+
+    // What follows runs on all threads at once.
+    void embed(const Step& step);
+    void run_layer(const Step& step, int index);
+    void write_cache(const Step& step, int index);
+    void attend(int index, const Step& step);
+    void keep_wanted(const Step& step);
+    void mlp(const LayerWeights& layer, float* x, int rows);
+    void compute_logits(const Step& step);
+    // out (+)= rows . matrix; row_of(row, scratch) gives each row.
+    template <typename RowOf>
+    void multiply(const Matrix& matrix, int rows, float* out, int64_t stride, bool accumulate, const RowOf& row_of);
+
+    const DecoderShape shape_;
+    const DecoderWeights weights_;
+    const CacheKind cache_kind_;
+    const Kernels& kernels_;
+    ThreadTeam team_;
+    std::unique_ptr<KVCache> cache_;
+
+    // The plans of this step, one a window, and those of the last layer.
+    std::vector<AttentionPlan> plans_, last_plans_;
+    std::vector<char> wanted_;
+
+    InputStorage input_;
+    Buffer<float> x_;         // [tokens][hidden]: the residual stream
+    Buffer<float> qkv_;       // [tokens][queries, keys, values]
+    Buffer<float> attended_;  // [tokens][queries]
+    Buffer<float> gate_up_;   // [tokens][2 * intermediate]
+    // The last layer, from its attention on, has the wanted tokens only: [logits][hidden], [logits][queries].
+    Buffer<float> wanted_x_, wanted_attended_;
+    Buffer<float> partial_, part_maxima_, part_sums_;
+};
+
+}  // namespace neso

@@ -1,0 +1,21 @@
+// One step of the engine: a flat batch of new tokens. See StepPlan in Python, whose arrays these are.
+#pragma once
+
+#include <cstdint>
+
+namespace neso {
+
+struct Step {
+    int num_sequences, num_tokens, table_width, num_copies, num_logits;
+    const int32_t* token_ids;     // [num_tokens]
+    const int32_t* query_start;   // [num_sequences + 1]
+    const int32_t* num_computed;  // [num_sequences]
+    const int32_t* block_tables;  // [num_sequences][table_width]
+    const int32_t* block_copies;  // [num_copies][2]
+    const int32_t* logits_rows;   // [num_logits]
+    const float* cos;             // [num_tokens][rotary_dim / 2]
+    const float* sin;
+    float* logits;                // [num_logits][vocab_size]
+};
+
+}  // namespace neso
