@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from neso.engine.core.scheduler import SchedulerConfig
+from neso.engine.runners.base import DType, Quantization, RunnerOptions
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,15 +14,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `model` is a checkpoint directory or a GGUF file. `max_model_len` None takes the model's own limit.
     `kv_cache_memory` is in bytes; None takes what `max_num_seqs` sequences of full length need, at most a quarter of
     the free memory.
-    `runner` "auto" is the fastest that this machine has.
+    `runner` "auto" is the fastest that this machine has; see `RunnerOptions` for dtype, quantization, num_threads.
     """
 
     model: str
     runner: str = "auto"
+    dtype: DType = "auto"
+    quantization: Quantization | None = None
+    num_threads: int | None = None
     max_model_len: int | None = None
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
     scheduler: SchedulerConfig = SchedulerConfig()
+
+    @property
+    def runner_options(self) -> RunnerOptions:
+        return RunnerOptions(self.dtype, self.quantization, self.num_threads)
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, object]) -> EngineConfig:

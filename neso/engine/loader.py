@@ -27,7 +27,7 @@ def load_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
             spec = decoder_spec(source.config)
             max_model_len = _max_model_len(config, spec.max_position)
             found_class = runner_class(config.runner)
-            runner = found_class.load(spec, source)
+            runner = found_class.load(spec, source, config.runner_options)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
     num_blocks = _num_blocks(config, runner, max_model_len)

@@ -63,11 +63,13 @@ def model(request, checkpoint_factory):
     return directory, greedy(directory, make_prompts(), MAX_TOKENS)
 
 
+@pytest.mark.parametrize("runner", ["reference", "native"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_tokens_are_those_of_transformers(model, schedule):
+def test_tokens_are_those_of_transformers(model, schedule, runner):
     """Requests join while others run; they leave at different steps."""
     directory, expected = model
-    config = EngineConfig.from_options(str(directory), {"runner": "reference", **SCHEDULES[schedule]})
+    options = {"runner": runner, "dtype": "float32", **SCHEDULES[schedule]}
+    config = EngineConfig.from_options(str(directory), options)
     core, _ = load_engine(config)
     rng = random.Random(schedule)
     lengths = [rng.choice([MAX_TOKENS, MAX_TOKENS // 2]) for _ in expected]

@@ -54,7 +54,9 @@ class Runner(ABC):
 
     @classmethod
     @abstractmethod
-    def load(cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS) -> Runner:
+    def load(
+        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
+    ) -> Runner:
         """Take the weights.
 
         Raises `CheckpointError` when a tensor is missing or has a wrong shape, `UnsupportedOption` for an option

@@ -8,6 +8,7 @@ from neso.engine.runners.base import Runner
 
 # Name to module and class, best first: "auto" takes the first that can be imported.
 RUNNERS = {
+    "native": ("neso.engine.runners.native.runner", "NativeRunner"),
     "reference": ("neso.engine.runners.reference.runner", "ReferenceRunner"),
 }
 

@@ -1,0 +1,126 @@
+"""Packs matrices: dense ones, quantized ones as they come, and dense ones that are quantized on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from neso import _native
+from neso.engine.runners.native.packed_matrix import PANEL, Kind, PackedMatrix
+from neso.engine.weights.quantized_matrix import QuantizedMatrix
+from neso.engine.weights.source import Matrix
+
+Float32Array = npt.NDArray[np.float32]
+
+KINDS: dict[np.dtype[Any], Kind] = {
+    np.dtype(np.float32): "f32",
+    np.dtype(np.float16): "f16",
+    np.dtype(ml_dtypes.bfloat16): "bf16",
+}
+# The largest scale becomes about this: float16 then is exact to 11 bits for scales 2^28 times smaller.
+_LARGEST_SCALE = 2.0**14
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """How weights are kept.
+
+    - kind: of dense matrices
+    - scheme: of `quantize`, for matrices that come dense; None leaves them dense
+    - dynamic: whether activations may be rounded to 8 bits for quantized matrices
+    """
+
+    kind: Kind
+    scheme: str | None
+    dynamic: bool
+    threads: int
+
+    def pack(self, parts: Sequence[Matrix], bias: Float32Array | None = None) -> PackedMatrix:
+        """Pack the parts one below the other, [outputs, inputs] each."""
+        if self.scheme is not None:
+            from neso.engine.weights.quantize import quantize
+
+            parts = [p if isinstance(p, QuantizedMatrix) else quantize(p, self.scheme) for p in parts]
+        quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+        if len(quantized) == len(parts) and _alike(quantized):
+            return self._pack_quantized(quantized, bias)
+        return self._pack_dense(
+            [p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in parts], bias
+        )
+
+    def _pack_dense(self, parts: list[npt.NDArray[Any]], bias: Float32Array | None) -> PackedMatrix:
+        outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        # Only float16 weights are kept as float16: others have values that it does not.
+        kind = self.kind
+        if kind == "f16" and any(part.dtype != np.float16 for part in parts):
+            kind = "f32"
+        data = np.zeros(_native.packed_bytes(kind, outputs, inputs), np.uint8)
+        first = 0
+        for part in parts:
+            source = part if part.dtype in KINDS else part.astype(np.float32)
+            _native.pack_dense(KINDS[source.dtype], _bytes(source), inputs, kind, first, data, self.threads)
+            first += len(part)
+        return PackedMatrix(kind, outputs, inputs, data, bias=bias)
+
+    def _pack_quantized(self, parts: list[QuantizedMatrix], bias: Float32Array | None) -> PackedMatrix:
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        kind: Kind = "int8" if parts[0].bits == 8 else "int4"
+        data = np.zeros(_native.packed_bytes(kind, outputs, inputs), np.uint8)
+        first = 0
+        for part in parts:
+            _native.pack_codes(np.ascontiguousarray(part.codes), kind, first, data, self.threads)
+            first += part.shape[0]
+        scales = np.concatenate([part.scales for part in parts])
+        symmetric = all(part.offsets is None for part in parts)
+        offsets = None if symmetric else np.concatenate([_offsets(part) for part in parts])
+        largest = max(float(np.abs(a).max(initial=0)) for a in (scales, offsets) if a is not None)
+        # A power of two, so that nothing is lost by it.
+        factor = float(2.0 ** np.ceil(np.log2(largest / _LARGEST_SCALE))) if largest > 0 else 1.0
+        return PackedMatrix(
+            kind,
+            outputs,
+            inputs,
+            data,
+            scales=_pack_scales(scales, factor),
+            offsets=None if offsets is None else _pack_scales(offsets, factor),
+            group_size=parts[0].group_size,
+            scale_factor=factor,
+            dynamic=self.dynamic,
+            input_order=parts[0].input_order,
+            bias=bias,
+        )
+
+
+def _alike(parts: list[QuantizedMatrix]) -> bool:
+    """Whether one packed matrix can hold them all."""
+    first = parts[0]
+    return all(
+        part.bits == first.bits
+        and part.group_size == first.group_size
+        and (part.input_order is None) == (first.input_order is None)
+        and (part.input_order is None or np.array_equal(part.input_order, first.input_order))
+        for part in parts
+    )
+
+
+def _offsets(part: QuantizedMatrix) -> Float32Array:
+    return part.offsets if part.offsets is not None else -part.scales * np.float32(2 ** (part.bits - 1))
+
+
+def _pack_scales(values: Float32Array, factor: float) -> npt.NDArray[np.float16]:
+    """float32[outputs, groups] -> float16[panels * groups * 16], divided by `factor`."""
+    outputs, groups = values.shape
+    panels = -(-outputs // PANEL)
+    padded = np.zeros((panels * PANEL, groups), np.float32)
+    padded[:outputs] = values / np.float32(factor)
+    return padded.reshape(panels, PANEL, groups).transpose(0, 2, 1).astype(np.float16).reshape(-1)
+
+
+def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The memory of an array, which may be unaligned."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

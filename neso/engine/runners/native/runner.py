@@ -1,0 +1,134 @@
+"""The native runner: C++ kernels on the CPU, one call a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from neso import _native
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.runners.base import (
+    DEFAULT_OPTIONS,
+    CacheLayout,
+    Runner,
+    RunnerOptions,
+    UnsupportedOption,
+)
+from neso.engine.runners.native.pack import KINDS
+from neso.engine.runners.native.packed_decoder import PackedDecoder, PackedLayer, pack_decoder
+from neso.engine.runners.reference.rotary import RotaryTable
+from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.weights.source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+Float32Array = npt.NDArray[np.float32]
+
+
+class NativeRunner(Runner):
+    """Holds the packed weights, the cache and the threads. The steps must come one at a time.
+
+    The instruction set is the best that the CPU has, or what the environment variable NESO_ISA names.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: PackedDecoder, num_threads: int) -> None:
+        self.spec = spec
+        self._rotary = RotaryTable(spec.rotary)
+        self._logits = np.empty((0, spec.vocab_size), np.float32)
+        self._weights = weights
+        self.isa = _native.default_isa()
+        self._decoder = _make_decoder(spec, weights, self.isa, num_threads)
+        self._has_cache = False
+
+    @classmethod
+    def load(
+        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
+    ) -> NativeRunner:
+        if options.quantization == "fp8":
+            raise UnsupportedOption("fp8 weights need a GPU; on a CPU there are int8, int4 and int8_dynamic")
+        threads = options.num_threads or available_cores()
+        runner = cls(spec, pack_decoder(spec, source, options, threads), threads)
+        logger.info("native runner: %s kernels, %d threads", runner.isa, threads)
+        return runner
+
+    def allocate_cache(self, layout: CacheLayout) -> None:
+        self._decoder.allocate_cache(layout.num_blocks, layout.block_size)
+        self._has_cache = True
+
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        bytes_per_block: int = self._decoder.cache_bytes_per_block(block_size)
+        return bytes_per_block
+
+    def step(self, plan: StepPlan) -> Float32Array:
+        if not self._has_cache:
+            raise RuntimeError("allocate_cache must come before the first step")
+        logits = self._logits_buffer(len(plan.logits_rows))
+        cos, sin = self._rotary.lookup(plan.positions())
+        self._decoder.step(
+            plan.token_ids,
+            plan.query_start,
+            plan.num_computed,
+            plan.block_tables,
+            plan.block_copies,
+            plan.logits_rows,
+            cos[:, 0],
+            sin[:, 0],
+            logits,
+        )
+        return logits
+
+    def _logits_buffer(self, rows: int) -> Float32Array:
+        """Reused: fresh memory would cost as much in page faults as sampling does."""
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
+        return self._logits[:rows]
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _make_decoder(spec: DecoderSpec, weights: PackedDecoder, isa: str, threads: int) -> _native.Decoder:
+    embedding = weights.embedding
+    return _native.Decoder(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rotary_dim=spec.rotary.rotary_dim,
+        norm_eps=spec.norm_eps,
+        attention_scale=spec.attention_scale,
+        activation=spec.activation,
+        layers=[
+            _make_layer(layer, window)
+            for layer, window in zip(weights.layers, spec.sliding_windows, strict=True)
+        ],
+        final_norm=weights.final_norm,
+        lm_head=weights.lm_head.native(),
+        embedding=None if embedding is None else embedding.reshape(-1).view(np.uint8),
+        embedding_kind="f32" if embedding is None else KINDS[embedding.dtype],
+        cache_kind=weights.cache_kind,
+        isa=isa,
+        threads=threads,
+    )
+
+
+def _make_layer(layer: PackedLayer, window: int | None) -> _native.Layer:
+    return _native.Layer(
+        layer.attention_norm,
+        layer.qkv.native(),
+        layer.query_norm,
+        layer.key_norm,
+        layer.output.native(),
+        layer.mlp_norm,
+        layer.gate_up.native(),
+        layer.down.native(),
+        window or 0,
+    )
