@@ -62,6 +62,7 @@ def test_the_package_imports_nothing_by_itself():
         ("Qwen/Qwen3-0.6B", "Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("chat=Qwen/Qwen3-0.6B", "chat", "Qwen/Qwen3-0.6B"),
         ("/models/llama", "llama", "/models/llama"),
+        ("/models/tiny-Q8_0.gguf", "tiny-Q8_0", "/models/tiny-Q8_0.gguf"),
     ],
 )
 def test_model_argument(text, name, checkpoint):

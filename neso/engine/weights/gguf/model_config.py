@@ -114,14 +114,14 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str
     factor = metadata.number(prefix + "factor", metadata.number(f"{arch}.rope.scale_linear", 0.0))
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return _from_factors(file, config) if ROPE_FACTORS in file else None
+    if kind not in ("linear", "yarn"):
+        raise metadata.error(prefix + "type", f"is {kind!r}; supported are none, linear, yarn")
     if factor <= 0.0:
         raise metadata.error(prefix + "factor", f"must be positive, not {factor}")
     if ROPE_FACTORS in file:
         raise metadata.error(prefix + "type", f"is {kind!r} beside {ROPE_FACTORS!r}, which is not supported")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        raise metadata.error(prefix + "type", f"is {kind!r}; supported are none, linear, yarn")
     length = metadata.positive(prefix + "original_context_length", config["max_position_embeddings"])
     return {
         "rope_type": "yarn",
