@@ -59,9 +59,8 @@ class HeaderReader:
             return self.string(what)
         if kind == _ARRAY:
             return self._array(what)
-        number: Value = np.frombuffer(self._take(self._number(kind, what).itemsize, what), _NUMBERS[kind])[
-            0
-        ].item()
+        dtype = self._number(kind, what)
+        number: Value = np.frombuffer(self._take(dtype.itemsize, what), dtype)[0].item()
         return number
 
     def _array(self, what: str) -> Value:
