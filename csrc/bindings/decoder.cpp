@@ -13,7 +13,8 @@ struct OwnedLayer {
     std::optional<Array<float>> query_norm, key_norm;
     const OwnedMatrix* output;
     Array<float> mlp_norm;
-    const OwnedMatrix* gate_up;
+    const OwnedMatrix* gate;
+    const OwnedMatrix* up;
     const OwnedMatrix* down;
     int window;
 
@@ -24,7 +25,8 @@ struct OwnedLayer {
                 key_norm ? key_norm->data() : nullptr,
                 output->matrix,
                 mlp_norm.data(),
-                gate_up->matrix,
+                gate->matrix,
+                up->matrix,
                 down->matrix,
                 window};
     }
@@ -52,13 +54,15 @@ void bind_decoder(nb::module_& m) {
         .def("__init__",
              [](OwnedLayer* self, Array<float> attention_norm, const OwnedMatrix& qkv,
                 std::optional<Array<float>> query_norm, std::optional<Array<float>> key_norm, const OwnedMatrix& output,
-                Array<float> mlp_norm, const OwnedMatrix& gate_up, const OwnedMatrix& down, int window) {
+                Array<float> mlp_norm, const OwnedMatrix& gate, const OwnedMatrix& up, const OwnedMatrix& down,
+                int window) {
                  new (self) OwnedLayer{attention_norm, &qkv, query_norm, key_norm, &output,
-                                       mlp_norm,       &gate_up, &down,      window};
+                                       mlp_norm,       &gate, &up,       &down,    window};
              },
              nb::arg("attention_norm"), nb::arg("qkv"), nb::arg("query_norm").none(), nb::arg("key_norm").none(),
-             nb::arg("output"), nb::arg("mlp_norm"), nb::arg("gate_up"), nb::arg("down"), nb::arg("window"),
-             nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+             nb::arg("output"), nb::arg("mlp_norm"), nb::arg("gate"), nb::arg("up"), nb::arg("down"), nb::arg("window"),
+             nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
+             nb::keep_alive<1, 10>());
 
     nb::class_<Decoder>(m, "Decoder", "Executes a decoder; see the native runner.")
         .def("__init__",

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
-#include "threads/thread_team.h"
+#include "model/product.h"
 
 namespace neso {
 namespace {
@@ -21,21 +21,21 @@ void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> 
     nb::gil_scoped_release release;
     ThreadTeam team(threads);
     InputStorage storage;
+    const int64_t stride = spread_stride(int64_t(matrix.outputs) * 4) / 4;
+    Buffer<float> result(rows * stride);
     const Input described = kernels.describe_input(matrix, rows);
     storage.reserve(described);
     const Input input = storage.attach(described);
-    const int chunk = std::max(4, int(round_up(matrix.panels / (threads * 8), 4)));
     team.run([&](int) {
         for (int repeat = 0; repeat < repeats; ++repeat) {
-            team.for_each(rows, [&](int row) {
-                kernels.pack_input(input, row, matrix, from + int64_t(row) * matrix.inputs);
-            });
-            team.for_each((matrix.panels + chunk - 1) / chunk, [&](int index) {
-                const int first = index * chunk;
-                kernels.gemm(input, matrix, first, std::min(first + chunk, matrix.panels), to, matrix.outputs, false);
-            });
+            pack_rows(team, kernels, input, matrix,
+                      [&](int row, float*) { return from + int64_t(row) * matrix.inputs; });
+            multiply(team, kernels, input, matrix, result.data(), stride, false);
         }
     });
+    for (int row = 0; row < rows; ++row) {
+        std::copy_n(result.data() + row * stride, matrix.outputs, to + int64_t(row) * matrix.outputs);
+    }
 }
 
 // Sum of an array, by all threads: what the memory gives at best.
@@ -80,7 +80,8 @@ void bind_kernels(nb::module_& m) {
         "gated",
         [](const std::string& activation, Array<float> gate_up, MutableArray<float> out, const std::string& isa) {
             const auto kind = activation == "silu" ? Activation::silu : Activation::gelu_tanh;
-            kernels_for(isa_from_name(isa)).gated(kind, gate_up.data(), int(out.size()), out.data());
+            const int count = int(out.size());
+            kernels_for(isa_from_name(isa)).gated(kind, gate_up.data(), gate_up.data() + count, count, out.data());
         },
         nb::arg("activation"), nb::arg("gate_up"), nb::arg("out"), nb::arg("isa"),
         "out = activation(first half of gate_up) * second half");

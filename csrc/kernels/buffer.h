@@ -56,6 +56,10 @@ class Buffer {
     int64_t count_ = 0;
 };
 
+// Bytes from row to row of a table: an odd number of cache lines. At a power of two, all rows would compete for the
+// same few places of the caches.
+constexpr int64_t spread_stride(int64_t row_bytes) { return (row_bytes + 127) / 128 * 128 + 64; }
+
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 }  // namespace neso

@@ -17,23 +17,21 @@ NESO_INLINE F32 gelu_tanh(F32 x) {
 }
 
 template <typename Function>
-NESO_INLINE void gated_rows(const Function& function, const float* gate_up, int count, float* out) {
+NESO_INLINE void gated_by(const Function& function, const float* gate, const float* up, int count, float* out) {
     int i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-        store(out + i, function(load<F32>(gate_up + i)) * load<F32>(gate_up + count + i));
-    }
+    for (; i + kLanes <= count; i += kLanes) store(out + i, function(load<F32>(gate + i)) * load<F32>(up + i));
     if (i == count) return;
-    float gate[kLanes] = {}, result[kLanes];
-    std::memcpy(gate, gate_up + i, sizeof(float) * (count - i));
-    store(result, function(load<F32>(gate)));
-    for (int j = 0; i < count; ++i, ++j) out[i] = result[j] * gate_up[count + i];
+    float rest[kLanes] = {}, result[kLanes];
+    std::memcpy(rest, gate + i, sizeof(float) * (count - i));
+    store(result, function(load<F32>(rest)));
+    for (int j = 0; i < count; ++i, ++j) out[i] = result[j] * up[i];
 }
 
-inline void gated(Activation activation, const float* gate_up, int count, float* out) {
+inline void gated(Activation activation, const float* gate, const float* up, int count, float* out) {
     if (activation == Activation::silu) {
-        gated_rows([](F32 x) NESO_INLINE_LAMBDA { return silu(x); }, gate_up, count, out);
+        gated_by([](F32 x) NESO_INLINE_LAMBDA { return silu(x); }, gate, up, count, out);
     } else {
-        gated_rows([](F32 x) NESO_INLINE_LAMBDA { return gelu_tanh(x); }, gate_up, count, out);
+        gated_by([](F32 x) NESO_INLINE_LAMBDA { return gelu_tanh(x); }, gate, up, count, out);
     }
 }
 

@@ -7,23 +7,36 @@
 
 namespace neso::NESO_ISA {
 
-inline void gemm_bf16(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
+#if defined(__AMX_BF16__)
+constexpr int kCachedInputBytes = 1 << 20;
+#else
+constexpr int kCachedInputBytes = 512 << 10;
+#endif
+
+// As many rows as the second-level cache keeps beside the panels: each panel is read from memory once for them.
+inline int block_rows(const Matrix& matrix) {
+    const int element = matrix.kind == WeightKind::f32 || matrix.kind == WeightKind::f16 ? 4 : 2;
+    const int rows = kCachedInputBytes / (matrix.depth * element) / 32 * 32;
+    return rows < 32 ? 32 : rows > 512 ? 512 : rows;
+}
+
+inline void gemm_bf16(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                       bool accumulate) {
 #if defined(__AMX_BF16__)
-    if (input.rows >= kTileRowsWorthwhile) {
-        gemm_amx(input, matrix, first, last, out, stride, accumulate);
+    if (input.kind == InputKind::bf16_tiles) {
+        gemm_amx(input, matrix, range, out, stride, accumulate);
         return;
     }
 #endif
 #if defined(__AVX512BF16__)
-    gemm_dense<Bf16Panel>(input, matrix, first, last, out, stride, accumulate);
+    gemm_dense<Bf16Panel>(input, matrix, range, out, stride, accumulate);
 #else
-    gemm_dense<Bf16PanelAsFloat>(input, matrix, first, last, out, stride, accumulate);
+    gemm_dense<Bf16PanelAsFloat>(input, matrix, range, out, stride, accumulate);
 #endif
 }
 
 // Unpack a few panels, multiply them while they are in the cache.
-inline void gemm_unpacked(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
+inline void gemm_unpacked(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                           bool accumulate) {
     constexpr bool kBf16 = kBf16Input == InputKind::bf16;
     static thread_local Buffer<char> unpacked;
@@ -33,8 +46,8 @@ inline void gemm_unpacked(const Input& input, const Matrix& matrix, int first, i
     dense.depth = matrix.depth;
     unpacked.reserve(dense.panel_bytes() * kBlockPanels);
     dense.data = unpacked.data();
-    for (int panel = first; panel < last; panel += kBlockPanels) {
-        const int count = last - panel < kBlockPanels ? last - panel : kBlockPanels;
+    for (int panel = range.first_panel; panel < range.last_panel; panel += kBlockPanels) {
+        const int count = range.last_panel - panel < kBlockPanels ? range.last_panel - panel : kBlockPanels;
         for (int p = 0; p < count; ++p) {
             char* to = unpacked.data() + p * dense.panel_bytes();
             if constexpr (kBf16) {
@@ -46,26 +59,26 @@ inline void gemm_unpacked(const Input& input, const Matrix& matrix, int first, i
         // The panels of `dense` begin at output 16 * panel of the matrix.
         dense.outputs = matrix.outputs - panel * kPanel;
         dense.bias = matrix.bias ? matrix.bias + panel * kPanel : nullptr;
+        const GemmRange part{range.first_row, range.last_row, 0, count};
         if constexpr (kBf16) {
-            gemm_bf16(input, dense, 0, count, out + panel * kPanel, stride, accumulate);
+            gemm_bf16(input, dense, part, out + panel * kPanel, stride, accumulate);
         } else {
-            gemm_dense<FloatPanel<float>>(input, dense, 0, count, out + panel * kPanel, stride, accumulate);
+            gemm_dense<FloatPanel<float>>(input, dense, part, out + panel * kPanel, stride, accumulate);
         }
     }
 }
 
-inline void gemm(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
+inline void gemm(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                  bool accumulate) {
-    if (input.rows == 0) return;
     if (input.kind == InputKind::integer) {
-        gemm_quantized(input, matrix, first, last, out, stride, accumulate);
+        gemm_quantized(input, matrix, range, out, stride, accumulate);
         return;
     }
     switch (matrix.kind) {
-        case WeightKind::f32: gemm_dense<FloatPanel<float>>(input, matrix, first, last, out, stride, accumulate); return;
-        case WeightKind::f16: gemm_dense<FloatPanel<f16>>(input, matrix, first, last, out, stride, accumulate); return;
-        case WeightKind::bf16: gemm_bf16(input, matrix, first, last, out, stride, accumulate); return;
-        default: gemm_unpacked(input, matrix, first, last, out, stride, accumulate);
+        case WeightKind::f32: gemm_dense<FloatPanel<float>>(input, matrix, range, out, stride, accumulate); return;
+        case WeightKind::f16: gemm_dense<FloatPanel<f16>>(input, matrix, range, out, stride, accumulate); return;
+        case WeightKind::bf16: gemm_bf16(input, matrix, range, out, stride, accumulate); return;
+        default: gemm_unpacked(input, matrix, range, out, stride, accumulate);
     }
 }
 

@@ -1,16 +1,27 @@
-// bfloat16 products in tile registers (Intel AMX): 16 x 16 sums of 32 products in one instruction.
+// bfloat16 products in tile registers (Intel AMX): 16 x 16 sums of 32 products each in one instruction.
+//
+// Tiles 0 to 3 are the sums of 32 rows and two panels, 4 and 5 the rows, 6 and 7 the panels. The panels are taken in
+// blocks of depth that stay in the first-level cache while all rows go over them; the sums wait in memory meanwhile.
 #pragma once
-
-#if defined(__AMX_BF16__)
 
 #include "kernels/gemm_store.h"
 
 namespace neso::NESO_ISA {
 
-// Fewer rows than this: the tiles stay mostly empty, and registers do.
+// The tile that holds value k of a row.
+NESO_INLINE bf16* tile_of(const Input& input, int row, int k) {
+    const int64_t index = int64_t(row / kTileRows) * (input.depth / kTileDepth) + k / kTileDepth;
+    return reinterpret_cast<bf16*>(input.values) + index * (kTileRows * kTileDepth);
+}
+
+#if defined(__AMX_BF16__)
+
+// With fewer rows the tiles stay mostly empty.
 constexpr int kTileRowsWorthwhile = 5;
-constexpr int kTileRows = 16;
-constexpr int kTileDepth = 32;
+constexpr int kTileBytes = 64;  // of a row of a tile
+constexpr int kTileValues = kTileRows * kTileDepth;
+// Depth of a block: two panels of it and 32 rows take 32 KB.
+constexpr int kBlockDepth = 256;
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -28,90 +39,160 @@ class Tiles {
     ~Tiles() { _tile_release(); }
 };
 
-// Sums of 16 or 32 rows and one or two panels: tiles 0 to 3 are the sums, 4 and 5 the rows, 6 and 7 the panels.
+// Brings the panels that come next into the second-level cache, a few lines at each step of the products with those
+// that are there: tile loads are too far apart for the CPU to see the stream by itself.
+class Prefetch {
+   public:
+    Prefetch(const void* begin, const void* end, int lines_a_step)
+        : at_(static_cast<const char*>(begin)), end_(static_cast<const char*>(end)), lines_(lines_a_step) {}
+
+    NESO_INLINE void step() {
+        for (int i = 0; i < lines_; ++i, at_ += 64) {
+            if (at_ < end_) _mm_prefetch(at_, _MM_HINT_T1);
+        }
+    }
+
+   private:
+    const char* at_;
+    const char* const end_;
+    const int lines_;
+};
+
+// sums += rows . panels over `depth`. `a2`, `b2`: the second 16 rows, the second panel, where there are.
 template <bool TwoRows, bool TwoPanels>
-NESO_INLINE void tile_products(const bf16* a, int64_t a_stride, const bf16* b, int64_t b_stride, int depth) {
-    const int64_t a_bytes = a_stride * 2;
-    const bf16* a2 = a + kTileRows * a_stride;
-    const bf16* b2 = b + b_stride;
-    _tile_zero(0);
-    if constexpr (TwoPanels) _tile_zero(1);
-    if constexpr (TwoRows) _tile_zero(2);
-    if constexpr (TwoRows && TwoPanels) _tile_zero(3);
+NESO_INLINE void tile_products(const bf16* a, const bf16* a2, const bf16* b, const bf16* b2, int depth,
+                               Prefetch& prefetch) {
     for (int k = 0; k < depth; k += kTileDepth) {
-        _tile_loadd(6, b + int64_t(k) * kPanel, 64);
-        _tile_loadd(4, a + k, a_bytes);
+        prefetch.step();
+        _tile_loadd(6, b + int64_t(k) * kPanel, kTileBytes);
+        _tile_loadd(4, a + int64_t(k) * kTileRows, kTileBytes);
         _tile_dpbf16ps(0, 4, 6);
         if constexpr (TwoPanels) {
-            _tile_loadd(7, b2 + int64_t(k) * kPanel, 64);
+            _tile_loadd(7, b2 + int64_t(k) * kPanel, kTileBytes);
             _tile_dpbf16ps(1, 4, 7);
         }
         if constexpr (TwoRows) {
-            _tile_loadd(5, a2 + k, a_bytes);
+            _tile_loadd(5, a2 + int64_t(k) * kTileRows, kTileBytes);
             _tile_dpbf16ps(2, 5, 6);
             if constexpr (TwoPanels) _tile_dpbf16ps(3, 5, 7);
         }
     }
 }
 
-inline void store_tile(const Matrix& matrix, int panel, const float* tile, int rows, float* out, int64_t stride,
-                       bool accumulate) {
-    for (int r = 0; r < rows; ++r) {
-        const F32 sums[kVectors] = {load<F32>(tile + r * kPanel)};
-        store_panel(matrix, panel, sums, out + r * stride, accumulate);
+// The sums of 32 rows and two panels in memory: [tile][16][16].
+using TileSums = float[4 * kTileRows * kPanel];
+
+template <bool TwoRows, bool TwoPanels>
+NESO_INLINE void begin_sums(const float* sums, bool first) {
+    constexpr int kTile = kTileRows * kPanel;
+    if (first) {
+        _tile_zero(0);
+        if constexpr (TwoPanels) _tile_zero(1);
+        if constexpr (TwoRows) _tile_zero(2);
+        if constexpr (TwoRows && TwoPanels) _tile_zero(3);
+        return;
+    }
+    _tile_loadd(0, sums, kTileBytes);
+    if constexpr (TwoPanels) _tile_loadd(1, sums + kTile, kTileBytes);
+    if constexpr (TwoRows) _tile_loadd(2, sums + 2 * kTile, kTileBytes);
+    if constexpr (TwoRows && TwoPanels) _tile_loadd(3, sums + 3 * kTile, kTileBytes);
+}
+
+template <bool TwoRows, bool TwoPanels>
+NESO_INLINE void end_sums(float* sums) {
+    constexpr int kTile = kTileRows * kPanel;
+    _tile_stored(0, sums, kTileBytes);
+    if constexpr (TwoPanels) _tile_stored(1, sums + kTile, kTileBytes);
+    if constexpr (TwoRows) _tile_stored(2, sums + 2 * kTile, kTileBytes);
+    if constexpr (TwoRows && TwoPanels) _tile_stored(3, sums + 3 * kTile, kTileBytes);
+}
+
+// Rows of one tile of sums -> out.
+NESO_INLINE void store_tile(const Matrix& matrix, int panel, const float* sums, int rows, float* out, int64_t stride,
+                            bool accumulate) {
+    if ((panel + 1) * kPanel > matrix.outputs) {
+        for (int r = 0; r < rows; ++r) {
+            const F32 row[kVectors] = {load<F32>(sums + r * kPanel)};
+            store_panel(matrix, panel, row, out + r * stride, accumulate);
+        }
+        return;
+    }
+    const F32 bias = matrix.bias ? load<F32>(matrix.bias + panel * kPanel) : F32{};
+    out += panel * kPanel;
+    if (accumulate) {
+        for (int r = 0; r < rows; ++r, out += stride) {
+            store(out, load<F32>(out) + (load<F32>(sums + r * kPanel) + bias));
+        }
+    } else {
+        for (int r = 0; r < rows; ++r, out += stride) store(out, load<F32>(sums + r * kPanel) + bias);
+    }
+}
+
+// Sums of up to 32 rows from `row` on -> out.
+template <bool TwoPanels>
+NESO_INLINE void store_tiles(const Matrix& matrix, int panel, int row, int rows, const float* sums, float* out,
+                             int64_t stride, bool accumulate) {
+    for (int r = 0; r < rows; r += kTileRows, sums += 2 * kTileRows * kPanel) {
+        const int count = rows - r < kTileRows ? rows - r : kTileRows;
+        float* to = out + (row + r) * stride;
+        store_tile(matrix, panel, sums, count, to, stride, accumulate);
+        if constexpr (TwoPanels) {
+            store_tile(matrix, panel + 1, sums + kTileRows * kPanel, count, to, stride, accumulate);
+        }
     }
 }
 
 template <bool TwoPanels>
-inline void gemm_tiles(const Input& input, const Matrix& matrix, int panel, const bf16* b, int64_t b_stride, float* out,
+inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange& range, int panel, float* out,
                        int64_t stride, bool accumulate) {
-    alignas(64) float tile[kTileRows * kPanel];
-    int row = 0;
-    const auto finish = [&](int rows_done) {
-        const auto put = [&](int p, int r) {
-            const int rows = input.rows - r < kTileRows ? input.rows - r : kTileRows;
-            store_tile(matrix, p, tile, rows, out + r * stride, stride, accumulate);
-        };
-        _tile_stored(0, tile, 64);
-        put(panel, row);
-        if constexpr (TwoPanels) {
-            _tile_stored(1, tile, 64);
-            put(panel + 1, row);
+    static thread_local Buffer<float> waiting;
+    constexpr int kPair = 2 * kTileRows, kSums = sizeof(TileSums) / sizeof(float);
+    const bf16* b = reinterpret_cast<const bf16*>(matrix.panel(panel));
+    const bf16* b2 = b + matrix.panel_bytes() / 2;
+    const int row_blocks = (range.rows() + kPair - 1) / kPair;
+    // With one block of rows there is nothing to keep the panels for.
+    const int block_depth = row_blocks == 1 ? input.depth : kBlockDepth;
+    waiting.reserve(int64_t(row_blocks) * kSums);
+    // Two panels have 32 lines for each step of depth.
+    const char* next = matrix.panel(panel + 2 < range.last_panel ? panel + 2 : panel);
+    Prefetch prefetch(next, panel + 2 < range.last_panel ? next + 2 * matrix.panel_bytes() : next,
+                      (32 + row_blocks - 1) / row_blocks);
+    for (int k = 0; k < input.depth; k += block_depth) {
+        const int depth = input.depth - k < block_depth ? input.depth - k : block_depth;
+        const int64_t at = int64_t(k) * kPanel;
+        for (int block = 0; block < row_blocks; ++block) {
+            const int row = range.first_row + block * kPair;
+            const int rows = range.last_row - row < kPair ? range.last_row - row : kPair;
+            float* sums = waiting.data() + int64_t(block) * kSums;
+            const bf16 *a = tile_of(input, row, k), *a2 = tile_of(input, row + kTileRows, k);
+            if (rows > kTileRows) {
+                begin_sums<true, TwoPanels>(sums, k == 0);
+                tile_products<true, TwoPanels>(a, a2, b + at, b2 + at, depth, prefetch);
+                end_sums<true, TwoPanels>(sums);
+            } else {
+                begin_sums<false, TwoPanels>(sums, k == 0);
+                tile_products<false, TwoPanels>(a, a2, b + at, b2 + at, depth, prefetch);
+                end_sums<false, TwoPanels>(sums);
+            }
+            if (k + depth == input.depth) {
+                store_tiles<TwoPanels>(matrix, panel, row, rows, sums, out, stride, accumulate);
+            }
         }
-        if (rows_done == kTileRows) return;
-        _tile_stored(2, tile, 64);
-        put(panel, row + kTileRows);
-        if constexpr (TwoPanels) {
-            _tile_stored(3, tile, 64);
-            put(panel + 1, row + kTileRows);
-        }
-    };
-    for (; row + kTileRows < input.rows; row += 2 * kTileRows) {
-        tile_products<true, TwoPanels>(input.row<bf16>(row), input.stride, b, b_stride, matrix.depth);
-        finish(2 * kTileRows);
-    }
-    if (row < input.rows) {
-        tile_products<false, TwoPanels>(input.row<bf16>(row), input.stride, b, b_stride, matrix.depth);
-        finish(kTileRows);
     }
 }
 
-// The input must have room for a multiple of 32 rows; what lies in those that are not used does not matter.
-inline void gemm_amx(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
+// Ranges of rows begin at a multiple of 32. Rows that the input lacks to a whole tile may hold anything: their sums
+// are not stored.
+inline void gemm_amx(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                      bool accumulate) {
     const Tiles tiles;
-    const int64_t b_stride = matrix.panel_bytes() / 2;
-    int panel = first;
-    for (; panel + 2 <= last; panel += 2) {
-        gemm_tiles<true>(input, matrix, panel, reinterpret_cast<const bf16*>(matrix.panel(panel)), b_stride, out, stride,
-                         accumulate);
+    int panel = range.first_panel;
+    for (; panel + 2 <= range.last_panel; panel += 2) {
+        gemm_tiles<true>(input, matrix, range, panel, out, stride, accumulate);
     }
-    if (panel < last) {
-        gemm_tiles<false>(input, matrix, panel, reinterpret_cast<const bf16*>(matrix.panel(panel)), b_stride, out,
-                          stride, accumulate);
-    }
+    if (panel < range.last_panel) gemm_tiles<false>(input, matrix, range, panel, out, stride, accumulate);
 }
 
-}  // namespace neso::NESO_ISA
-
 #endif
+
+}  // namespace neso::NESO_ISA

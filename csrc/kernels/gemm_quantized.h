@@ -85,24 +85,24 @@ NESO_INLINE void quantized_panel(const Input& input, const Matrix& matrix, int p
 }
 
 template <int Planes, WeightKind Kind>
-void gemm_integer(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
+void gemm_integer(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                   bool accumulate) {
     Matrix known = matrix;
     known.kind = Kind;  // a constant for the compiler
-    for (int panel = first; panel < last; ++panel) {
-        for_row_blocks<kQuantizedRows>(input.rows, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
-            quantized_panel<Rows, Planes>(input, known, panel, row, out, stride, accumulate);
+    for (int panel = range.first_panel; panel < range.last_panel; ++panel) {
+        for_row_blocks<kQuantizedRows>(range.rows(), [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
+            quantized_panel<Rows, Planes>(input, known, panel, range.first_row + row, out, stride, accumulate);
         });
     }
 }
 
-inline void gemm_quantized(const Input& input, const Matrix& matrix, int first, int last, float* out, int64_t stride,
-                           bool accumulate) {
+inline void gemm_quantized(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
+                           int64_t stride, bool accumulate) {
     const bool int8 = matrix.kind == WeightKind::int8, two = input.planes == 2;
-    if (int8 && two) gemm_integer<2, WeightKind::int8>(input, matrix, first, last, out, stride, accumulate);
-    if (int8 && !two) gemm_integer<1, WeightKind::int8>(input, matrix, first, last, out, stride, accumulate);
-    if (!int8 && two) gemm_integer<2, WeightKind::int4>(input, matrix, first, last, out, stride, accumulate);
-    if (!int8 && !two) gemm_integer<1, WeightKind::int4>(input, matrix, first, last, out, stride, accumulate);
+    if (int8 && two) gemm_integer<2, WeightKind::int8>(input, matrix, range, out, stride, accumulate);
+    if (int8 && !two) gemm_integer<1, WeightKind::int8>(input, matrix, range, out, stride, accumulate);
+    if (!int8 && two) gemm_integer<2, WeightKind::int4>(input, matrix, range, out, stride, accumulate);
+    if (!int8 && !two) gemm_integer<1, WeightKind::int4>(input, matrix, range, out, stride, accumulate);
 }
 
 }  // namespace neso::NESO_ISA

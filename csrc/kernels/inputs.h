@@ -24,11 +24,12 @@ constexpr int kUnpackRows = 17, kUnpackRowsDynamic = 17;
 #endif
 
 inline InputKind input_kind(const Matrix& matrix, int rows) {
-    if (matrix.quantized()) {
-        const bool unpack = rows >= (matrix.dynamic ? kUnpackRowsDynamic : kUnpackRows);
-        return unpack ? kBf16Input : InputKind::integer;
-    }
-    return matrix.kind == WeightKind::bf16 ? kBf16Input : InputKind::f32;
+    if (matrix.quantized() && rows < (matrix.dynamic ? kUnpackRowsDynamic : kUnpackRows)) return InputKind::integer;
+    if (matrix.kind == WeightKind::f32 || matrix.kind == WeightKind::f16) return InputKind::f32;
+#if defined(__AMX_BF16__)
+    if (rows >= kTileRowsWorthwhile) return InputKind::bf16_tiles;
+#endif
+    return kBf16Input;
 }
 
 // The input that gemm wants for this matrix and number of rows; its memory is to be attached.
@@ -46,10 +47,13 @@ inline Input describe_input(const Matrix& matrix, int rows) {
         input.num_groups = int64_t(rows) * input.depth / kGroup;
         return input;
     }
-    // An odd number of cache lines: rows at a power of two would all fall into the same few sets of the cache.
+    if (input.kind == InputKind::bf16_tiles) {
+        input.value_bytes = round_up(rows, 2 * kTileRows) * input.depth * 2;  // tiles are taken in pairs
+        return input;
+    }
     const int element = input.kind == InputKind::f32 ? 4 : 2;
-    input.stride = (round_up(int64_t(input.depth) * element, 128) + 64) / element;
-    input.value_bytes = round_up(rows, 32) * input.stride * element;  // whole tiles
+    input.stride = spread_stride(int64_t(input.depth) * element) / element;
+    input.value_bytes = rows * input.stride * element;
     return input;
 }
 
@@ -81,7 +85,7 @@ NESO_INLINE void quantize_group(const float* values, int limit, IntegerCode* cod
     }
 }
 
-inline void pack_integers(const Input& input, int row, const float* values) {
+inline void pack_integers(const Input& input, int row, int first, int count, const float* values) {
 #if defined(__AVX512VNNI__)
     // 16 bits less half a low plane, so that the high plane stays within 8 bits.
     const int limit = input.planes == 2 ? 32512 : 127;
@@ -91,27 +95,34 @@ inline void pack_integers(const Input& input, int row, const float* values) {
     const int64_t plane_stride = 0;
 #endif
     const int groups = input.depth / kGroup;
-    for (int group = 0; group < groups; ++group) {
+    values -= first;
+    for (int group = first / kGroup; group < (first + count) / kGroup; ++group) {
         const int64_t at = int64_t(row) * groups + group;
         quantize_group(values + group * kGroup, limit, input.row<IntegerCode>(row) + group * kGroup, plane_stride,
                        input.scales[at], input.sums[at]);
     }
 }
 
-inline void pack_padded(const Input& input, int row, const float* values) {
+// values float[count] become the inputs from `first` on; both multiples of 32.
+inline void pack_part(const Input& input, int row, int first, int count, const float* values) {
     if (input.kind == InputKind::f32) {
-        std::memcpy(input.row<float>(row), values, sizeof(float) * input.depth);
+        std::memcpy(input.row<float>(row) + first, values, sizeof(float) * count);
     } else if (input.kind == InputKind::bf16) {
-        bf16* to = input.row<bf16>(row);
-        for (int i = 0; i < input.depth; i += kLanes) store_bf16(to + i, load<F32>(values + i));
+        bf16* to = input.row<bf16>(row) + first;
+        for (int i = 0; i < count; i += kLanes) store_bf16(to + i, load<F32>(values + i));
+    } else if (input.kind == InputKind::bf16_tiles) {
+        for (int k = 0; k < count; k += kTileDepth) {
+            bf16* to = tile_of(input, row, first + k) + row % kTileRows * kTileDepth;
+            for (int i = 0; i < kTileDepth; i += kLanes) store_bf16(to + i, load<F32>(values + k + i));
+        }
     } else {
-        pack_integers(input, row, values);
+        pack_integers(input, row, first, count, values);
     }
 }
 
 inline void pack_input(const Input& input, int row, const Matrix& matrix, const float* values) {
     if (matrix.inputs == matrix.depth && !matrix.input_order) {
-        pack_padded(input, row, values);
+        pack_part(input, row, 0, matrix.depth, values);
         return;
     }
     static thread_local Buffer<float> padded;
@@ -120,7 +131,7 @@ inline void pack_input(const Input& input, int row, const Matrix& matrix, const 
         padded.data()[i] = values[matrix.input_order ? matrix.input_order[i] : i];
     }
     std::memset(padded.data() + matrix.inputs, 0, sizeof(float) * (matrix.depth - matrix.inputs));
-    pack_padded(input, row, padded.data());
+    pack_part(input, row, 0, matrix.depth, padded.data());
 }
 
 }  // namespace neso::NESO_ISA

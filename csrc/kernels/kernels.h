@@ -56,15 +56,19 @@ struct Kernels {
     Input (*describe_input)(const Matrix& matrix, int rows);
     // values float[matrix.inputs] -> row of input.
     void (*pack_input)(const Input& input, int row, const Matrix& matrix, const float* values);
-    // out[row * stride + n] = (+=) input[row] . matrix[n] + bias[n], for all rows and the panels [first, last).
-    void (*gemm)(const Input& input, const Matrix& matrix, int first_panel, int last_panel, float* out,
-                 int64_t stride, bool accumulate);
+    // values float[count] -> inputs [first, first + count) of a row, multiples of 32; not for matrices with input_order.
+    void (*pack_part)(const Input& input, int row, int first, int count, const float* values);
+    // Rows that should be multiplied together, so that they stay in the second-level cache; a multiple of 32.
+    int (*block_rows)(const Matrix& matrix);
+    // out[row * stride + n] (+)= input[row] . matrix[n] + bias[n], for a part of the product.
+    void (*gemm)(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
+                 bool accumulate);
     // Row of the matrix as floats.
     void (*matrix_row)(const Matrix& matrix, int row, float* out);
 
     void (*rms_norm)(const float* x, const float* weight, float eps, int count, float* out);
-    // out[i] = activation(gate_up[i]) * gate_up[count + i]
-    void (*gated)(Activation activation, const float* gate_up, int count, float* out);
+    // out[i] = activation(gate[i]) * up[i]
+    void (*gated)(Activation activation, const float* gate, const float* up, int count, float* out);
     // Rotate pairs (i, half + i).
     void (*rotate)(float* head, const float* cos, const float* sin, int half);
 

@@ -14,6 +14,8 @@ enum class WeightKind : uint8_t { f32, f16, bf16, int8, int4 };
 constexpr int kPanel = 16;
 // Inputs are padded with zeros to a multiple of this: one tile of bfloat16, one group of quantized weights.
 constexpr int kDepthAlign = 32;
+// A tile register holds 16 rows of 32 bfloat16 values.
+constexpr int kTileRows = 16, kTileDepth = 32;
 // Quantized weights and activations share a scale over this many inputs (a group is one or more of these).
 constexpr int kGroup = 32;
 
@@ -54,11 +56,12 @@ struct Matrix {
     const char* panel(int index) const { return static_cast<const char*>(data) + index * panel_bytes(); }
 };
 
-enum class InputKind : uint8_t { f32, bf16, integer };
+enum class InputKind : uint8_t { f32, bf16, bf16_tiles, integer };
 
 // Rows of activations, made ready for one kind of matrix. A view: the memory is an InputStorage's.
 //
 //   f32, bf16   values[rows][stride]
+//   bf16_tiles  values[rows / 16][depth / 32][16][32]: each tile register is loaded from memory without a gap
 //   integer     scale[rows][group] * codes[rows][k], codes in 16 bits (or 8, for a dynamic matrix). With VNNI they lie
 //               in two planes of 8 bits, code = 256 * high + low; of 8 bits there is the low plane only.
 //               sums[rows][group] are the sums of the codes of each group.
@@ -76,6 +79,13 @@ struct Input {
     T* row(int index) const {
         return reinterpret_cast<T*>(values) + index * stride;
     }
+};
+
+// Part of a product: rows of the input, panels of the matrix; the last ones exclusive.
+struct GemmRange {
+    int first_row, last_row, first_panel, last_panel;
+
+    int rows() const { return last_row - first_row; }
 };
 
 class InputStorage {

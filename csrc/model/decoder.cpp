@@ -2,16 +2,12 @@
 
 #include <algorithm>
 
+#include "model/product.h"
+
 namespace neso {
 namespace {
 
-// Panels in a chunk of a product: a multiple of what the kernels take at once, enough chunks to balance threads.
-int chunk_panels(int panels, int threads) {
-    constexpr int kAtOnce = 4, kChunksPerThread = 8;
-    return int(round_up(std::max(1, panels / (threads * kChunksPerThread)), kAtOnce));
-}
-
-int chunks(int count, int size) { return (count + size - 1) / size; }
+int64_t float_stride(int64_t count) { return spread_stride(count * 4) / 4; }
 
 template <typename T>
 void copy_row(const void* table, int64_t row, int count, float* out) {
@@ -23,7 +19,9 @@ void copy_row(const void* table, int64_t row, int count, float* out) {
 
 Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads)
     : shape_(shape), weights_(std::move(weights)), cache_kind_(cache_kind), kernels_(kernels_for(isa)),
-      team_(num_threads) {}
+      team_(num_threads), x_stride_(float_stride(shape.hidden_size)),
+      qkv_stride_(float_stride(shape.query_size() + 2 * shape.kv_size())),
+      attended_stride_(float_stride(shape.query_size())), gate_up_stride_(float_stride(2 * shape.intermediate_size)) {}
 
 AttentionShape Decoder::attention_shape(int block_size) const {
     return {cache_kind_, shape_.heads, shape_.kv_heads, shape_.head_dim, block_size, shape_.attention_scale};
@@ -49,21 +47,28 @@ void Decoder::step(const Step& step) {
 
 void Decoder::reserve(const Step& step) {
     const int64_t tokens = step.num_tokens, logits = step.num_logits;
-    x_.reserve(tokens * shape_.hidden_size);
-    qkv_.reserve(tokens * (shape_.query_size() + 2 * shape_.kv_size()));
-    attended_.reserve(tokens * shape_.query_size());
-    gate_up_.reserve(std::max(tokens, logits) * 2 * shape_.intermediate_size);
-    wanted_x_.reserve(logits * shape_.hidden_size);
-    wanted_attended_.reserve(logits * shape_.query_size());
-    const int most = std::max(step.num_tokens, step.num_logits);
-    for (const LayerWeights& layer : weights_.layers) {
-        for (const Matrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
-            // The last layer has fewer rows, which may want another kind of input.
-            input_.reserve(kernels_.describe_input(*matrix, most));
-            input_.reserve(kernels_.describe_input(*matrix, step.num_logits));
+    x_.reserve(tokens * x_stride_);
+    qkv_.reserve(tokens * qkv_stride_);
+    attended_.reserve(tokens * attended_stride_);
+    wanted_x_.reserve(logits * x_stride_);
+    wanted_attended_.reserve(logits * attended_stride_);
+    // The last layer has fewer rows, which may want another kind of input.
+    for (const int rows : {step.num_tokens, step.num_logits}) {
+        for (const LayerWeights& layer : weights_.layers) {
+            for (const Matrix* matrix : {&layer.qkv, &layer.output, &layer.gate, &layer.up}) {
+                input_.reserve(kernels_.describe_input(*matrix, rows));
+            }
+            activated_.reserve(kernels_.describe_input(layer.down, rows));
+            if (!gates_alike(layer)) gate_up_.reserve(std::max(tokens, logits) * gate_up_stride_);
         }
     }
     input_.reserve(kernels_.describe_input(weights_.lm_head, step.num_logits));
+}
+
+// Whether one input serves both products, and the result can be packed in parts.
+bool Decoder::gates_alike(const LayerWeights& layer) const {
+    return layer.gate.kind == layer.up.kind && layer.gate.dynamic == layer.up.dynamic &&
+           layer.gate.input_order == layer.up.input_order && !layer.down.input_order;
 }
 
 // In the last layer only the tokens matter whose logits are wanted.
@@ -97,7 +102,7 @@ const AttentionPlan& Decoder::plan_for(int layer) const {
 void Decoder::embed(const Step& step) {
     team_.for_each(step.num_tokens, [&](int token) {
         const int id = step.token_ids[token], hidden = shape_.hidden_size;
-        float* out = x_.data() + int64_t(token) * hidden;
+        float* out = x_.data() + token * x_stride_;
         if (!weights_.embedding) {
             kernels_.matrix_row(weights_.lm_head, id, out);
         } else if (weights_.embedding_kind == WeightKind::f32) {
@@ -110,31 +115,20 @@ void Decoder::embed(const Step& step) {
     });
 }
 
-template <typename RowOf>
-void Decoder::multiply(const Matrix& matrix, int rows, float* out, int64_t stride, bool accumulate,
-                       const RowOf& row_of) {
+// The rows of x, normed, as the input of `matrix`.
+Input Decoder::normed(const float* x, const float* weight, const Matrix& matrix, int rows) {
     const Input input = input_.attach(kernels_.describe_input(matrix, rows));
-    team_.for_each(rows, [&](int row) {
-        thread_local Buffer<float> scratch;
-        scratch.reserve(matrix.inputs);
-        kernels_.pack_input(input, row, matrix, row_of(row, scratch.data()));
+    pack_rows(team_, kernels_, input, matrix, [&](int row, float* out) {
+        kernels_.rms_norm(x + row * x_stride_, weight, shape_.norm_eps, shape_.hidden_size, out);
+        return out;
     });
-    const int size = chunk_panels(matrix.panels, team_.size());
-    team_.for_each(chunks(matrix.panels, size), [&](int chunk) {
-        const int first = chunk * size;
-        kernels_.gemm(input, matrix, first, std::min(first + size, matrix.panels), out, stride, accumulate);
-    });
+    return input;
 }
 
 void Decoder::run_layer(const Step& step, int index) {
     const LayerWeights& layer = weights_.layers[index];
-    const int hidden = shape_.hidden_size, query_size = shape_.query_size();
-    multiply(layer.qkv, step.num_tokens, qkv_.data(), query_size + 2 * shape_.kv_size(), false,
-             [&](int row, float* normed) {
-                 kernels_.rms_norm(x_.data() + int64_t(row) * hidden, layer.attention_norm, shape_.norm_eps, hidden,
-                                   normed);
-                 return normed;
-             });
+    const Input input = normed(x_.data(), layer.attention_norm, layer.qkv, step.num_tokens);
+    multiply(team_, kernels_, input, layer.qkv, qkv_.data(), qkv_stride_, false);
     write_cache(step, index);
     attend(index, step);
     int rows = step.num_tokens;
@@ -145,9 +139,35 @@ void Decoder::run_layer(const Step& step, int index) {
         x = wanted_x_.data();
         attended = wanted_attended_.data();
     }
-    multiply(layer.output, rows, x, hidden, true,
-             [&](int row, float*) { return attended + int64_t(row) * query_size; });
+    const Input result = input_.attach(kernels_.describe_input(layer.output, rows));
+    pack_rows(team_, kernels_, result, layer.output,
+              [&](int row, float*) { return attended + row * attended_stride_; });
+    multiply(team_, kernels_, result, layer.output, x, x_stride_, true);
     mlp(layer, x, rows);
+}
+
+void Decoder::mlp(const LayerWeights& layer, float* x, int rows) {
+    const Input activated = activated_.attach(kernels_.describe_input(layer.down, rows));
+    const Input input = normed(x, layer.mlp_norm, layer.gate, rows);
+    if (gates_alike(layer)) {
+        multiply_gated(team_, kernels_, input, layer.gate, layer.up, shape_.activation, activated);
+    } else {
+        const int width = shape_.intermediate_size;
+        float *gates = gate_up_.data(), *ups = gates + width;
+        multiply(team_, kernels_, input, layer.gate, gates, gate_up_stride_, false);
+        const Input again = normed(x, layer.mlp_norm, layer.up, rows);
+        multiply(team_, kernels_, again, layer.up, ups, gate_up_stride_, false);
+        pack_rows(team_, kernels_, activated, layer.down, [&](int row, float* out) {
+            kernels_.gated(shape_.activation, gates + row * gate_up_stride_, ups + row * gate_up_stride_, width, out);
+            return out;
+        });
+    }
+    multiply(team_, kernels_, activated, layer.down, x, x_stride_, true);
+}
+
+void Decoder::compute_logits(const Step& step) {
+    const Input input = normed(wanted_x_.data(), weights_.final_norm, weights_.lm_head, step.num_logits);
+    multiply(team_, kernels_, input, weights_.lm_head, step.logits, shape_.vocab_size, false);
 }
 
 // Norm and rotation of queries and keys, in place; keys and values to the cache.
@@ -161,7 +181,7 @@ void Decoder::write_cache(const Step& step, int index) {
         const int first = step.query_start[sequence];
         const int32_t* table = step.block_tables + int64_t(sequence) * step.table_width;
         for (int token = first; token < step.query_start[sequence + 1]; ++token) {
-            float* queries = qkv_.data() + int64_t(token) * (shape_.query_size() + 2 * shape_.kv_size());
+            float* queries = qkv_.data() + token * qkv_stride_;
             float* keys = queries + shape_.query_size();
             const float* values = keys + shape_.kv_size();
             for (int head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
@@ -183,7 +203,6 @@ void Decoder::write_cache(const Step& step, int index) {
 void Decoder::attend(int index, const Step& step) {
     const AttentionPlan& plan = plan_for(index);
     const int dim = shape_.head_dim, group = cache_->shape().group();
-    const int64_t query_size = shape_.query_size(), qkv_size = query_size + 2 * shape_.kv_size();
     team_.for_each(int(plan.tasks().size()), [&](int number) {
         const PlannedTask& planned = plan.tasks()[number];
         const int64_t head = int64_t(planned.kv_head) * group * dim;
@@ -195,10 +214,10 @@ void Decoder::attend(int index, const Step& step) {
         task.key_begin = planned.key_begin;
         task.key_end = planned.key_end;
         task.window = plan.window();
-        task.queries = qkv_.data() + planned.first_token * qkv_size + head;
-        task.query_stride = qkv_size;
-        task.out = attended_.data() + planned.first_token * query_size + head;
-        task.out_stride = query_size;
+        task.queries = qkv_.data() + planned.first_token * qkv_stride_ + head;
+        task.query_stride = qkv_stride_;
+        task.out = attended_.data() + planned.first_token * attended_stride_ + head;
+        task.out_stride = attended_stride_;
         if (planned.part >= 0) {
             task.out = partial_.data() + int64_t(planned.part) * group * dim;
             task.maxima = part_maxima_.data() + int64_t(planned.part) * group;
@@ -213,37 +232,17 @@ void Decoder::attend(int index, const Step& step) {
             const int64_t first = int64_t(merge.first_part) * group + query;
             kernels_.merge_parts(partial_.data() + first * dim, int64_t(group) * dim, part_maxima_.data() + first,
                                  part_sums_.data() + first, group, merge.parts, dim,
-                                 attended_.data() + merge.token * query_size + (merge.kv_head * group + query) * dim);
+                                 attended_.data() + merge.token * attended_stride_ + (merge.kv_head * group + query) * dim);
         }
     });
 }
 
 void Decoder::keep_wanted(const Step& step) {
     team_.for_each(step.num_logits, [&](int row) {
-        const int64_t token = step.logits_rows[row], hidden = shape_.hidden_size, queries = shape_.query_size();
-        std::copy_n(x_.data() + token * hidden, hidden, wanted_x_.data() + row * hidden);
-        std::copy_n(attended_.data() + token * queries, queries, wanted_attended_.data() + row * queries);
-    });
-}
-
-void Decoder::mlp(const LayerWeights& layer, float* x, int rows) {
-    const int hidden = shape_.hidden_size, width = shape_.intermediate_size;
-    multiply(layer.gate_up, rows, gate_up_.data(), 2 * width, false, [&](int row, float* normed) {
-        kernels_.rms_norm(x + int64_t(row) * hidden, layer.mlp_norm, shape_.norm_eps, hidden, normed);
-        return normed;
-    });
-    multiply(layer.down, rows, x, hidden, true, [&](int row, float* activated) {
-        kernels_.gated(shape_.activation, gate_up_.data() + int64_t(row) * 2 * width, width, activated);
-        return activated;
-    });
-}
-
-void Decoder::compute_logits(const Step& step) {
-    const int hidden = shape_.hidden_size;
-    multiply(weights_.lm_head, step.num_logits, step.logits, shape_.vocab_size, false, [&](int row, float* normed) {
-        kernels_.rms_norm(wanted_x_.data() + int64_t(row) * hidden, weights_.final_norm, shape_.norm_eps, hidden,
-                          normed);
-        return normed;
+        const int64_t token = step.logits_rows[row];
+        std::copy_n(x_.data() + token * x_stride_, shape_.hidden_size, wanted_x_.data() + row * x_stride_);
+        std::copy_n(attended_.data() + token * attended_stride_, shape_.query_size(),
+                    wanted_attended_.data() + row * attended_stride_);
     });
 }
 

@@ -31,6 +31,7 @@ class Decoder {
     void reserve(const Step& step);
     void plan_attention(const Step& step);
     const AttentionPlan& plan_for(int layer) const;
+    bool gates_alike(const LayerWeights& layer) const;
     bool is_last(int layer) const { return layer + 1 == int(weights_.layers.size()); }
 
     // What follows runs on all threads at once.
@@ -39,11 +40,9 @@ class Decoder {
     void write_cache(const Step& step, int index);
     void attend(int index, const Step& step);
     void keep_wanted(const Step& step);
+    Input normed(const float* x, const float* weight, const Matrix& matrix, int rows);
     void mlp(const LayerWeights& layer, float* x, int rows);
     void compute_logits(const Step& step);
-    // out (+)= rows . matrix; row_of(row, scratch) gives each row.
-    template <typename RowOf>
-    void multiply(const Matrix& matrix, int rows, float* out, int64_t stride, bool accumulate, const RowOf& row_of);
 
     const DecoderShape shape_;
     const DecoderWeights weights_;
@@ -56,13 +55,13 @@ class Decoder {
     std::vector<AttentionPlan> plans_, last_plans_;
     std::vector<char> wanted_;
 
-    InputStorage input_;
-    Buffer<float> x_;         // [tokens][hidden]: the residual stream
-    Buffer<float> qkv_;       // [tokens][queries, keys, values]
-    Buffer<float> attended_;  // [tokens][queries]
-    Buffer<float> gate_up_;   // [tokens][2 * intermediate]
-    // The last layer, from its attention on, has the wanted tokens only: [logits][hidden], [logits][queries].
-    Buffer<float> wanted_x_, wanted_attended_;
+    InputStorage input_, activated_;
+    // Rows are [tokens][stride]; the last layer, from its attention on, has the wanted tokens only.
+    const int64_t x_stride_, qkv_stride_, attended_stride_, gate_up_stride_;
+    Buffer<float> x_, wanted_x_;                // the residual stream
+    Buffer<float> qkv_;                         // queries, keys, values
+    Buffer<float> attended_, wanted_attended_;  // results of attention
+    Buffer<float> gate_up_;                     // where they cannot be activated on the way
     Buffer<float> partial_, part_maxima_, part_sums_;
 };
 

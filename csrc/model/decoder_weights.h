@@ -26,7 +26,7 @@ struct LayerWeights {
     const float* key_norm;
     Matrix output;
     const float* mlp_norm;
-    Matrix gate_up;                 // gates, then ups
+    Matrix gate, up;
     Matrix down;
     int window;                     // tokens that each token sees; 0: all
 };

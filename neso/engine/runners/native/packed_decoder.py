@@ -27,7 +27,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """qkv: queries, keys and values, one below the other; gate_up likewise. Norms are float32."""
+    """qkv: queries, keys and values, one below the other. Norms are float32."""
 
     attention_norm: Float32Array
     qkv: PackedMatrix
@@ -35,7 +35,8 @@ class PackedLayer:
     key_norm: Float32Array | None
     output: PackedMatrix
     mlp_norm: Float32Array
-    gate_up: PackedMatrix
+    gate: PackedMatrix
+    up: PackedMatrix
     down: PackedMatrix
 
 
@@ -95,9 +96,11 @@ class _Loader:
                 [self._matrix("output", layer)], self._bias(("output_bias",), layer, spec.output_bias)
             ),
             mlp_norm=self._vector("mlp_norm", layer),
-            gate_up=self._packer.pack(
-                [self._matrix("gate", layer), self._matrix("up", layer)],
-                self._bias(("gate_bias", "up_bias"), layer, spec.mlp_bias),
+            gate=self._packer.pack(
+                [self._matrix("gate", layer)], self._bias(("gate_bias",), layer, spec.mlp_bias)
+            ),
+            up=self._packer.pack(
+                [self._matrix("up", layer)], self._bias(("up_bias",), layer, spec.mlp_bias)
             ),
             down=self._packer.pack(
                 [self._matrix("down", layer)], self._bias(("down_bias",), layer, spec.mlp_bias)

@@ -128,7 +128,8 @@ def _make_layer(layer: PackedLayer, window: int | None) -> _native.Layer:
         layer.key_norm,
         layer.output.native(),
         layer.mlp_norm,
-        layer.gate_up.native(),
+        layer.gate.native(),
+        layer.up.native(),
         layer.down.native(),
         window or 0,
     )

@@ -1,0 +1,82 @@
+// Matrix products shared among the threads of a team.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/kernels.h"
+#include "threads/thread_team.h"
+
+namespace neso {
+
+// How a product is cut into chunks: blocks of rows that stay in the cache, times a few panels.
+class ProductChunks {
+   public:
+    ProductChunks(const Kernels& kernels, const Matrix& matrix, int rows, int threads)
+        : rows_(rows), panels_(matrix.panels), row_step_(kernels.block_rows(matrix)),
+          // A multiple of what the kernels take at once; enough chunks that no thread waits long for the last.
+          panel_step_(std::clamp(int(round_up(matrix.panels / (threads * kChunksPerThread), kPanelsAtOnce)),
+                                 kPanelsAtOnce, kMostPanels)),
+          panel_chunks_((panels_ + panel_step_ - 1) / panel_step_) {}
+
+    int count() const { return (rows_ + row_step_ - 1) / row_step_ * panel_chunks_; }
+
+    GemmRange operator[](int chunk) const {
+        const int row = chunk / panel_chunks_ * row_step_, panel = chunk % panel_chunks_ * panel_step_;
+        return {row, std::min(row + row_step_, rows_), panel, std::min(panel + panel_step_, panels_)};
+    }
+
+   private:
+    static constexpr int kPanelsAtOnce = 4, kMostPanels = 64, kChunksPerThread = 8;
+
+    const int rows_, panels_, row_step_, panel_step_, panel_chunks_;
+};
+
+// A product of all threads of a team, where row_of(row, scratch) gives each row of the input, float[inputs], in the
+// scratch or elsewhere.
+template <typename RowOf>
+void pack_rows(ThreadTeam& team, const Kernels& kernels, const Input& input, const Matrix& matrix,
+               const RowOf& row_of) {
+    team.for_each(input.rows, [&](int row) {
+        thread_local Buffer<float> scratch;
+        scratch.reserve(matrix.inputs);
+        kernels.pack_input(input, row, matrix, row_of(row, scratch.data()));
+    });
+}
+
+// out (+)= input . matrix
+inline void multiply(ThreadTeam& team, const Kernels& kernels, const Input& input, const Matrix& matrix, float* out,
+                     int64_t stride, bool accumulate) {
+    const ProductChunks chunks(kernels, matrix, input.rows, team.size());
+    team.for_each(chunks.count(), [&](int chunk) {
+        kernels.gemm(input, matrix, chunks[chunk], out, stride, accumulate);
+    });
+}
+
+// activation(input . gate) * (input . up) -> the input of `down`. A chunk of both products stays in the cache until it
+// is activated and packed: the sums, four times as large as what becomes of them, never reach the memory.
+inline void multiply_gated(ThreadTeam& team, const Kernels& kernels, const Input& input, const Matrix& gate,
+                           const Matrix& up, Activation activation, const Input& result) {
+    const ProductChunks chunks(kernels, gate, input.rows, team.size());
+    team.for_each(chunks.count(), [&](int chunk) {
+        thread_local Buffer<float> scratch;
+        const GemmRange range = chunks[chunk];
+        const int first = range.first_panel * kPanel;
+        const int width = std::min(range.last_panel * kPanel, gate.outputs) - first;
+        const int padded = int(round_up(width, kDepthAlign));
+        const int64_t stride = spread_stride(int64_t(padded) * 4) / 4;
+        scratch.reserve(2 * range.rows() * stride + padded);
+        // The kernels write to output 16 * panel of row `row`.
+        float* gates = scratch.data() - range.first_row * stride - first;
+        float* ups = gates + range.rows() * stride;
+        kernels.gemm(input, gate, range, gates, stride, false);
+        kernels.gemm(input, up, range, ups, stride, false);
+        float* activated = scratch.data() + 2 * range.rows() * stride;
+        std::fill(activated + width, activated + padded, 0.0f);
+        for (int row = range.first_row; row < range.last_row; ++row) {
+            kernels.gated(activation, gates + row * stride + first, ups + row * stride + first, width, activated);
+            kernels.pack_part(result, row, first, padded, activated);
+        }
+    });
+}
+
+}  // namespace neso
