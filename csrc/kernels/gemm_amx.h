@@ -151,12 +151,12 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
     const bf16* b2 = b + matrix.panel_bytes() / 2;
     const int row_blocks = (range.rows() + kPair - 1) / kPair;
     // With one block of rows there is nothing to keep the panels for.
-    const int block_depth = row_blocks == 1 ? input.depth : kBlockDepth;
+    const int block_depth = row_blocks <= 2 ? input.depth : kBlockDepth;
     waiting.reserve(int64_t(row_blocks) * kSums);
     // Two panels have 32 lines for each step of depth.
     const char* next = matrix.panel(panel + 2 < range.last_panel ? panel + 2 : panel);
     Prefetch prefetch(next, panel + 2 < range.last_panel ? next + 2 * matrix.panel_bytes() : next,
-                      (32 + row_blocks - 1) / row_blocks);
+                      row_blocks == 1 ? 0 : (32 + row_blocks - 1) / row_blocks);
     for (int k = 0; k < input.depth; k += block_depth) {
         const int depth = input.depth - k < block_depth ? input.depth - k : block_depth;
         const int64_t at = int64_t(k) * kPanel;
