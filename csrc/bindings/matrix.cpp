@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "model/pack.h"
+#include "model/quantize.h"
 
 namespace neso {
 namespace {
@@ -104,6 +105,28 @@ void bind_matrix(nb::module_& m) {
         nb::arg("source_kind"), nb::arg("source"), nb::arg("inputs"), nb::arg("kind"), nb::arg("first_output"),
         nb::arg("to"), nb::arg("threads"),
         "Pack rows of a dense matrix, given as bytes, into zeroed `to` from output `first_output` on.");
+
+    m.def(
+        "quantize",
+        [](const std::string& source_kind, Array<uint8_t> source, int bits, int group_size,
+           MutableArray<uint8_t, 2> codes, MutableArray<float, 2> scales, int threads) {
+            const WeightKind kind = weight_kind(source_kind);
+            const int rows = int(codes.shape(0)), inputs = int(codes.shape(1));
+            require(int64_t(source.size()) == int64_t(rows) * inputs * (kind == WeightKind::f32 ? 4 : 2),
+                    "source and codes must have the same shape");
+            require(bits == 8 || bits == 4, "bits must be 8 or 4");
+            require(group_size > 0 && int(scales.shape(0)) == rows &&
+                        int(scales.shape(1)) == (inputs + group_size - 1) / group_size,
+                    "scales must have one value for each row and group");
+            const void* from = source.data();
+            uint8_t* to = codes.data();
+            float* scale = scales.data();
+            nb::gil_scoped_release release;
+            quantize(kind, from, rows, inputs, bits, group_size, to, scale, threads);
+        },
+        nb::arg("source_kind"), nb::arg("source"), nb::arg("bits"), nb::arg("group_size"), nb::arg("codes"),
+        nb::arg("scales"), nb::arg("threads"),
+        "Quantize a dense matrix, given as bytes, into codes uint8[rows, inputs] and scales float32[rows, groups].");
 
     m.def(
         "pack_codes",

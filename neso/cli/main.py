@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from neso import __version__
+from neso.cli.build import build
 from neso.cli.serve import serve
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ def neso(
     """The options of `neso` itself."""
 
 
+app.command(help="Pack a model for the native runner, quantized if you like.")(build)
 app.command(help="Serve models over HTTP, gRPC and OpenAI's API.")(serve)
 
 

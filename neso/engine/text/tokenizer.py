@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -82,6 +83,13 @@ class Tokenizer:
             end = special_tokens.texts.get("eos_token") if add_eos_token else None
             _surround(backend, begin, end)
         return cls(backend, special_tokens, files.chat_templates)
+
+    def save(self, directory: Path) -> None:
+        """Write the files that `from_directory` makes the same tokenizer of, but for the ids of config.json."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        templates = [{"name": name, "template": text} for name, text in self._chat_templates.items()]
+        config = {**self.special_tokens.texts, **({"chat_template": templates} if templates else {})}
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises `InvalidParameter("prompt", …)` for text that is not Unicode."""

@@ -27,31 +27,59 @@ _LARGEST_SCALE = 2.0**14
 
 
 @dataclass(frozen=True, slots=True)
+class Scheme:
+    """Symmetric codes of `bits` (8 or 4) with a scale for each `group_size` inputs."""
+
+    bits: int
+    group_size: int
+
+
+# The groups are what the error allows: 8 bits in groups of 64, rounded for the least error, and inputs of 16 bits,
+# stay below what groups of 32 with inputs of 8 bits have.
+INT8 = Scheme(bits=8, group_size=64)
+INT4 = Scheme(bits=4, group_size=32)
+
+
+@dataclass(frozen=True, slots=True)
 class Packer:
     """How weights are kept.
 
     - kind: of dense matrices
-    - scheme: of `quantize`, for matrices that come dense; None leaves them dense
+    - scheme: how matrices that come dense are quantized; None leaves them dense
     - dynamic: whether activations may be rounded to 8 bits for quantized matrices
     """
 
     kind: Kind
-    scheme: str | None
+    scheme: Scheme | None
     dynamic: bool
     threads: int
 
     def pack(self, parts: Sequence[Matrix], bias: Float32Array | None = None) -> PackedMatrix:
         """Pack the parts one below the other, [outputs, inputs] each."""
         if self.scheme is not None:
-            from neso.engine.weights.quantize import quantize
-
-            parts = [p if isinstance(p, QuantizedMatrix) else quantize(p, self.scheme) for p in parts]
+            parts = [p if isinstance(p, QuantizedMatrix) else self._quantize(p, self.scheme) for p in parts]
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         if len(quantized) == len(parts) and _alike(quantized):
             return self._pack_quantized(quantized, bias)
         return self._pack_dense(
             [p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in parts], bias
         )
+
+    def _quantize(self, weights: npt.NDArray[Any], scheme: Scheme) -> QuantizedMatrix:
+        outputs, inputs = weights.shape
+        source = weights if weights.dtype in KINDS else weights.astype(np.float32)
+        codes = np.empty((outputs, inputs), np.uint8)
+        scales = np.empty((outputs, -(-inputs // scheme.group_size)), np.float32)
+        _native.quantize(
+            KINDS[source.dtype],
+            _bytes(source),
+            scheme.bits,
+            scheme.group_size,
+            codes,
+            scales,
+            self.threads,
+        )
+        return QuantizedMatrix(codes, scales, None, scheme.bits, scheme.group_size)
 
     def _pack_dense(self, parts: list[npt.NDArray[Any]], bias: Float32Array | None) -> PackedMatrix:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from neso.engine.runners.base import RunnerOptions
-from neso.engine.runners.native.pack import KINDS, Packer
+from neso.engine.runners.native.pack import INT4, INT8, KINDS, Packer, Scheme
 from neso.engine.runners.native.packed_matrix import Kind, PackedMatrix
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.tensor_roles import Role, Shape, layer_shapes, model_shapes
 from neso.engine.weights.source import Matrix, WeightSource
 
 Float32Array = npt.NDArray[np.float32]
+Item = PackedMatrix | npt.NDArray[Any]
+
+T = TypeVar("T", PackedMatrix, npt.NDArray[Any])
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+_SCHEMES: dict[str | None, Scheme | None] = {None: None, "int8": INT8, "int4": INT4, "int8_dynamic": INT8}
+# Its errors go straight into the logits, and as the embedding into everything.
+_LM_HEAD_SCHEMES: dict[str | None, Scheme | None] = {**_SCHEMES, "int4": INT8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,87 +56,112 @@ class PackedDecoder:
     lm_head: PackedMatrix
     embedding: npt.NDArray[Any] | None
 
+    @classmethod
+    def assemble(cls, spec: DecoderSpec, items: Mapping[str, Item]) -> PackedDecoder:
+        """From items named as `pack_items` names them. Raises `KeyError` when one is missing."""
+
+        def layer(index: int) -> PackedLayer:
+            prefix = f"layers.{index}."
+            return PackedLayer(
+                **{
+                    name: items.get(prefix + name)
+                    if name.endswith(("query_norm", "key_norm"))
+                    else items[prefix + name]
+                    for name in PackedLayer.__dataclass_fields__
+                }  # type: ignore[arg-type]
+            )
+
+        return cls(
+            layers=[layer(index) for index in range(spec.num_layers)],
+            final_norm=_expect(items["final_norm"], np.ndarray),
+            lm_head=_expect(items["lm_head"], PackedMatrix),
+            embedding=None if spec.tied_embeddings else _expect(items["embedding"], np.ndarray),
+        )
+
     @property
     def cache_kind(self) -> Kind:
         """How keys and values are kept: exact for float32 weights, else bfloat16."""
         return "f32" if all(layer.qkv.kind == "f32" for layer in self.layers) else "bf16"
 
 
-def pack_decoder(
+def _expect(item: Item, kind: type[T]) -> T:
+    assert isinstance(item, kind)
+    return item
+
+
+def pack_items(
     spec: DecoderSpec, source: WeightSource, options: RunnerOptions, threads: int
-) -> PackedDecoder:
-    """Read and pack everything. Raises `CheckpointError` when a tensor is missing or does not fit."""
-    return _Loader(spec, source, options, threads).load()
+) -> Iterator[tuple[str, Item]]:
+    """Read and pack matrix by matrix: names like "layers.0.qkv", and what `PackedDecoder` has under them.
+
+    Raises `CheckpointError` when a tensor is missing or does not fit.
+    """
+    dtype = dense_dtype(spec, source, options)
+    packer = Packer(
+        KINDS[dtype], _SCHEMES[options.quantization], options.quantization == "int8_dynamic", threads
+    )
+    reader = _Reader(spec, source)
+    for layer in range(spec.num_layers):
+        for name, item in _layer_items(reader, packer, layer):
+            yield f"layers.{layer}.{name}", item
+    yield "final_norm", reader.vector("final_norm")
+    head_packer = replace(packer, scheme=_LM_HEAD_SCHEMES[options.quantization])
+    yield "lm_head", head_packer.pack([reader.matrix("embedding" if spec.tied_embeddings else "lm_head")])
+    if not spec.tied_embeddings:
+        yield "embedding", reader.embedding(dtype)
 
 
-class _Loader:
-    def __init__(self, spec: DecoderSpec, source: WeightSource, options: RunnerOptions, threads: int) -> None:
-        self._spec = spec
-        self._source = source
-        self._shapes: dict[Role, Shape] = {**model_shapes(spec), **layer_shapes(spec)}
-        self._dtype = _dense_dtype(spec, source, options)
-        scheme = {None: None, "int8": "int8", "int4": "int4", "int8_dynamic": "int8"}[options.quantization]
-        dynamic = options.quantization == "int8_dynamic"
-        self._packer = Packer(KINDS[self._dtype], scheme, dynamic, threads)
-
-    def load(self) -> PackedDecoder:
-        spec = self._spec
-        return PackedDecoder(
-            layers=[self._layer(layer) for layer in range(spec.num_layers)],
-            final_norm=self._vector("final_norm"),
-            lm_head=self._packer.pack([self._matrix("embedding" if spec.tied_embeddings else "lm_head")]),
-            embedding=None if spec.tied_embeddings else self._embedding(),
-        )
-
-    def _layer(self, layer: int) -> PackedLayer:
-        spec = self._spec
-        qkv: tuple[Role, ...] = ("query_bias", "key_bias", "value_bias")
-        return PackedLayer(
-            attention_norm=self._vector("attention_norm", layer),
-            qkv=self._packer.pack(
-                [self._matrix(role, layer) for role in ("query", "key", "value")],
-                self._bias(qkv, layer, spec.qkv_bias),
-            ),
-            query_norm=self._vector("query_norm", layer) if spec.qk_norm else None,
-            key_norm=self._vector("key_norm", layer) if spec.qk_norm else None,
-            output=self._packer.pack(
-                [self._matrix("output", layer)], self._bias(("output_bias",), layer, spec.output_bias)
-            ),
-            mlp_norm=self._vector("mlp_norm", layer),
-            gate=self._packer.pack(
-                [self._matrix("gate", layer)], self._bias(("gate_bias",), layer, spec.mlp_bias)
-            ),
-            up=self._packer.pack(
-                [self._matrix("up", layer)], self._bias(("up_bias",), layer, spec.mlp_bias)
-            ),
-            down=self._packer.pack(
-                [self._matrix("down", layer)], self._bias(("down_bias",), layer, spec.mlp_bias)
-            ),
-        )
-
-    def _matrix(self, role: Role, layer: int | None = None) -> Matrix:
-        outputs, inputs = self._shapes[role]
-        return self._source.matrix(self._spec.tensor_name(role, layer), (outputs, inputs))
-
-    def _vector(self, role: Role, layer: int | None = None) -> Float32Array:
-        target = np.empty(self._shapes[role], np.float32)
-        self._source.read_float32(self._spec.tensor_name(role, layer), target)
-        return target
-
-    def _bias(self, roles: tuple[Role, ...], layer: int, present: bool) -> Float32Array | None:
-        return np.concatenate([self._vector(role, layer) for role in roles]) if present else None
-
-    def _embedding(self) -> npt.NDArray[Any]:
-        """A copy in the dtype of the dense weights."""
-        stored = self._source.tensor(self._spec.tensor_name("embedding"), self._shapes["embedding"])
-        dtype = self._dtype if self._dtype != np.float16 or stored.dtype == np.float16 else np.float32
-        return np.array(stored, dtype, order="C")
-
-
-def _dense_dtype(spec: DecoderSpec, source: WeightSource, options: RunnerOptions) -> np.dtype[Any]:
-    """Of the weights that are not quantized: what was asked for, else what the norms say of the checkpoint."""
+def dense_dtype(spec: DecoderSpec, source: WeightSource, options: RunnerOptions) -> np.dtype[Any]:
+    """Of the weights that are not quantized: what was asked for, else what the checkpoint has."""
     if options.dtype != "auto":
         return _DTYPES[options.dtype]
-    matrix = source.matrix(spec.tensor_name("query", 0), layer_shapes(spec)["query"])  # type: ignore[arg-type]
-    stored = matrix.dtype if isinstance(matrix, np.ndarray) else None
-    return stored if stored in KINDS else _DTYPES["float32" if stored == np.float64 else "bfloat16"]
+    outputs, inputs = layer_shapes(spec)["query"]
+    matrix = source.matrix(spec.tensor_name("query", 0), (outputs, inputs))
+    if not isinstance(matrix, np.ndarray):
+        return _DTYPES["bfloat16"]
+    return matrix.dtype if matrix.dtype in KINDS else _DTYPES["float32"]
+
+
+def _layer_items(reader: _Reader, packer: Packer, layer: int) -> Iterator[tuple[str, Item]]:
+    spec = reader.spec
+
+    def packed(roles: tuple[Role, ...], biases: tuple[Role, ...], biased: bool) -> PackedMatrix:
+        bias = np.concatenate([reader.vector(role, layer) for role in biases]) if biased else None
+        return packer.pack([reader.matrix(role, layer) for role in roles], bias)
+
+    yield "attention_norm", reader.vector("attention_norm", layer)
+    qkv_biases: tuple[Role, ...] = ("query_bias", "key_bias", "value_bias")
+    yield "qkv", packed(("query", "key", "value"), qkv_biases, spec.qkv_bias)
+    if spec.qk_norm:
+        yield "query_norm", reader.vector("query_norm", layer)
+        yield "key_norm", reader.vector("key_norm", layer)
+    yield "output", packed(("output",), ("output_bias",), spec.output_bias)
+    yield "mlp_norm", reader.vector("mlp_norm", layer)
+    yield "gate", packed(("gate",), ("gate_bias",), spec.mlp_bias)
+    yield "up", packed(("up",), ("up_bias",), spec.mlp_bias)
+    yield "down", packed(("down",), ("down_bias",), spec.mlp_bias)
+
+
+class _Reader:
+    """Weights by role, with the shapes that the spec gives them."""
+
+    def __init__(self, spec: DecoderSpec, source: WeightSource) -> None:
+        self.spec = spec
+        self._source = source
+        self._shapes: dict[Role, Shape] = {**model_shapes(spec), **layer_shapes(spec)}
+
+    def matrix(self, role: Role, layer: int | None = None) -> Matrix:
+        outputs, inputs = self._shapes[role]
+        return self._source.matrix(self.spec.tensor_name(role, layer), (outputs, inputs))
+
+    def vector(self, role: Role, layer: int | None = None) -> Float32Array:
+        target = np.empty(self._shapes[role], np.float32)
+        self._source.read_float32(self.spec.tensor_name(role, layer), target)
+        return target
+
+    def embedding(self, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """A copy in the dtype of the dense weights; only float16 weights are kept as float16."""
+        stored = self._source.tensor(self.spec.tensor_name("embedding"), self._shapes["embedding"])
+        if dtype == np.float16 and stored.dtype != np.float16:
+            dtype = np.dtype(np.float32)
+        return np.array(stored, dtype, order="C")

@@ -17,10 +17,12 @@ from neso.engine.runners.base import (
     RunnerOptions,
     UnsupportedOption,
 )
+from neso.engine.runners.native.engine_files import read_engine
 from neso.engine.runners.native.pack import KINDS
-from neso.engine.runners.native.packed_decoder import PackedDecoder, PackedLayer, pack_decoder
+from neso.engine.runners.native.packed_decoder import PackedDecoder, PackedLayer, pack_items
 from neso.engine.runners.reference.rotary import RotaryTable
 from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.weights.engine_directory import EngineDirectory
 from neso.engine.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,11 @@ class NativeRunner(Runner):
         if options.quantization == "fp8":
             raise UnsupportedOption("fp8 weights need a GPU; on a CPU there are int8, int4 and int8_dynamic")
         threads = options.num_threads or available_cores()
-        runner = cls(spec, pack_decoder(spec, source, options, threads), threads)
+        if isinstance(source, EngineDirectory):
+            weights = read_engine(spec, source, options)
+        else:
+            weights = PackedDecoder.assemble(spec, dict(pack_items(spec, source, options, threads)))
+        runner = cls(spec, weights, threads)
         logger.info("native runner: %s kernels, %d threads", runner.isa, threads)
         return runner
 

@@ -1,0 +1,15 @@
+// Quantizes dense weights by groups of inputs.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/matrix.h"
+
+namespace neso {
+
+// Rows [rows][inputs] -> codes uint8[rows][inputs] around 2^(bits - 1), scales float[rows][groups]. The scale of a group
+// is the one, of some near the largest weight's, with the least square error. `source` may be unaligned.
+void quantize(WeightKind source_kind, const void* source, int rows, int inputs, int bits, int group_size,
+              uint8_t* codes, float* scales, int threads);
+
+}  // namespace neso

@@ -1,0 +1,63 @@
+"""`neso build`: pack a model for the native runner."""
+
+from __future__ import annotations
+
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class BuildDType(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class BuildQuantization(str, Enum):
+    int8 = "int8"
+    int4 = "int4"
+    int8_dynamic = "int8_dynamic"
+
+
+def build(
+    model: Annotated[str, typer.Argument(help="A checkpoint directory, a GGUF file, or a Hugging Face id.")],
+    target: Annotated[Path, typer.Argument(help="The engine directory to make.")],
+    dtype: Annotated[BuildDType, typer.Option(help="Of weights that are not quantized.")] = BuildDType.auto,
+    quantization: Annotated[
+        BuildQuantization | None,
+        typer.Option(help="int8, int4: of the weights only; int8_dynamic: of activations too."),
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks to split the weights among.")] = 1,
+    threads: Annotated[int | None, typer.Option(help="Threads that pack; all cores by default.")] = None,
+) -> None:
+    """Pack a model once, so that every later start maps it into memory and is ready at once."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from neso.engine.build import build_engine
+    from neso.engine.runners.base import RunnerOptions
+    from neso.engine.specs.errors import UnsupportedModel
+    from neso.engine.weights.errors import CheckpointError, ModelNotFound
+    from neso.engine.weights.hub import resolve_model
+
+    options = RunnerOptions(dtype.value, quantization.value if quantization else None, threads)
+    started = time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    try:
+        with Progress(*columns, TimeElapsedColumn()) as bar:
+            task = bar.add_task("packing")
+            build_engine(
+                resolve_model(model),
+                target,
+                options,
+                tensor_parallel,
+                lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except (CheckpointError, ModelNotFound, UnsupportedModel, ValueError, OSError) as error:
+        typer.echo(f"neso build: {error}", err=True)
+        raise typer.Exit(1) from None
+    size = sum(path.stat().st_size for path in target.iterdir())
+    typer.echo(f"{target}: {size / 1e6:.0f} MB in {time.perf_counter() - started:.1f} s")
