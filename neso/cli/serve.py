@@ -73,6 +73,21 @@ def serve(
         Switch, _option("Exit if a model cannot be loaded at start.", MODELS)
     ] = Switch.false,
     runner: Annotated[str, _option("What executes the model; auto takes the fastest here.", ENGINE)] = "auto",
+    dtype: Annotated[
+        str | None,
+        _option(
+            "Of weights and activations: float32, float16, bfloat16.", ENGINE, show_default="the model's"
+        ),
+    ] = None,
+    quantization: Annotated[
+        str | None,
+        _option(
+            "Quantize dense weights while loading: int8, int4, int8_dynamic.", ENGINE, show_default="none"
+        ),
+    ] = None,
+    num_threads: Annotated[
+        int | None, _option("Threads of each engine on a CPU.", ENGINE, show_default="all cores")
+    ] = None,
     max_model_len: Annotated[
         int | None,
         _option("Longest prompt and output together, in tokens.", ENGINE, show_default="the model's"),

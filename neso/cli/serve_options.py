@@ -15,7 +15,16 @@ from neso.server.errors import InvalidArgument
 from neso.server.options import ModelControlMode, ServerOptions
 
 SHIPPED_MODEL = "neso-pilot"
-ENGINE_OPTIONS = ("runner", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory")
+ENGINE_OPTIONS = (
+    "runner",
+    "dtype",
+    "quantization",
+    "num_threads",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_memory",
+)
 
 
 @dataclass(frozen=True, slots=True)

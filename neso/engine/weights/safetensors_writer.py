@@ -29,7 +29,7 @@ class SafetensorsWriter:
         self.path = path
         self._partial = path.with_name(path.name + ".partial")
         self._data_start = -(-(_LENGTH_BYTES + header_bytes) // ALIGNMENT) * ALIGNMENT
-        self._file = open(self._partial, "wb")
+        self._file = open(self._partial, "wb")  # noqa: SIM115, closed by __exit__
         self._file.seek(self._data_start)
         self._header: dict[str, Any] = {}
         self._end = 0
