@@ -1,10 +1,12 @@
 // Integer inputs times quantized panels: for batches so small that reading the weights takes the time.
 //
-// Activations are integers with a scale for each group of 32 inputs. With VNNI they are one or two planes of 8 bits:
-// two planes make 16 bits, finer than bfloat16, and cost a second instruction that hides behind the memory. Elsewhere
-// they are 16-bit values. Sums of a group are exact in 32 bits: 32 * 255 * 32767 < 2^31.
+// Activations are integers with a scale for each group of inputs. With VNNI they are one or two planes of 8 bits: two
+// planes make 16 bits, finer than bfloat16, and cost a second instruction that hides behind the memory. Elsewhere they
+// are 16-bit values. Sums of a group are exact in 32 bits: 128 * 255 * 32767 < 2^31.
 //
 //   sum_k (s c_k + o) x a_k  =  x (s sum_k c_k a_k + o sum_k a_k)        per group, x the scale of the activations
+//
+// Symmetric codes have o = -s m, m the middle code: the sums begin at -m sum_k a_k, and nothing is left to add.
 #pragma once
 
 #include "kernels/gemm_store.h"
@@ -18,12 +20,12 @@ using IntegerCode = int8_t;
 using IntegerCode = int16_t;
 #endif
 
-#if defined(__AVX512VNNI__)
-constexpr int kQuantizedRows = 4;
+#if defined(__AVX512F__)
+constexpr int kQuantizedRows = 4, kQuantizedPanels = 2;
 #elif defined(__AVX2__)
-constexpr int kQuantizedRows = 2;
+constexpr int kQuantizedRows = 2, kQuantizedPanels = 1;
 #else
-constexpr int kQuantizedRows = 1;
+constexpr int kQuantizedRows = 1, kQuantizedPanels = 1;
 #endif
 
 // sums += codes of 4 inputs of kLanes outputs, times the activations a[0..3].
@@ -45,64 +47,124 @@ NESO_INLINE void add_products(I32& sums, U32 codes, const IntegerCode* a) {
 #endif
 }
 
-// Planes: 1, or 2 where the activations have a high plane `plane_stride` codes after the low one.
-template <int Rows, int Planes>
-NESO_INLINE void quantized_panel(const Input& input, const Matrix& matrix, int panel, int row, float* out,
-                                 int64_t stride, bool accumulate) {
-    const char* weights = matrix.panel(panel);
-    const int64_t plane_stride = input.depth;
-    const int groups_of_32 = matrix.depth / kGroup;
-    F32 totals[Rows][kVectors] = {};
-    for (int group = 0; group < groups_of_32; ++group) {
-        I32 sums[Rows][Planes][kVectors] = {};
-#pragma GCC unroll 8
-        for (int k = group * kGroup; k < (group + 1) * kGroup; k += 4) {
+// Sums of a group of inputs [begin, end), for a few rows and panels. Planes: 1, or 2 where the activations have a high
+// plane `depth` codes after the low one.
+template <WeightKind Kind, int Rows, int Panels, int Planes>
+NESO_INLINE void add_group(const IntegerCode* a, int64_t a_stride, int depth, const char* weights,
+                           int64_t panel_bytes, int begin, int end, I32 (&sums)[Rows][Panels][Planes][kVectors]) {
+#pragma GCC unroll 2
+    for (int k = begin; k < end; k += 8) {
+#pragma GCC unroll 4
+        for (int p = 0; p < Panels; ++p) {
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
-                const U32 codes = load_codes(matrix, weights, k, v);
-#pragma GCC unroll 8
+                const EightCodes codes = load_codes<Kind>(weights + p * panel_bytes, k, v);
+#pragma GCC unroll 4
                 for (int r = 0; r < Rows; ++r) {
-                    const IntegerCode* a = input.row<IntegerCode>(row + r) + k;
 #pragma GCC unroll 2
-                    for (int p = 0; p < Planes; ++p) add_products(sums[r][p][v], codes, a + p * plane_stride);
+                    for (int plane = 0; plane < Planes; ++plane) {
+                        const IntegerCode* at = a + r * a_stride + plane * depth + k;
+                        add_products(sums[r][p][plane][v], codes.first, at);
+                        add_products(sums[r][p][plane][v], codes.second, at + 4);
+                    }
                 }
             }
         }
-        const GroupScale scale = group_scale(matrix, panel, group * kGroup / matrix.group_size);
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-            const int64_t at = int64_t(row + r) * groups_of_32 + group;
-            const float x = input.scales[at], a = x * float(input.sums[at]);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
-                I32 products = sums[r][0][v];
-                if constexpr (Planes == 2) products += sums[r][1][v] * 256;
-                totals[r][v] += to_f32(products) * (scale.scale[v] * x) + scale.offset[v] * a;
-            }
-        }
     }
-    for (int r = 0; r < Rows; ++r) store_panel(matrix, panel, totals[r], out + (row + r) * stride, accumulate);
 }
 
-template <int Planes, WeightKind Kind>
+// Kind, Symmetric: those of the matrix, constants for the compiler.
+template <WeightKind Kind, bool Symmetric, int Rows, int Panels, int Planes>
+NESO_INLINE void quantized_panels(const Input& input, const Matrix& matrix, int panel, int row, float* out,
+                                  int64_t stride, bool accumulate) {
+    constexpr int kMiddle = !Symmetric ? 0 : Kind == WeightKind::int8 ? 128 : 8;
+    const int group_size = input.group_size, groups = (input.depth + group_size - 1) / group_size;
+    const int groups_a_scale = matrix.group_size / group_size;
+    const int64_t panel_bytes = int64_t(matrix.depth) * kPanel / (Kind == WeightKind::int8 ? 1 : 2);
+    const char* weights = static_cast<const char*>(matrix.data) + panel * panel_bytes;
+    const int64_t panel_scales = int64_t(matrix.groups) * kPanel;
+    const f16* scales = matrix.scales + panel * panel_scales;
+    const f16* offsets = Symmetric ? nullptr : matrix.offsets + panel * panel_scales;
+    const float* input_scales = input.scales + int64_t(row) * groups;
+    const int32_t* input_sums = input.sums + int64_t(row) * groups;
+    F32 totals[Rows][Panels][kVectors] = {};
+    for (int group = 0, part = 0; group < groups; ++group) {
+        const int begin = group * group_size;
+        const int end = begin + group_size < input.depth ? begin + group_size : input.depth;
+        I32 sums[Rows][Panels][Planes][kVectors] = {};
+        for (int r = 0; r < Rows; ++r) {
+            for (int p = 0; p < Panels; ++p) {
+                for (int v = 0; v < kVectors; ++v) sums[r][p][0][v] = splat(-kMiddle * input_sums[r * groups + group]);
+            }
+        }
+        add_group<Kind>(input.row<IntegerCode>(row), input.stride, input.depth, weights, panel_bytes, begin, end, sums);
+#pragma GCC unroll 4
+        for (int p = 0; p < Panels; ++p) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) {
+                const F32 scale = load_f16(scales + p * panel_scales + v * kLanes);
+#pragma GCC unroll 4
+                for (int r = 0; r < Rows; ++r) {
+                    const float x = input_scales[r * groups + group] * matrix.scale_factor;
+                    I32 products = sums[r][p][0][v];
+                    if constexpr (Planes == 2) products += sums[r][p][1][v] << 8;
+                    totals[r][p][v] += to_f32(products) * (scale * x);
+                    if constexpr (!Symmetric) {
+                        const F32 offset = load_f16(offsets + p * panel_scales + v * kLanes);
+                        totals[r][p][v] += offset * (x * float(input_sums[r * groups + group]));
+                    }
+                }
+            }
+        }
+        if (++part == groups_a_scale) {
+            part = 0;
+            scales += kPanel;
+            if constexpr (!Symmetric) offsets += kPanel;
+        }
+    }
+    for (int r = 0; r < Rows; ++r) {
+        for (int p = 0; p < Panels; ++p) {
+            store_panel(matrix, panel + p, totals[r][p], out + (row + r) * stride, accumulate);
+        }
+    }
+}
+
+template <WeightKind Kind, bool Symmetric, int Planes>
 void gemm_integer(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                   bool accumulate) {
-    Matrix known = matrix;
-    known.kind = Kind;  // a constant for the compiler
-    for (int panel = range.first_panel; panel < range.last_panel; ++panel) {
+    int panel = range.first_panel;
+    for (; panel + kQuantizedPanels <= range.last_panel; panel += kQuantizedPanels) {
         for_row_blocks<kQuantizedRows>(range.rows(), [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
-            quantized_panel<Rows, Planes>(input, known, panel, range.first_row + row, out, stride, accumulate);
+            quantized_panels<Kind, Symmetric, Rows, kQuantizedPanels, Planes>(
+                input, matrix, panel, range.first_row + row, out, stride, accumulate);
         });
+    }
+    for (; panel < range.last_panel; ++panel) {
+        for_row_blocks<kQuantizedRows>(range.rows(), [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
+            quantized_panels<Kind, Symmetric, Rows, 1, Planes>(input, matrix, panel, range.first_row + row, out, stride,
+                                                              accumulate);
+        });
+    }
+}
+
+template <WeightKind Kind, int Planes>
+void gemm_integer(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
+                  bool accumulate) {
+    if (matrix.offsets) {
+        gemm_integer<Kind, false, Planes>(input, matrix, range, out, stride, accumulate);
+    } else {
+        gemm_integer<Kind, true, Planes>(input, matrix, range, out, stride, accumulate);
     }
 }
 
 inline void gemm_quantized(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
                            int64_t stride, bool accumulate) {
-    const bool int8 = matrix.kind == WeightKind::int8, two = input.planes == 2;
-    if (int8 && two) gemm_integer<2, WeightKind::int8>(input, matrix, range, out, stride, accumulate);
-    if (int8 && !two) gemm_integer<1, WeightKind::int8>(input, matrix, range, out, stride, accumulate);
-    if (!int8 && two) gemm_integer<2, WeightKind::int4>(input, matrix, range, out, stride, accumulate);
-    if (!int8 && !two) gemm_integer<1, WeightKind::int4>(input, matrix, range, out, stride, accumulate);
+    constexpr auto kInt8 = WeightKind::int8, kInt4 = WeightKind::int4;
+    const bool int8 = matrix.kind == kInt8, two = input.planes == 2;
+    if (int8 && two) gemm_integer<kInt8, 2>(input, matrix, range, out, stride, accumulate);
+    if (int8 && !two) gemm_integer<kInt8, 1>(input, matrix, range, out, stride, accumulate);
+    if (!int8 && two) gemm_integer<kInt4, 2>(input, matrix, range, out, stride, accumulate);
+    if (!int8 && !two) gemm_integer<kInt4, 1>(input, matrix, range, out, stride, accumulate);
 }
 
 }  // namespace neso::NESO_ISA

@@ -44,7 +44,9 @@ inline Input describe_input(const Matrix& matrix, int rows) {
 #endif
         input.stride = int64_t(input.depth) * input.planes;
         input.value_bytes = rows * input.stride * int64_t(sizeof(IntegerCode));
-        input.num_groups = int64_t(rows) * input.depth / kGroup;
+        // As large as the groups of the weights let it be, and the sums of a group stay within 32 bits.
+        input.group_size = matrix.group_size % 128 == 0 ? 128 : matrix.group_size % 64 == 0 ? 64 : 32;
+        input.num_groups = rows * (round_up(input.depth, input.group_size) / input.group_size);
         return input;
     }
     if (input.kind == InputKind::bf16_tiles) {
@@ -57,22 +59,22 @@ inline Input describe_input(const Matrix& matrix, int rows) {
     return input;
 }
 
-// One group of 32 values -> codes, their scale and their sum.
-NESO_INLINE void quantize_group(const float* values, int limit, IntegerCode* codes, int64_t plane_stride, float& scale,
-                                int32_t& total) {
+// One group of values, a multiple of 32 -> codes, their scale and their sum.
+NESO_INLINE void quantize_group(const float* values, int count, int limit, IntegerCode* codes, int64_t plane_stride,
+                                float& scale, int32_t& total) {
     F32 peak{};
-    for (int i = 0; i < kGroup; i += kLanes) {
+    for (int i = 0; i < count; i += kLanes) {
         const F32 v = load<F32>(values + i);
         peak = max(peak, max(v, -v));
     }
     const float absmax = largest(peak);
     // NaN and infinity reach the result by the scale.
     float check = 0;
-    for (int i = 0; i < kGroup; ++i) check += values[i] * 0.0f;
+    for (int i = 0; i < count; ++i) check += values[i] * 0.0f;
     scale = absmax / float(limit) + check;
     const float inverse = absmax > 0 && check == 0 ? float(limit) / absmax : 0.0f;
     total = 0;
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < count; ++i) {
         const int code = int(std::nearbyint(values[i] * inverse));
         total += code;
 #if defined(__AVX512VNNI__)
@@ -94,16 +96,16 @@ inline void pack_integers(const Input& input, int row, int first, int count, con
     const int limit = 32767;
     const int64_t plane_stride = 0;
 #endif
-    const int groups = input.depth / kGroup;
-    values -= first;
-    for (int group = first / kGroup; group < (first + count) / kGroup; ++group) {
-        const int64_t at = int64_t(row) * groups + group;
-        quantize_group(values + group * kGroup, limit, input.row<IntegerCode>(row) + group * kGroup, plane_stride,
+    const int size = input.group_size, groups = (input.depth + size - 1) / size;
+    for (int begin = first; begin < first + count; begin += size) {
+        const int64_t at = int64_t(row) * groups + begin / size;
+        const int width = first + count - begin < size ? first + count - begin : size;
+        quantize_group(values + begin - first, width, limit, input.row<IntegerCode>(row) + begin, plane_stride,
                        input.scales[at], input.sums[at]);
     }
 }
 
-// values float[count] become the inputs from `first` on; both multiples of 32.
+// values float[count] become the inputs from `first` on: a multiple of 128; count of 32, and of 128 but for the last.
 inline void pack_part(const Input& input, int row, int first, int count, const float* values) {
     if (input.kind == InputKind::f32) {
         std::memcpy(input.row<float>(row) + first, values, sizeof(float) * count);

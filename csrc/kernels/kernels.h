@@ -56,7 +56,8 @@ struct Kernels {
     Input (*describe_input)(const Matrix& matrix, int rows);
     // values float[matrix.inputs] -> row of input.
     void (*pack_input)(const Input& input, int row, const Matrix& matrix, const float* values);
-    // values float[count] -> inputs [first, first + count) of a row, multiples of 32; not for matrices with input_order.
+    // values float[count] -> inputs [first, first + count) of a row; first is a multiple of 128, count too but
+    // for the last. Not for matrices with input_order.
     void (*pack_part)(const Input& input, int row, int first, int count, const float* values);
     // Rows that should be multiplied together, so that they stay in the second-level cache; a multiple of 32.
     int (*block_rows)(const Matrix& matrix);

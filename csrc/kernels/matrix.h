@@ -16,7 +16,7 @@ constexpr int kPanel = 16;
 constexpr int kDepthAlign = 32;
 // A tile register holds 16 rows of 32 bfloat16 values.
 constexpr int kTileRows = 16, kTileDepth = 32;
-// Quantized weights and activations share a scale over this many inputs (a group is one or more of these).
+// Groups of quantized weights are multiples of this.
 constexpr int kGroup = 32;
 
 // A weight matrix [outputs, inputs], packed. Panel p holds the outputs 16 p to 16 p + 15:
@@ -70,6 +70,7 @@ struct Input {
     int rows = 0, depth = 0;
     int64_t stride = 0;      // elements from row to row
     int planes = 1;          // integer with VNNI: 1 or 2
+    int group_size = 0;      // integer: inputs that share a scale
     int64_t value_bytes = 0, num_groups = 0;
     char* values = nullptr;
     float* scales = nullptr;

@@ -23,11 +23,21 @@ NESO_INLINE GroupScale group_scale(const Matrix& matrix, int panel, int group) {
     return found;
 }
 
-// Codes of inputs k to k + 3 of kLanes outputs, one byte each in a lane.
-NESO_INLINE U32 load_codes(const Matrix& matrix, const char* panel, int k, int vector) {
-    if (matrix.kind == WeightKind::int8) return load<U32>(panel + int64_t(k) * kPanel + vector * kLanes * 4);
-    const U32 nibbles = load<U32>(panel + int64_t(k / 8) * kPanel * 4 + vector * kLanes * 4);
-    return (k % 8 == 0 ? nibbles : nibbles >> 4) & 0x0f0f0f0fu;
+// Codes of 8 inputs of kLanes outputs, one byte each: of inputs k to k + 3, of k + 4 to k + 7; k is a multiple of 8.
+struct EightCodes {
+    U32 first, second;
+};
+
+template <WeightKind Kind>
+NESO_INLINE EightCodes load_codes(const char* panel, int k, int vector) {
+    constexpr int kFour = kPanel * 4;  // bytes of 4 inputs, or of 8 nibbles
+    if constexpr (Kind == WeightKind::int8) {
+        const char* at = panel + int64_t(k) * kPanel + vector * kLanes * 4;
+        return {load<U32>(at), load<U32>(at + kFour)};
+    } else {
+        const U32 nibbles = load<U32>(panel + int64_t(k) * (kPanel / 2) + vector * kLanes * 4);
+        return {nibbles & 0x0f0f0f0fu, (nibbles >> 4) & 0x0f0f0f0fu};
+    }
 }
 
 NESO_INLINE void store_fours(float* to, int k, int vector, const F32 (&w)[4]) {
@@ -43,22 +53,35 @@ NESO_INLINE void store_fours(bf16* to, int k, int vector, const F32 (&w)[4]) {
 }
 
 // A quantized panel -> a dense one of floats [k][16] or bfloat16 [k / 2][16][2].
-template <typename T>
+template <WeightKind Kind, typename T>
 void unpack_panel(const Matrix& matrix, int panel, T* to) {
     const char* codes = matrix.panel(panel);
     for (int group = 0; group < matrix.groups; ++group) {
         const GroupScale scale = group_scale(matrix, panel, group);
         const int end = (group + 1) * matrix.group_size < matrix.depth ? (group + 1) * matrix.group_size : matrix.depth;
-        for (int k = group * matrix.group_size; k < end; k += 4) {
+        for (int k = group * matrix.group_size; k < end; k += 8) {
             for (int v = 0; v < kVectors; ++v) {
-                const U32 four = load_codes(matrix, codes, k, v);
+                const EightCodes eight = load_codes<Kind>(codes, k, v);
                 F32 w[4];
                 for (int i = 0; i < 4; ++i) {
-                    w[i] = to_f32((I32)((four >> (8 * i)) & 0xffu)) * scale.scale[v] + scale.offset[v];
+                    w[i] = to_f32((I32)((eight.first >> (8 * i)) & 0xffu)) * scale.scale[v] + scale.offset[v];
                 }
                 store_fours(to, k, v, w);
+                for (int i = 0; i < 4; ++i) {
+                    w[i] = to_f32((I32)((eight.second >> (8 * i)) & 0xffu)) * scale.scale[v] + scale.offset[v];
+                }
+                store_fours(to, k + 4, v, w);
             }
         }
+    }
+}
+
+template <typename T>
+void unpack_panel(const Matrix& matrix, int panel, T* to) {
+    if (matrix.kind == WeightKind::int8) {
+        unpack_panel<WeightKind::int8>(matrix, panel, to);
+    } else {
+        unpack_panel<WeightKind::int4>(matrix, panel, to);
     }
 }
 

@@ -13,7 +13,7 @@ class ProductChunks {
    public:
     ProductChunks(const Kernels& kernels, const Matrix& matrix, int rows, int threads)
         : rows_(rows), panels_(matrix.panels), row_step_(kernels.block_rows(matrix)),
-          // A multiple of what the kernels take at once; enough chunks that no thread waits long for the last.
+          // A multiple of what the kernels take at once, and of a group of inputs of the next product; enough chunks that no thread waits long for the last.
           panel_step_(std::clamp(int(round_up(matrix.panels / (threads * kChunksPerThread), kPanelsAtOnce)),
                                  kPanelsAtOnce, kMostPanels)),
           panel_chunks_((panels_ + panel_step_ - 1) / panel_step_) {}
@@ -26,7 +26,7 @@ class ProductChunks {
     }
 
    private:
-    static constexpr int kPanelsAtOnce = 4, kMostPanels = 64, kChunksPerThread = 8;
+    static constexpr int kPanelsAtOnce = 8, kMostPanels = 64, kChunksPerThread = 8;
 
     const int rows_, panels_, row_step_, panel_step_, panel_chunks_;
 };
