@@ -5,6 +5,7 @@ NB_MODULE(_native, m) {
     m.doc() = "C++ kernels of the native runner.";
     neso::bind_isa(m);
     neso::bind_matrix(m);
+    neso::bind_memory(m);
     neso::bind_kernels(m);
     neso::bind_decoder(m);
 }

@@ -34,6 +34,7 @@ WeightKind weight_kind(const std::string& name);
 
 void bind_isa(nb::module_& m);
 void bind_matrix(nb::module_& m);
+void bind_memory(nb::module_& m);
 void bind_kernels(nb::module_& m);
 void bind_decoder(nb::module_& m);
 

@@ -32,6 +32,12 @@ struct OwnedLayer {
     }
 };
 
+struct OwnedWeights {
+    DecoderWeights weights;
+    Array<float> final_norm;
+    std::optional<Array<uint8_t>> embedding;
+};
+
 Activation activation_named(const std::string& name) {
     if (name == "silu") return Activation::silu;
     if (name == "gelu_tanh") return Activation::gelu_tanh;
@@ -64,29 +70,39 @@ void bind_decoder(nb::module_& m) {
              nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
              nb::keep_alive<1, 10>());
 
-    nb::class_<Decoder>(m, "Decoder", "Executes a decoder; see the native runner.")
+    nb::class_<OwnedWeights>(m, "Weights", "All weights of a decoder; keeps its layers and arrays alive.")
         .def("__init__",
-             [](Decoder* self, int vocab_size, int hidden_size, int intermediate_size, int heads, int kv_heads,
-                int head_dim, int rotary_dim, float norm_eps, float attention_scale, const std::string& activation,
-                const std::vector<const OwnedLayer*>& layers, Array<float> final_norm, const OwnedMatrix& lm_head,
-                std::optional<Array<uint8_t>> embedding, const std::string& embedding_kind,
-                const std::string& cache_kind, const std::string& isa, int threads) {
-                 const DecoderShape shape{vocab_size, hidden_size, intermediate_size, heads,           kv_heads,
-                                          head_dim,   rotary_dim,  norm_eps,          attention_scale, activation_named(activation)};
+             [](OwnedWeights* self, nb::list layers, Array<float> final_norm, const OwnedMatrix& lm_head,
+                std::optional<Array<uint8_t>> embedding, const std::string& embedding_kind) {
                  DecoderWeights weights;
-                 for (const OwnedLayer* layer : layers) weights.layers.push_back(layer->weights());
+                 for (nb::handle layer : layers) weights.layers.push_back(nb::cast<const OwnedLayer&>(layer).weights());
                  weights.final_norm = final_norm.data();
                  weights.lm_head = lm_head.matrix;
                  weights.embedding = embedding ? embedding->data() : nullptr;
                  weights.embedding_kind = weight_kind(embedding_kind);
+                 new (self) OwnedWeights{std::move(weights), final_norm, embedding};
+             },
+             nb::arg("layers"), nb::arg("final_norm"), nb::arg("lm_head"), nb::arg("embedding").none(),
+             nb::arg("embedding_kind"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>());
+
+    nb::class_<Decoder>(m, "Decoder", "Executes a decoder; see the native runner.")
+        .def("__init__",
+             [](Decoder* self, int vocab_size, int hidden_size, int intermediate_size, int heads, int kv_heads,
+                int head_dim, int rotary_dim, float norm_eps, float attention_scale, const std::string& activation,
+                const OwnedWeights& weights, const std::string& cache_kind, const std::string& isa, int threads) {
+                 const DecoderShape shape{vocab_size, hidden_size, intermediate_size, heads,           kv_heads,
+                                          head_dim,   rotary_dim,  norm_eps,          attention_scale, activation_named(activation)};
                  const CacheKind cache = cache_kind == "f32" ? CacheKind::f32 : CacheKind::bf16;
-                 new (self) Decoder(shape, std::move(weights), cache, isa_from_name(isa), threads);
+                 new (self) Decoder(shape, weights.weights, cache, isa_from_name(isa), threads);
              },
              nb::kw_only(), nb::arg("vocab_size"), nb::arg("hidden_size"), nb::arg("intermediate_size"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("norm_eps"),
-             nb::arg("attention_scale"), nb::arg("activation"), nb::arg("layers"), nb::arg("final_norm"),
-             nb::arg("lm_head"), nb::arg("embedding").none(), nb::arg("embedding_kind"), nb::arg("cache_kind"),
-             nb::arg("isa"), nb::arg("threads"))
+             nb::arg("attention_scale"), nb::arg("activation"), nb::arg("weights"), nb::arg("cache_kind"),
+             nb::arg("isa"), nb::arg("threads"), nb::keep_alive<1, 12>())
+        .def(
+            "set_weights", [](Decoder& self, const OwnedWeights& weights) { self.set_weights(weights.weights); },
+            nb::arg("weights"), nb::keep_alive<1, 2>(),
+            "Take other memory for the same weights, between two steps.")
         .def("allocate_cache", &Decoder::allocate_cache, nb::arg("num_blocks"), nb::arg("block_size"))
         .def("cache_bytes_per_block", &Decoder::cache_bytes_per_block, nb::arg("block_size"))
         .def(

@@ -17,6 +17,8 @@ class Decoder {
    public:
     Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads);
 
+    // The same weights elsewhere in memory; between two steps.
+    void set_weights(DecoderWeights weights) { weights_ = std::move(weights); }
     void allocate_cache(int num_blocks, int block_size);
     int64_t cache_bytes_per_block(int block_size) const;
     // Not reentrant; allocate_cache comes first. Ids and tables must be in range: they are the scheduler's.
@@ -45,7 +47,7 @@ class Decoder {
     void compute_logits(const Step& step);
 
     const DecoderShape shape_;
-    const DecoderWeights weights_;
+    DecoderWeights weights_;
     const CacheKind cache_kind_;
     const Kernels& kernels_;
     ThreadTeam team_;

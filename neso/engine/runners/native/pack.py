@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso import _native
+from neso.engine.runners.native.arena import Arena
 from neso.engine.runners.native.packed_matrix import PANEL, Kind, PackedMatrix
 from neso.engine.weights.quantized_matrix import QuantizedMatrix
 from neso.engine.weights.source import Matrix
@@ -53,6 +54,7 @@ class Packer:
     scheme: Scheme | None
     dynamic: bool
     threads: int
+    arena: Arena = field(default_factory=Arena)
 
     def pack(self, parts: Sequence[Matrix], bias: Float32Array | None = None) -> PackedMatrix:
         """Pack the parts one below the other, [outputs, inputs] each."""
@@ -87,7 +89,7 @@ class Packer:
         kind = self.kind
         if kind == "f16" and any(part.dtype != np.float16 for part in parts):
             kind = "f32"
-        data = np.zeros(_native.packed_bytes(kind, outputs, inputs), np.uint8)
+        data = self.arena.zeros(_native.packed_bytes(kind, outputs, inputs))
         first = 0
         for part in parts:
             source = part if part.dtype in KINDS else part.astype(np.float32)
@@ -98,7 +100,7 @@ class Packer:
     def _pack_quantized(self, parts: list[QuantizedMatrix], bias: Float32Array | None) -> PackedMatrix:
         outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         kind: Kind = "int8" if parts[0].bits == 8 else "int4"
-        data = np.zeros(_native.packed_bytes(kind, outputs, inputs), np.uint8)
+        data = self.arena.zeros(_native.packed_bytes(kind, outputs, inputs))
         first = 0
         for part in parts:
             _native.pack_codes(np.ascontiguousarray(part.codes), kind, first, data, self.threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.runners.base import RunnerOptions
+from neso.engine.runners.native.arena import Arena
 from neso.engine.runners.native.pack import INT4, INT8, KINDS, Packer, Scheme
 from neso.engine.runners.native.packed_matrix import Kind, PackedMatrix
 from neso.engine.specs.decoder_spec import DecoderSpec
@@ -61,15 +62,13 @@ class PackedDecoder:
         """From items named as `pack_items` names them. Raises `KeyError` when one is missing."""
 
         def layer(index: int) -> PackedLayer:
-            prefix = f"layers.{index}."
-            return PackedLayer(
-                **{
-                    name: items.get(prefix + name)
-                    if name.endswith(("query_norm", "key_norm"))
-                    else items[prefix + name]
-                    for name in PackedLayer.__dataclass_fields__
-                }  # type: ignore[arg-type]
-            )
+            names = [field.name for field in fields(PackedLayer)]
+            values = {name: items.get(f"layers.{index}.{name}") for name in names}
+            optional = () if spec.qk_norm else ("query_norm", "key_norm")
+            for name, value in values.items():
+                if value is None and name not in optional:
+                    raise KeyError(f"layers.{index}.{name}")
+            return PackedLayer(**values)  # type: ignore[arg-type]
 
         return cls(
             layers=[layer(index) for index in range(spec.num_layers)],
@@ -77,6 +76,21 @@ class PackedDecoder:
             lm_head=_expect(items["lm_head"], PackedMatrix),
             embedding=None if spec.tied_embeddings else _expect(items["embedding"], np.ndarray),
         )
+
+    def moved(self, arena: Arena) -> PackedDecoder:
+        """The same with its packed matrices copied into `arena`."""
+
+        def move(matrix: PackedMatrix) -> PackedMatrix:
+            return replace(matrix, data=arena.copy(matrix.data))
+
+        layers = [
+            replace(
+                layer,
+                **{name: move(getattr(layer, name)) for name in ("qkv", "output", "gate", "up", "down")},
+            )
+            for layer in self.layers
+        ]
+        return replace(self, layers=layers, lm_head=move(self.lm_head))
 
     @property
     def cache_kind(self) -> Kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from neso.engine.runners.base import (
     RunnerOptions,
     UnsupportedOption,
 )
+from neso.engine.runners.native.arena import Arena
 from neso.engine.runners.native.engine_files import read_engine
 from neso.engine.runners.native.pack import KINDS
 from neso.engine.runners.native.packed_decoder import PackedDecoder, PackedLayer, pack_items
@@ -40,10 +42,10 @@ class NativeRunner(Runner):
         self.spec = spec
         self._rotary = RotaryTable(spec.rotary)
         self._logits = np.empty((0, spec.vocab_size), np.float32)
-        self._weights = weights
         self.isa = _native.default_isa()
         self._decoder = _make_decoder(spec, weights, self.isa, num_threads)
         self._has_cache = False
+        self._moved: _native.Weights | None = None
 
     @classmethod
     def load(
@@ -57,6 +59,8 @@ class NativeRunner(Runner):
         else:
             weights = PackedDecoder.assemble(spec, dict(pack_items(spec, source, options, threads)))
         runner = cls(spec, weights, threads)
+        if isinstance(source, EngineDirectory):
+            threading.Thread(target=runner._move, args=(weights,), name="weights-mover", daemon=True).start()
         logger.info("native runner: %s kernels, %d threads", runner.isa, threads)
         return runner
 
@@ -71,6 +75,9 @@ class NativeRunner(Runner):
     def step(self, plan: StepPlan) -> Float32Array:
         if not self._has_cache:
             raise RuntimeError("allocate_cache must come before the first step")
+        if self._moved is not None:
+            self._decoder.set_weights(self._moved)
+            self._moved = None
         logits = self._logits_buffer(len(plan.logits_rows))
         cos, sin = self._rotary.lookup(plan.positions())
         self._decoder.step(
@@ -86,6 +93,10 @@ class NativeRunner(Runner):
         )
         return logits
 
+    def _move(self, weights: PackedDecoder) -> None:
+        """Copy mapped weights into huge pages while the first requests are served from the file's own pages."""
+        self._moved = _make_weights(weights.moved(Arena()), self.spec.sliding_windows)
+
     def _logits_buffer(self, rows: int) -> Float32Array:
         """Reused: fresh memory would cost as much in page faults as sampling does."""
         if rows > len(self._logits):
@@ -100,7 +111,6 @@ def available_cores() -> int:
 
 
 def _make_decoder(spec: DecoderSpec, weights: PackedDecoder, isa: str, threads: int) -> _native.Decoder:
-    embedding = weights.embedding
     return _native.Decoder(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -112,17 +122,21 @@ def _make_decoder(spec: DecoderSpec, weights: PackedDecoder, isa: str, threads: 
         norm_eps=spec.norm_eps,
         attention_scale=spec.attention_scale,
         activation=spec.activation,
-        layers=[
-            _make_layer(layer, window)
-            for layer, window in zip(weights.layers, spec.sliding_windows, strict=True)
-        ],
-        final_norm=weights.final_norm,
-        lm_head=weights.lm_head.native(),
-        embedding=None if embedding is None else embedding.reshape(-1).view(np.uint8),
-        embedding_kind="f32" if embedding is None else KINDS[embedding.dtype],
+        weights=_make_weights(weights, spec.sliding_windows),
         cache_kind=weights.cache_kind,
         isa=isa,
         threads=threads,
+    )
+
+
+def _make_weights(weights: PackedDecoder, windows: tuple[int | None, ...]) -> _native.Weights:
+    embedding = weights.embedding
+    return _native.Weights(
+        [_make_layer(layer, window) for layer, window in zip(weights.layers, windows, strict=True)],
+        weights.final_norm,
+        weights.lm_head.native(),
+        None if embedding is None else embedding.reshape(-1).view(np.uint8),
+        "f32" if embedding is None else KINDS[embedding.dtype],
     )
 
 
