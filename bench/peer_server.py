@@ -70,9 +70,9 @@ def neso(model: Path, *options: str):  # type: ignore[no-untyped-def]
         f"model={model}",
         "--openai-port",
         str(NESO_PORT),
-        "--no-allow-http",
-        "--no-allow-grpc",
-        "--no-allow-metrics",
+        "--allow-http=false",
+        "--allow-grpc=false",
+        "--allow-metrics=false",
         *options,
     ]
     return serve("neso", command, f"http://127.0.0.1:{NESO_PORT}", "model")

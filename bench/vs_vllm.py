@@ -140,11 +140,12 @@ def report(ours: dict[str, LoadResult], theirs: dict[str, LoadResult]) -> None:
     print("Neso / vLLM (tok/s, goodput: more is better; times as vLLM / Neso: more is better)")
     for name, our in ours.items():
         their = theirs[name]
+        gap = their.itl_p50 / our.itl_p50 if our.itl_p50 else float("nan")
         goodput = f"{our.goodput / their.goodput:.2f}" if their.goodput else f"{our.goodput:.2f} : 0"
         print(
             f"{name:14} tok/s {our.output_tokens_per_second / their.output_tokens_per_second:5.2f}  "
-            f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL {their.itl_p50 / our.itl_p50:5.2f}  "
-            f"goodput {goodput}  ITL p99/p50 {our.itl_p99 / our.itl_p50:.2f}"
+            f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL {gap:5.2f}  "
+            f"goodput {goodput}  ITL p99 {our.itl_p99:.0f} of p50 {our.itl_p50:.0f}"
         )
 
 
