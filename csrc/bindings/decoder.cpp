@@ -103,6 +103,27 @@ void bind_decoder(nb::module_& m) {
             "set_weights", [](Decoder& self, const OwnedWeights& weights) { self.set_weights(weights.weights); },
             nb::arg("weights"), nb::keep_alive<1, 2>(),
             "Take other memory for the same weights, between two steps.")
+        .def(
+            "choose",
+            [](Decoder& self, Array<float, 2> logits, Array<float> temperature, Array<int32_t> top_k, Array<float> top_p,
+               Array<float> min_p, Array<double> uniforms, MutableArray<int32_t> tokens) {
+                const int rows = int(tokens.size());
+                if (int(logits.shape(0)) < rows || int(logits.shape(1)) != self.vocab_size()) {
+                    throw std::invalid_argument("logits must have a row of vocab_size for each token");
+                }
+                std::vector<Draw> draws(rows);
+                for (int i = 0; i < rows; ++i) {
+                    draws[i] = {temperature.data()[i], top_p.data()[i], min_p.data()[i], top_k.data()[i],
+                                uniforms.data()[i]};
+                }
+                const float* from = logits.data();
+                int32_t* to = tokens.data();
+                nb::gil_scoped_release release;
+                self.choose(from, draws.data(), rows, to);
+            },
+            nb::arg("logits"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"),
+            nb::arg("uniforms"), nb::arg("tokens"),
+            "Draw a token from each row of float32[rows, vocab_size] into int32[rows]; -1 where a logit is NaN.")
         .def("allocate_cache", &Decoder::allocate_cache, nb::arg("num_blocks"), nb::arg("block_size"))
         .def("cache_bytes_per_block", &Decoder::cache_bytes_per_block, nb::arg("block_size"))
         .def(

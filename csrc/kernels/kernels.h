@@ -67,6 +67,11 @@ struct Kernels {
     // Row of the matrix as floats.
     void (*matrix_row)(const Matrix& matrix, int row, float* out);
 
+    // The first of the largest; -1 when there is a NaN.
+    int (*argmax)(const float* logits, int count);
+    // out[i] = exp((logits[i] - maximum) / temperature)
+    void (*exponentials)(const float* logits, int count, float maximum, float temperature, float* out);
+
     void (*rms_norm)(const float* x, const float* weight, float eps, int count, float* out);
     // out[i] = activation(gate[i]) * up[i]
     void (*gated)(Activation activation, const float* gate, const float* up, int count, float* out);

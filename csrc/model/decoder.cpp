@@ -21,7 +21,9 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind ca
     : shape_(shape), weights_(std::move(weights)), cache_kind_(cache_kind), kernels_(kernels_for(isa)),
       team_(num_threads), x_stride_(float_stride(shape.hidden_size)),
       qkv_stride_(float_stride(shape.query_size() + 2 * shape.kv_size())),
-      attended_stride_(float_stride(shape.query_size())), gate_up_stride_(float_stride(2 * shape.intermediate_size)) {}
+      attended_stride_(float_stride(shape.query_size())), gate_up_stride_(float_stride(2 * shape.intermediate_size)) {
+    samplers_.resize(num_threads);
+}
 
 AttentionShape Decoder::attention_shape(int block_size) const {
     return {cache_kind_, shape_.heads, shape_.kv_heads, shape_.head_dim, block_size, shape_.attention_scale};
@@ -42,6 +44,19 @@ void Decoder::step(const Step& step) {
         embed(step);
         for (int index = 0; index < int(weights_.layers.size()); ++index) run_layer(step, index);
         compute_logits(step);
+    });
+}
+
+void Decoder::choose(const float* logits, const Draw* draws, int rows, int32_t* tokens) {
+    const auto choose_row = [&](int row, RowSampler& sampler) {
+        tokens[row] = sampler.choose(kernels_, logits + int64_t(row) * shape_.vocab_size, shape_.vocab_size, draws[row]);
+    };
+    if (rows == 1) {  // not worth waking the others
+        choose_row(0, samplers_[0]);
+        return;
+    }
+    team_.run([&](int thread) {
+        team_.for_each(rows, [&](int row) { choose_row(row, samplers_[thread]); });
     });
 }
 

@@ -8,6 +8,7 @@
 #include "model/attention_plan.h"
 #include "model/decoder_weights.h"
 #include "model/kv_cache.h"
+#include "model/sampler.h"
 #include "model/step.h"
 #include "threads/thread_team.h"
 
@@ -23,6 +24,9 @@ class Decoder {
     int64_t cache_bytes_per_block(int block_size) const;
     // Not reentrant; allocate_cache comes first. Ids and tables must be in range: they are the scheduler's.
     void step(const Step& step);
+
+    // Draw a token from each row of logits [rows][vocab_size].
+    void choose(const float* logits, const Draw* draws, int rows, int32_t* tokens);
 
     Isa isa() const { return kernels_.isa; }
     int num_threads() const { return team_.size(); }
@@ -52,6 +56,7 @@ class Decoder {
     const Kernels& kernels_;
     ThreadTeam team_;
     std::unique_ptr<KVCache> cache_;
+    std::vector<RowSampler> samplers_;  // one a thread
 
     // The plans of this step, one a window, and those of the last layer.
     std::vector<AttentionPlan> plans_, last_plans_;

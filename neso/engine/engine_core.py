@@ -13,7 +13,8 @@ from neso.engine.core.stats import EngineStats
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, FloatArray, Runner
 from neso.engine.sampling.logprobs import position_logprobs
-from neso.engine.sampling.sampler import BROKEN, SampledToken, Sampler
+from neso.engine.sampling.random_choice import BROKEN
+from neso.engine.sampling.sampler import SampledToken, Sampler
 from neso.engine.sampling.state import SamplingState
 from neso.generation.output import FinishReason
 
@@ -28,7 +29,7 @@ class EngineCore:
         self.runner = runner
         self.runner.allocate_cache(CacheLayout(num_blocks, config.block_size))
         self.last_plan: StepPlan | None = None
-        self._sampler = Sampler()
+        self._sampler = Sampler(runner.choose)
         self._states: dict[int, SamplingState] = {}
         self._step = 0
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.sampling.random_choice import Draws, choose
+
 if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
     from neso.engine.specs.decoder_spec import DecoderSpec
@@ -75,5 +77,13 @@ class Runner(ABC):
     def step(self, plan: StepPlan) -> FloatArray:
         """Compute the new tokens, write their keys and values, return logits float32[R, vocab_size].
 
-        Row i belongs to plan.logits_rows[i]. The array is the caller's: it may be changed in place.
+        Row i belongs to plan.logits_rows[i]. The array is the caller's until the next step: it may be changed in
+        place.
         """
+
+    def choose(self, logits: npt.NDArray[np.float32], draws: Draws) -> npt.NDArray[np.int32]:
+        """A token for each row of float32[R, vocab_size], as `random_choice.choose` gives; BROKEN where it is NaN.
+
+        Rows from R on are left alone. A runner that can draw faster does.
+        """
+        return choose(logits, draws)

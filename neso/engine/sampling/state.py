@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from neso.generation.sampling_params import SamplingParams
 
+_UNIFORMS_AT_ONCE = 16
+
 
 @dataclass(slots=True)
 class SamplingState:
-    """One sequence's random generator and token counts.
+    """One sequence's random numbers and token counts.
 
-    The generator is the sequence's own, drawn from once a sampled token: with a seed the result depends neither on
-    the other sequences of the batch nor on preemption. `output_counts` is kept up as tokens are sampled.
+    The random numbers are the sequence's own, one a sampled token: with a seed the result depends neither on the
+    other sequences of the batch nor on preemption. `output_counts` is kept where penalties need it.
     """
 
     params: SamplingParams
-    generator: np.random.Generator
+    uniforms: Iterator[float]
     suppressed_ids: tuple[int, ...]
     prompt_ids: frozenset[int]
+    counts_tokens: bool
+    changes_always: bool
     output_counts: dict[int, int] = field(default_factory=dict)
     num_output_tokens: int = 0
 
@@ -29,28 +34,37 @@ class SamplingState:
         cls, params: SamplingParams, index: int, prompt_token_ids: list[int], end_token_ids: tuple[int, ...]
     ) -> SamplingState:
         """State for sequence `index` of a request; `end_token_ids` are kept off until `min_tokens` are out."""
-        seed = None if params.seed is None else [params.seed % 2**64, index]
         penalized = params.repetition_penalty != 1.0
+        counts_tokens = bool(penalized or params.presence_penalty or params.frequency_penalty)
         return cls(
             params=params,
-            generator=np.random.default_rng(seed),
+            uniforms=_uniforms(params.seed, index),
             suppressed_ids=end_token_ids if params.min_tokens else (),
             prompt_ids=frozenset(prompt_token_ids) if penalized else frozenset(),
+            counts_tokens=counts_tokens,
+            changes_always=bool(counts_tokens or params.logit_bias),
         )
+
+    def uniform(self) -> float:
+        """The next random number, in [0, 1)."""
+        return next(self.uniforms)
 
     def record(self, token_id: int) -> None:
         """Count a token that was sampled."""
         self.num_output_tokens += 1
-        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        if self.counts_tokens:
+            self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
 
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and filters acts on this sequence's logits."""
-        p = self.params
-        return bool(
-            p.repetition_penalty != 1.0
-            or p.presence_penalty
-            or p.frequency_penalty
-            or p.logit_bias
-            or (self.suppressed_ids and self.num_output_tokens < p.min_tokens)
+        return self.changes_always or (
+            bool(self.suppressed_ids) and self.num_output_tokens < self.params.min_tokens
         )
+
+
+def _uniforms(seed: int | None, index: int) -> Iterator[float]:
+    """Made at the first draw: greedy sequences need none."""
+    generator = np.random.default_rng(None if seed is None else [seed % 2**64, index])
+    while True:
+        yield from generator.random(_UNIFORMS_AT_ONCE).tolist()

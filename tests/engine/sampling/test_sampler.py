@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neso.engine.sampling.random_choice import choose_filtered, softmax
-from neso.engine.sampling.sampler import BROKEN, Sampler
+from neso.engine.sampling.random_choice import BROKEN, draw, exponentials, filter_weights
+from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
 from neso.generation import SamplingParams
 
@@ -46,13 +46,20 @@ def oracle_support(probabilities, top_k, top_p, min_p):
 def test_filters_match_the_oracle(seed, vocab, top_k, top_p, min_p):
     """What is drawn over many uniforms is just what a row-by-row definition leaves."""
     rng = np.random.default_rng(seed)
-    row = softmax(rng.normal(size=(1, vocab)).astype(np.float32) * 3)
+    row = exponentials(rng.normal(size=(1, vocab)).astype(np.float32) * 3, np.ones(1, np.float32))
+    row /= row.sum()
     k = min(top_k or vocab, vocab)
     support = oracle_support(row[0].astype(float).tolist(), k, top_p, min_p)
     draws = 200
     uniforms = np.linspace(0, 1, draws, endpoint=False)
     rows = np.repeat(row, draws, axis=0)
-    chosen = choose_filtered(rows, uniforms, np.full(draws, k), np.full(draws, top_p), np.full(draws, min_p))
+    kept = filter_weights(
+        rows,
+        np.full(draws, k, np.int32),
+        np.full(draws, top_p, np.float32),
+        np.full(draws, min_p, np.float32),
+    )
+    chosen = draw(kept, uniforms)
     drawn = set(chosen.tolist())
     edge = {i for i in drawn - support if row[0, i] < 1e-4}
     assert drawn - edge <= support

@@ -23,6 +23,7 @@ from neso.engine.runners.native.engine_files import read_engine
 from neso.engine.runners.native.pack import KINDS
 from neso.engine.runners.native.packed_decoder import PackedDecoder, PackedLayer, pack_items
 from neso.engine.runners.reference.rotary import RotaryTable
+from neso.engine.sampling.random_choice import Draws
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.engine_directory import EngineDirectory
 from neso.engine.weights.source import WeightSource
@@ -92,6 +93,13 @@ class NativeRunner(Runner):
             logits,
         )
         return logits
+
+    def choose(self, logits: Float32Array, draws: Draws) -> npt.NDArray[np.int32]:
+        tokens = np.empty(len(logits), np.int32)
+        self._decoder.choose(
+            logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms, tokens
+        )
+        return tokens
 
     def _move(self, weights: PackedDecoder) -> None:
         """Copy mapped weights into huge pages while the first requests are served from the file's own pages."""
