@@ -7,6 +7,7 @@
 //   sums += weights . values       the values of a block are packed panels of 16 dimensions
 #pragma once
 
+#include "kernels/attention_amx.h"
 #include "kernels/dot.h"
 #include "kernels/kernels.h"
 
@@ -47,10 +48,11 @@ class Attention {
           width_(chunk_blocks_ * slots_) {
         static thread_local Scratch scratch;
         scratch_ = &scratch;
-        scratch.queries.reserve(int64_t(rows_) * dim_);
-        scratch.scores.reserve(int64_t(rows_) * width_);
-        scratch.weights.reserve(int64_t(rows_) * width_);
-        scratch.sums.reserve(int64_t(rows_) * dim_);
+        const int64_t whole_tiles = round_up(rows_, kTileRows);
+        scratch.queries.reserve(whole_tiles * dim_);
+        scratch.scores.reserve(whole_tiles * width_);
+        scratch.weights.reserve(whole_tiles * width_);
+        scratch.sums.reserve(whole_tiles * dim_);
         scratch.maxima.reserve(rows_);
         scratch.totals.reserve(rows_);
     }
@@ -61,10 +63,18 @@ class Attention {
         const int last_block = (task_.key_end - 1) / shape_.block_size + 1;
         for (int block = first_block; block < last_block; block += chunk_blocks_) {
             const int count = last_block - block < chunk_blocks_ ? last_block - block : chunk_blocks_;
-            compute_scores(block, count);
+            if (tiled()) {
+                compute_scores_in_tiles(block, count);
+            } else {
+                compute_scores(block, count);
+            }
             mask(block, count);
             for (int row = 0; row < rows_; ++row) weigh(row, count * slots_);
-            add_values(block, count);
+            if (tiled()) {
+                add_values_in_tiles(block, count);
+            } else {
+                add_values(block, count);
+            }
         }
         write_result();
     }
@@ -193,6 +203,48 @@ class Attention {
             });
         }
     }
+
+#if defined(__AMX_BF16__)
+    bool tiled() const { return sizeof(T) == 2 && rows_ >= kAttentionTileRows; }
+
+    void compute_scores_in_tiles(int first_block, int count) {
+        if constexpr (sizeof(T) == 2) {
+            const AttentionTiles tiles;
+            for (int row = 0; row < rows_; row += kTileRows) {
+                for (int block = 0; block < count; ++block) {
+                    tiles.scores(scratch_->queries.data() + int64_t(row) * dim_, dim_, keys(first_block + block),
+                                 slots_, scratch_->scores.data() + int64_t(row) * width_ + block * slots_, width_);
+                }
+            }
+        }
+    }
+
+    void add_values_in_tiles(int first_block, int count) {
+        if constexpr (sizeof(T) == 2) {
+            const AttentionTiles tiles;
+            for (int row = 0; row < rows_; row += kTileRows) {
+                const bf16* weights = scratch_->weights.data() + int64_t(row) * width_;
+                // The padded dimension is a multiple of two panels.
+                for (int panel = 0; panel < dim_ / kPanel;) {
+                    const int64_t at = int64_t(panel) * slots_ * kPanel;
+                    const auto values_of = [&](int block) { return values(first_block + block) + at; };
+                    float* sums = scratch_->sums.data() + int64_t(row) * dim_ + panel * kPanel;
+                    if (panel + 4 <= dim_ / kPanel) {
+                        tiles.template values<4>(weights, width_, values_of, count, slots_, sums, dim_);
+                        panel += 4;
+                    } else {
+                        tiles.template values<2>(weights, width_, values_of, count, slots_, sums, dim_);
+                        panel += 2;
+                    }
+                }
+            }
+        }
+    }
+#else
+    static constexpr bool tiled() { return false; }
+    void compute_scores_in_tiles(int, int) {}
+    void add_values_in_tiles(int, int) {}
+#endif
 
     void write_result() {
         for (int row = 0; row < rows_; ++row) {

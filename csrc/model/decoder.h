@@ -31,6 +31,12 @@ class Decoder {
     Isa isa() const { return kernels_.isa; }
     int num_threads() const { return team_.size(); }
     int vocab_size() const { return shape_.vocab_size; }
+    int num_blocks() const { return cache_ ? cache_->num_blocks() : 0; }
+    // Blocks that a sequence needs for its tokens, those of the step included.
+    int blocks_of(const Step& step, int sequence) const {
+        const int end = step.num_computed[sequence] + step.query_start[sequence + 1] - step.query_start[sequence];
+        return cache_ ? (end + cache_->shape().block_size - 1) / cache_->shape().block_size : 0;
+    }
 
    private:
     AttentionShape attention_shape(int block_size) const;

@@ -13,11 +13,11 @@ namespace neso {
 class KVCache {
    public:
     KVCache(const AttentionShape& shape, int num_layers, int num_blocks)
-        : shape_(shape), num_layers_(num_layers), layer_bytes_(shape.block_bytes() * num_blocks),
+        : shape_(shape), num_blocks_(num_blocks), layer_bytes_(shape.block_bytes() * num_blocks),
           pages_(layer_bytes_ * num_layers) {}
 
     const AttentionShape& shape() const { return shape_; }
-    int num_layers() const { return num_layers_; }
+    int num_blocks() const { return num_blocks_; }
     char* layer(int index) { return pages_.data() + index * layer_bytes_; }
     char* block(int layer_index, int block_index) { return layer(layer_index) + block_index * shape_.block_bytes(); }
 
@@ -36,7 +36,7 @@ class KVCache {
 
    private:
     const AttentionShape shape_;
-    const int num_layers_;
+    const int num_blocks_;
     const int64_t layer_bytes_;
     ZeroPages pages_;
 };
