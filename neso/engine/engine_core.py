@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from neso.engine.core.batch import Batch, build_batch
 from neso.engine.core.block_pool import IntegrityError
+from neso.engine.core.prefill_pacer import PrefillPacer
 from neso.engine.core.request import EngineRequest, PositionLogprobs, SequenceOutput
 from neso.engine.core.scheduler import Scheduler, SchedulerConfig
 from neso.engine.core.sequence import Sequence
@@ -31,6 +33,7 @@ class EngineCore:
         self.last_plan: StepPlan | None = None
         self._sampler = Sampler(runner.choose)
         self._states: dict[int, SamplingState] = {}
+        self._pacer = PrefillPacer(config.max_decode_stretch)
         self._step = 0
 
     @property
@@ -53,18 +56,22 @@ class EngineCore:
 
     def step(self) -> list[SequenceOutput]:
         """Run one step; returns what it gave, by sequence. Nothing that happens in it raises."""
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(self._pacer.budget())
         self._forget_released()
         if not schedule.scheduled:
             return []
         self._step += 1
         batch = build_batch(schedule, self._step)
         self.last_plan = batch.plan
+        num_decoding = schedule.num_decoding
+        started = time.perf_counter()
         try:
             logits = self.runner.step(batch.plan)
         except Exception as error:
             logger.exception("step %d failed", self._step)
             return self._fail([share.sequence for share in schedule.scheduled], f"the model failed: {error}")
+        seconds = time.perf_counter() - started
+        self._pacer.observe(num_decoding, schedule.num_tokens - num_decoding, seconds)
         self.scheduler.commit(schedule)
         outputs = self._sample(batch, logits)
         self._forget_released()

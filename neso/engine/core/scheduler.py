@@ -14,18 +14,23 @@ from neso.engine.core.sequence import Sequence, SequenceStatus
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a step. `max_num_batched_tokens` is the token budget; `max_prefill_chunk` bounds the share of one
-    sequence, so that a long prompt neither delays the tokens of the others much nor starves other prompts."""
+    sequence, so that a long prompt does not starve other prompts. `max_decode_stretch`: how many times as long a
+    step that decodes may take for the prompts beside it (see `PrefillPacer`); 0 does not limit it, which gives the
+    first token of a prompt soonest and the others unevenly."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
     max_prefill_chunk: int = 512
     block_size: int = 16
     enable_prefix_caching: bool = True
+    max_decode_stretch: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_decode_stretch and self.max_decode_stretch <= 1:
+            raise ValueError(f"max_decode_stretch must be above 1, or 0, got {self.max_decode_stretch}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -58,6 +63,11 @@ class Schedule:
     block_copies: list[BlockCopy] = field(default_factory=list)
 
     @property
+    def num_decoding(self) -> int:
+        """Sequences that only get the token that was sampled last."""
+        return sum(share.num_new_tokens == 1 and share.samples for share in self.scheduled)
+
+    @property
     def num_tokens(self) -> int:
         return sum(share.num_new_tokens for share in self.scheduled)
 
@@ -78,6 +88,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
+        self._prefill_left = 0
         self._sequences_of: dict[str, list[Sequence]] = {}
         self._next_id = 0
         self._released: list[Sequence] = []
@@ -134,9 +145,15 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Schedule:
-        """Choose the sequences of the next step and give them their blocks."""
+    def schedule(self, max_prefill_tokens: int | None = None) -> Schedule:
+        """Choose the sequences of the next step and give them their blocks.
+
+        `max_prefill_tokens` limits the prompt tokens in a step that decodes too.
+        """
         plan = Schedule()
+        decoding = any(sequence.num_uncomputed_tokens == 1 for sequence in self.running)
+        unlimited = max_prefill_tokens is None or not decoding
+        self._prefill_left = self.config.max_num_batched_tokens if unlimited else max_prefill_tokens or 0
         preempted = self._schedule_running(plan)
         if not preempted:
             self._schedule_waiting(plan)
@@ -175,7 +192,10 @@ class Scheduler:
             sequence = self.running[i]
             # Everyone behind gets a token at least: a long prompt must not stall those who are decoding.
             behind = len(self.running) - i - 1
-            num_new = min(sequence.num_uncomputed_tokens, self.config.max_prefill_chunk, budget - behind)
+            num_new = self._share(sequence, budget - behind)
+            if num_new == 0:
+                i += 1
+                continue
             copies = self.kv.try_grow(sequence, sequence.num_computed_tokens + num_new)
             if copies is None:
                 preempted = True
@@ -183,9 +203,21 @@ class Scheduler:
                 continue
             plan.scheduled.append(ScheduledSequence(sequence, num_new))
             plan.block_copies.extend(copies)
+            self._spend(sequence, num_new)
             budget -= num_new
             i += 1
         return preempted
+
+    def _share(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of a sequence in this step; 0 when it must wait for a later one."""
+        wanted = sequence.num_uncomputed_tokens
+        if wanted > 1:
+            wanted = min(wanted, self._prefill_left)
+        return min(wanted, self.config.max_prefill_chunk, budget)
+
+    def _spend(self, sequence: Sequence, num_new: int) -> None:
+        if sequence.num_uncomputed_tokens > 1:
+            self._prefill_left -= num_new
 
     def _schedule_waiting(self, plan: Schedule) -> None:
         budget = self.config.max_num_batched_tokens - plan.num_tokens
@@ -195,14 +227,17 @@ class Scheduler:
             if slots < 1 + sequence.forks_pending:
                 break
             self.kv.attach_prefix(sequence)
-            num_new = min(sequence.num_uncomputed_tokens, self.config.max_prefill_chunk, budget)
-            copies = self.kv.try_grow(sequence, sequence.num_computed_tokens + num_new)
+            num_new = self._share(sequence, budget)
+            copies = None
+            if num_new:
+                copies = self.kv.try_grow(sequence, sequence.num_computed_tokens + num_new)
             if copies is None:
                 self.kv.free(sequence)
                 break
             self._admit(sequence)
             plan.scheduled.append(ScheduledSequence(sequence, num_new))
             plan.block_copies.extend(copies)
+            self._spend(sequence, num_new)
             budget -= num_new
             slots -= 1 + sequence.forks_pending
 

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from neso.engine.core.prefill_pacer import FIRST_BUDGET, SMALLEST_BUDGET, PrefillPacer
+from neso.engine.core.request import EngineRequest
+from neso.engine.core.scheduler import Scheduler, SchedulerConfig
+from neso.generation import SamplingParams
+
+
+def step_seconds(decoding: int, prefill: int) -> float:
+    """A machine on which decoding takes 20 ms, and a prompt token 0.25 ms."""
+    return (0.020 if decoding else 0.0) + 0.00025 * prefill
+
+
+@pytest.mark.parametrize("stretch", [1.5, 2.0, 4.0])
+def test_the_budget_becomes_what_fits(stretch: float) -> None:
+    pacer = PrefillPacer(stretch)
+    assert pacer.budget() == FIRST_BUDGET
+    for step in range(60):
+        prefill = (pacer.budget() or 0) if step % 3 == 0 else 0
+        pacer.observe(8, prefill, step_seconds(8, prefill))
+    assert pacer.budget() == pytest.approx((stretch - 1) * 80, abs=2)
+
+
+def test_it_follows_a_machine_that_slows_down() -> None:
+    pacer = PrefillPacer(2.0)
+    for slowness in (1, 4):
+        for step in range(100):
+            prefill = (pacer.budget() or 0) if step % 2 else 0
+            pacer.observe(4, prefill, step_seconds(4, 0) + slowness * 0.00025 * prefill)
+    assert pacer.budget() == pytest.approx(20, abs=2)
+
+
+def test_a_measurement_that_is_off_does_not_lift_the_limit() -> None:
+    pacer = PrefillPacer(2.0)
+    pacer.observe(1, 0, 0.020)
+    pacer.observe(1, 64, 0.001)  # faster than decoding alone: noise
+    assert SMALLEST_BUDGET <= (pacer.budget() or 0) < 200_000
+    pacer = PrefillPacer(2.0)
+    pacer.observe(1, 0, 0.001)
+    pacer.observe(1, 1, 10.0)
+    assert pacer.budget() == SMALLEST_BUDGET
+
+
+def test_without_a_stretch_there_is_no_limit() -> None:
+    pacer = PrefillPacer(0)
+    pacer.observe(1, 0, 0.020)
+    pacer.observe(1, 64, 0.040)
+    assert pacer.budget() is None
+    with pytest.raises(ValueError, match="max_decode_stretch"):
+        SchedulerConfig(max_decode_stretch=0.5)
+
+
+def request(name: str, length: int) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=[length + i for i in range(length)],
+        sampling=SamplingParams(temperature=0),
+        max_tokens=50,
+    )
+
+
+def test_prompts_share_the_budget_beside_decoding() -> None:
+    scheduler = Scheduler(SchedulerConfig(), num_blocks=500)
+    scheduler.add(request("decoding", 5))
+    first = scheduler.schedule(16)
+    assert first.num_tokens == 5, "nothing decodes yet: no limit"
+    scheduler.commit(first)
+    scheduler.running[0].token_ids.append(7)
+    scheduler.add(request("long", 100))
+    scheduler.add(request("longer", 300))
+    computed = []
+    for _ in range(30):
+        plan = scheduler.schedule(16)
+        computed.append({s.sequence.request.request_id: s.num_new_tokens for s in plan.scheduled})
+        assert plan.num_decoding >= 1
+        scheduler.commit(plan)
+        for share in plan.scheduled:
+            if share.sequence.num_uncomputed_tokens == 0:
+                share.sequence.token_ids.append(7)
+        scheduler.check_integrity()
+    assert all(step["decoding"] == 1 for step in computed)
+    prompt_tokens = [sum(n for n in step.values() if n > 1) for step in computed]
+    assert max(prompt_tokens) <= 16
+    assert [step.get("long") for step in computed[:7]] == [16, 16, 16, 16, 16, 16, 4]
+    assert computed[6]["longer"] == 12, "what one leaves, the next takes"
+    assert sum(step.get("longer", 0) for step in computed) >= 300
