@@ -52,7 +52,7 @@ class Draws:
 
 def choose(logits: FloatRows, draws: Draws) -> Int32Array:
     """A token for each row of float32[R, V], int32[R]; BROKEN where a logit is NaN."""
-    tokens = logits.argmax(axis=1).astype(np.int32)
+    tokens: Int32Array = logits.argmax(axis=1).astype(np.int32)
     # argmax of a row with NaN is the NaN, so such a row is recognised by its token.
     broken = np.isnan(logits[np.arange(len(tokens)), tokens])
     random = np.flatnonzero((draws.temperature > 0) & ~broken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from neso import _native
+import neso._native as _native
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64

@@ -61,7 +61,7 @@ def read_engine(spec: DecoderSpec, directory: EngineDirectory, options: RunnerOp
             for field in ("data", "scales", "offsets", "input_order", "bias")
             if f"{name}.{field}" in arrays
         }
-        items[name] = PackedMatrix(**numbers, **{field: _aligned(a) for field, a in fields.items()})
+        items[name] = PackedMatrix(**numbers, **{field: _aligned(a) for field, a in fields.items()})  # type: ignore[arg-type]
     try:
         return PackedDecoder.assemble(spec, items)
     except KeyError as error:

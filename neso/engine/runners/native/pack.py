@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from neso import _native
+import neso._native as _native
 from neso.engine.runners.native.arena import Arena
 from neso.engine.runners.native.packed_matrix import PANEL, Kind, PackedMatrix
 from neso.engine.weights.quantized_matrix import QuantizedMatrix
@@ -132,10 +132,15 @@ def _alike(parts: list[QuantizedMatrix]) -> bool:
     return all(
         part.bits == first.bits
         and part.group_size == first.group_size
-        and (part.input_order is None) == (first.input_order is None)
-        and (part.input_order is None or np.array_equal(part.input_order, first.input_order))
+        and _same_order(part.input_order, first.input_order)
         for part in parts
     )
+
+
+def _same_order(one: npt.NDArray[np.int32] | None, other: npt.NDArray[np.int32] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
 
 
 def _offsets(part: QuantizedMatrix) -> Float32Array:

@@ -86,7 +86,11 @@ class PackedDecoder:
         layers = [
             replace(
                 layer,
-                **{name: move(getattr(layer, name)) for name in ("qkv", "output", "gate", "up", "down")},
+                qkv=move(layer.qkv),
+                output=move(layer.output),
+                gate=move(layer.gate),
+                up=move(layer.up),
+                down=move(layer.down),
             )
             for layer in self.layers
         ]

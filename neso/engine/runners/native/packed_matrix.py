@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from neso import _native
+import neso._native as _native
 
 Kind = Literal["f32", "f16", "bf16", "int8", "int4"]
 

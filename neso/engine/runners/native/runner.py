@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from neso import _native
+import neso._native as _native
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import (
     DEFAULT_OPTIONS,

@@ -1,0 +1,102 @@
+"""Types of the extension module; csrc/bindings/ has the implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_U8 = npt.NDArray[np.uint8]
+_U16 = npt.NDArray[np.uint16]
+_I32 = npt.NDArray[np.int32]
+_F32 = npt.NDArray[np.float32]
+_F64 = npt.NDArray[np.float64]
+
+def supported_isas() -> list[str]: ...
+def default_isa() -> str: ...
+def zero_pages(bytes: int) -> _U8: ...
+def packed_bytes(kind: str, outputs: int, inputs: int) -> int: ...
+def pack_dense(
+    source_kind: str, source: _U8, inputs: int, kind: str, first_output: int, to: _U8, threads: int
+) -> None: ...
+def pack_codes(codes: _U8, kind: str, first_output: int, to: _U8, threads: int) -> None: ...
+def quantize(
+    source_kind: str, source: _U8, bits: int, group_size: int, codes: _U8, scales: _F32, threads: int
+) -> None: ...
+
+class Matrix:
+    def __init__(
+        self,
+        kind: str,
+        outputs: int,
+        inputs: int,
+        data: _U8,
+        scales: _U16 | None = None,
+        offsets: _U16 | None = None,
+        group_size: int = 0,
+        scale_factor: float = 1.0,
+        dynamic: bool = False,
+        input_order: _I32 | None = None,
+        bias: _F32 | None = None,
+    ) -> None: ...
+
+class Layer:
+    def __init__(
+        self,
+        attention_norm: _F32,
+        qkv: Matrix,
+        query_norm: _F32 | None,
+        key_norm: _F32 | None,
+        output: Matrix,
+        mlp_norm: _F32,
+        gate: Matrix,
+        up: Matrix,
+        down: Matrix,
+        window: int,
+    ) -> None: ...
+
+class Weights:
+    def __init__(
+        self,
+        layers: list[Layer],
+        final_norm: _F32,
+        lm_head: Matrix,
+        embedding: _U8 | None,
+        embedding_kind: str,
+    ) -> None: ...
+
+class Decoder:
+    def __init__(self, **parameters: Any) -> None: ...
+    def set_weights(self, weights: Weights) -> None: ...
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None: ...
+    def cache_bytes_per_block(self, block_size: int) -> int: ...
+    def step(
+        self,
+        token_ids: _I32,
+        query_start: _I32,
+        num_computed: _I32,
+        block_tables: _I32,
+        block_copies: _I32,
+        logits_rows: _I32,
+        cos: _F32,
+        sin: _F32,
+        logits: _F32,
+    ) -> None: ...
+    def choose(
+        self,
+        logits: _F32,
+        temperature: _F32,
+        top_k: _I32,
+        top_p: _F32,
+        min_p: _F32,
+        uniforms: _F64,
+        tokens: _I32,
+    ) -> None: ...
+
+def matmul(matrix: Matrix, x: _F32, out: _F32, isa: str, threads: int = 1, repeats: int = 1) -> None: ...
+def read_memory(array: _U8, threads: int, repeats: int = 1) -> float: ...
+def rms_norm(x: _F32, weight: _F32, eps: float, out: _F32, isa: str) -> None: ...
+def gated(activation: str, gate_up: _F32, out: _F32, isa: str) -> None: ...
+def rotate(head: _F32, cos: _F32, sin: _F32, isa: str) -> None: ...
+def matrix_row(matrix: Matrix, row: int, out: _F32, isa: str) -> None: ...
