@@ -4,7 +4,7 @@
 // 7 the values of these slots.
 #pragma once
 
-#include "kernels/gemm_amx.h"
+#include "kernels/amx_tiles.h"
 
 namespace neso::NESO_ISA {
 

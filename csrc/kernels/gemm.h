@@ -1,7 +1,8 @@
 // Matrix products: picks the kernel for what the weights and the inputs are.
 #pragma once
 
-#include "kernels/gemm_amx.h"
+#include "kernels/gemm_amx_few_rows.h"
+#include "kernels/gemm_amx_many_rows.h"
 #include "kernels/gemm_dense.h"
 #include "kernels/inputs.h"
 
@@ -24,7 +25,8 @@ inline void gemm_bf16(const Input& input, const Matrix& matrix, const GemmRange&
                       bool accumulate) {
 #if defined(__AMX_BF16__)
     if (input.kind == InputKind::bf16_tiles) {
-        gemm_amx(input, matrix, range, out, stride, accumulate);
+        const auto gemm = range.rows() <= kFewRows ? gemm_amx_few_rows : gemm_amx_many_rows;
+        gemm(input, matrix, range, out, stride, accumulate);
         return;
     }
 #endif

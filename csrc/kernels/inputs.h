@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "kernels/gemm_amx.h"
+#include "kernels/amx_tiles.h"
 #include "kernels/gemm_quantized.h"
 
 namespace neso::NESO_ISA {

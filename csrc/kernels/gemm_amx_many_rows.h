@@ -1,43 +1,17 @@
-// bfloat16 products in tile registers (Intel AMX): 16 x 16 sums of 32 products each in one instruction.
+// bfloat16 products of many rows in tile registers.
 //
 // Tiles 0 to 3 are the sums of 32 rows and two panels, 4 and 5 the rows, 6 and 7 the panels. The panels are taken in
 // blocks of depth that stay in the first-level cache while all rows go over them; the sums wait in memory meanwhile.
 #pragma once
 
-#include "kernels/gemm_store.h"
+#include "kernels/amx_tiles.h"
 
 namespace neso::NESO_ISA {
 
-// The tile that holds value k of a row.
-NESO_INLINE bf16* tile_of(const Input& input, int row, int k) {
-    const int64_t index = int64_t(row / kTileRows) * (input.depth / kTileDepth) + k / kTileDepth;
-    return reinterpret_cast<bf16*>(input.values) + index * (kTileRows * kTileDepth);
-}
-
 #if defined(__AMX_BF16__)
 
-// With fewer rows the tiles stay mostly empty.
-constexpr int kTileRowsWorthwhile = 5;
-constexpr int kTileBytes = 64;  // of a row of a tile
-constexpr int kTileValues = kTileRows * kTileDepth;
 // Depth of a block: two panels of it and 32 rows take 32 KB.
 constexpr int kBlockDepth = 256;
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// Holds the tile registers; given back at the end, since a thread that owns them costs 8 KB at every switch.
-class Tiles {
-   public:
-    Tiles() {
-        static const TileConfig config;
-        _tile_loadconfig(&config);
-    }
-    ~Tiles() { _tile_release(); }
-};
 
 // Brings the panels that come next into the second-level cache, a few lines at each step of the products with those
 // that are there: tile loads are too far apart for the CPU to see the stream by itself.
@@ -80,11 +54,10 @@ NESO_INLINE void tile_products(const bf16* a, const bf16* a2, const bf16* b, con
 }
 
 // The sums of 32 rows and two panels in memory: [tile][16][16].
-using TileSums = float[4 * kTileRows * kPanel];
+using TileSums = float[4 * kTileSums];
 
 template <bool TwoRows, bool TwoPanels>
 NESO_INLINE void begin_sums(const float* sums, bool first) {
-    constexpr int kTile = kTileRows * kPanel;
     if (first) {
         _tile_zero(0);
         if constexpr (TwoPanels) _tile_zero(1);
@@ -93,51 +66,29 @@ NESO_INLINE void begin_sums(const float* sums, bool first) {
         return;
     }
     _tile_loadd(0, sums, kTileBytes);
-    if constexpr (TwoPanels) _tile_loadd(1, sums + kTile, kTileBytes);
-    if constexpr (TwoRows) _tile_loadd(2, sums + 2 * kTile, kTileBytes);
-    if constexpr (TwoRows && TwoPanels) _tile_loadd(3, sums + 3 * kTile, kTileBytes);
+    if constexpr (TwoPanels) _tile_loadd(1, sums + kTileSums, kTileBytes);
+    if constexpr (TwoRows) _tile_loadd(2, sums + 2 * kTileSums, kTileBytes);
+    if constexpr (TwoRows && TwoPanels) _tile_loadd(3, sums + 3 * kTileSums, kTileBytes);
 }
 
 template <bool TwoRows, bool TwoPanels>
 NESO_INLINE void end_sums(float* sums) {
-    constexpr int kTile = kTileRows * kPanel;
     _tile_stored(0, sums, kTileBytes);
-    if constexpr (TwoPanels) _tile_stored(1, sums + kTile, kTileBytes);
-    if constexpr (TwoRows) _tile_stored(2, sums + 2 * kTile, kTileBytes);
-    if constexpr (TwoRows && TwoPanels) _tile_stored(3, sums + 3 * kTile, kTileBytes);
-}
-
-// Rows of one tile of sums -> out.
-NESO_INLINE void store_tile(const Matrix& matrix, int panel, const float* sums, int rows, float* out, int64_t stride,
-                            bool accumulate) {
-    if ((panel + 1) * kPanel > matrix.outputs) {
-        for (int r = 0; r < rows; ++r) {
-            const F32 row[kVectors] = {load<F32>(sums + r * kPanel)};
-            store_panel(matrix, panel, row, out + r * stride, accumulate);
-        }
-        return;
-    }
-    const F32 bias = matrix.bias ? load<F32>(matrix.bias + panel * kPanel) : F32{};
-    out += panel * kPanel;
-    if (accumulate) {
-        for (int r = 0; r < rows; ++r, out += stride) {
-            store(out, load<F32>(out) + (load<F32>(sums + r * kPanel) + bias));
-        }
-    } else {
-        for (int r = 0; r < rows; ++r, out += stride) store(out, load<F32>(sums + r * kPanel) + bias);
-    }
+    if constexpr (TwoPanels) _tile_stored(1, sums + kTileSums, kTileBytes);
+    if constexpr (TwoRows) _tile_stored(2, sums + 2 * kTileSums, kTileBytes);
+    if constexpr (TwoRows && TwoPanels) _tile_stored(3, sums + 3 * kTileSums, kTileBytes);
 }
 
 // Sums of up to 32 rows from `row` on -> out.
 template <bool TwoPanels>
 NESO_INLINE void store_tiles(const Matrix& matrix, int panel, int row, int rows, const float* sums, float* out,
                              int64_t stride, bool accumulate) {
-    for (int r = 0; r < rows; r += kTileRows, sums += 2 * kTileRows * kPanel) {
+    for (int r = 0; r < rows; r += kTileRows, sums += 2 * kTileSums) {
         const int count = rows - r < kTileRows ? rows - r : kTileRows;
         float* to = out + (row + r) * stride;
         store_tile(matrix, panel, sums, count, to, stride, accumulate);
         if constexpr (TwoPanels) {
-            store_tile(matrix, panel + 1, sums + kTileRows * kPanel, count, to, stride, accumulate);
+            store_tile(matrix, panel + 1, sums + kTileSums, count, to, stride, accumulate);
         }
     }
 }
@@ -150,15 +101,13 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
     const bf16* b = reinterpret_cast<const bf16*>(matrix.panel(panel));
     const bf16* b2 = b + matrix.panel_bytes() / 2;
     const int row_blocks = (range.rows() + kPair - 1) / kPair;
-    // With one block of rows there is nothing to keep the panels for.
-    const int block_depth = row_blocks <= 2 ? input.depth : kBlockDepth;
     waiting.reserve(int64_t(row_blocks) * kSums);
     // Two panels have 32 lines for each step of depth.
     const char* next = matrix.panel(panel + 2 < range.last_panel ? panel + 2 : panel);
     Prefetch prefetch(next, panel + 2 < range.last_panel ? next + 2 * matrix.panel_bytes() : next,
-                      row_blocks == 1 ? 0 : (32 + row_blocks - 1) / row_blocks);
-    for (int k = 0; k < input.depth; k += block_depth) {
-        const int depth = input.depth - k < block_depth ? input.depth - k : block_depth;
+                      (32 + row_blocks - 1) / row_blocks);
+    for (int k = 0; k < input.depth; k += kBlockDepth) {
+        const int depth = input.depth - k < kBlockDepth ? input.depth - k : kBlockDepth;
         const int64_t at = int64_t(k) * kPanel;
         for (int block = 0; block < row_blocks; ++block) {
             const int row = range.first_row + block * kPair;
@@ -183,8 +132,8 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
 
 // Ranges of rows begin at a multiple of 32. Rows that the input lacks to a whole tile may hold anything: their sums
 // are not stored.
-inline void gemm_amx(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
-                     bool accumulate) {
+inline void gemm_amx_many_rows(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
+                               int64_t stride, bool accumulate) {
     const Tiles tiles;
     int panel = range.first_panel;
     for (; panel + 2 <= range.last_panel; panel += 2) {

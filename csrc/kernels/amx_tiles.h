@@ -1,0 +1,60 @@
+// Tile registers (Intel AMX): 16 x 16 sums of 32 products of bfloat16 each in one instruction.
+#pragma once
+
+#include "kernels/gemm_store.h"
+
+namespace neso::NESO_ISA {
+
+// The tile that holds value k of a row.
+NESO_INLINE bf16* tile_of(const Input& input, int row, int k) {
+    const int64_t index = int64_t(row / kTileRows) * (input.depth / kTileDepth) + k / kTileDepth;
+    return reinterpret_cast<bf16*>(input.values) + index * (kTileRows * kTileDepth);
+}
+
+#if defined(__AMX_BF16__)
+
+// With fewer rows the tiles stay mostly empty.
+constexpr int kTileRowsWorthwhile = 5;
+constexpr int kTileBytes = 64;                  // of a row of a tile
+constexpr int kTileSums = kTileRows * kPanel;   // in a tile of sums
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Holds the tile registers; given back at the end, since a thread that owns them costs 8 KB at every switch.
+class Tiles {
+   public:
+    Tiles() {
+        static const TileConfig config;
+        _tile_loadconfig(&config);
+    }
+    ~Tiles() { _tile_release(); }
+};
+
+// Rows of sums of one panel, [rows][16] -> out.
+NESO_INLINE void store_tile(const Matrix& matrix, int panel, const float* sums, int rows, float* out, int64_t stride,
+                            bool accumulate) {
+    if ((panel + 1) * kPanel > matrix.outputs) {
+        for (int r = 0; r < rows; ++r) {
+            const F32 row[kVectors] = {load<F32>(sums + r * kPanel)};
+            store_panel(matrix, panel, row, out + r * stride, accumulate);
+        }
+        return;
+    }
+    const F32 bias = matrix.bias ? load<F32>(matrix.bias + panel * kPanel) : F32{};
+    out += panel * kPanel;
+    if (accumulate) {
+        for (int r = 0; r < rows; ++r, out += stride) {
+            store(out, load<F32>(out) + (load<F32>(sums + r * kPanel) + bias));
+        }
+    } else {
+        for (int r = 0; r < rows; ++r, out += stride) store(out, load<F32>(sums + r * kPanel) + bias);
+    }
+}
+
+#endif
+
+}  // namespace neso::NESO_ISA
