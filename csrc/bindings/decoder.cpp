@@ -150,10 +150,10 @@ void bind_decoder(nb::module_& m) {
                 check_range(step.logits_rows, step.num_logits, step.num_tokens, "logits row");
                 check_range(step.block_copies, int64_t(step.num_copies) * 2, self.num_blocks(), "block");
                 for (int sequence = 0; sequence < step.num_sequences; ++sequence) {
-                    const int blocks = self.blocks_of(step, sequence);
-                    if (blocks > step.table_width) throw std::invalid_argument("a block table is too short");
-                    check_range(step.block_tables + int64_t(sequence) * step.table_width, blocks, self.num_blocks(),
-                                "block");
+                    const auto [first, last] = self.blocks_read(step, sequence);
+                    if (last > step.table_width) throw std::invalid_argument("a block table is too short");
+                    check_range(step.block_tables + int64_t(sequence) * step.table_width + first, last - first,
+                                self.num_blocks(), "block");
                 }
                 nb::gil_scoped_release release;
                 self.step(step);

@@ -37,6 +37,17 @@ void Decoder::allocate_cache(int num_blocks, int block_size) {
     cache_ = std::make_unique<KVCache>(attention_shape(block_size), int(weights_.layers.size()), num_blocks);
 }
 
+std::pair<int, int> Decoder::blocks_read(const Step& step, int sequence) const {
+    if (!cache_) return {0, 0};
+    const int begin = step.num_computed[sequence], block_size = cache_->shape().block_size;
+    const int end = begin + step.query_start[sequence + 1] - step.query_start[sequence];
+    int first = begin;
+    for (const LayerWeights& layer : weights_.layers) {
+        first = std::min(first, layer.window ? std::max(0, begin - layer.window + 1) : 0);
+    }
+    return {first / block_size, (end + block_size - 1) / block_size};
+}
+
 void Decoder::step(const Step& step) {
     reserve(step);
     plan_attention(step);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -32,11 +33,8 @@ class Decoder {
     int num_threads() const { return team_.size(); }
     int vocab_size() const { return shape_.vocab_size; }
     int num_blocks() const { return cache_ ? cache_->num_blocks() : 0; }
-    // Blocks that a sequence needs for its tokens, those of the step included.
-    int blocks_of(const Step& step, int sequence) const {
-        const int end = step.num_computed[sequence] + step.query_start[sequence + 1] - step.query_start[sequence];
-        return cache_ ? (end + cache_->shape().block_size - 1) / cache_->shape().block_size : 0;
-    }
+    // The range of a block table that a step reads or writes; blocks out of every layer's window may be gone.
+    std::pair<int, int> blocks_read(const Step& step, int sequence) const;
 
    private:
     AttentionShape attention_shape(int block_size) const;

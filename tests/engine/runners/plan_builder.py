@@ -86,7 +86,7 @@ def run_in_chunks(
 ) -> np.ndarray:
     """Logits of all tokens of one sequence, computed in steps of these sizes: float32[len(tokens), vocab]."""
     sequence = builder.sequence(tokens)
-    return np.concatenate([runner.step(builder.plan([(sequence, size)])) for size in sizes])
+    return np.concatenate([runner.step(builder.plan([(sequence, size)])).copy() for size in sizes])
 
 
 def random_tokens(length: int, vocab_size: int = 384, seed: int = 0) -> list[int]:
