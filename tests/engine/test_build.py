@@ -1,0 +1,154 @@
+"""`neso build`: what comes out of an engine directory is what went in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import convert
+from typer.testing import CliRunner
+
+import neso._native as _native
+from neso.cli.main import app
+from neso.engine.build import build_engine
+from neso.engine.config import EngineConfig
+from neso.engine.errors import EngineError
+from neso.engine.llm import LLM
+from neso.engine.loader import load_engine
+from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.weights.engine_directory import MARK, packed_file
+from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.generation import SamplingParams
+
+Factory = Callable[..., Path]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[7, 8, 9], list(range(20, 60)), [100]]
+SHAPE = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def tokens(model: Path, **options: Any) -> list[list[int]]:
+    llm = LLM(model, runner="native", **options)
+    results = llm.generate(PROMPTS, GREEDY, progress=False)
+    return [result.outputs[0].token_ids for result in results]
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", "int8_dynamic"])
+@pytest.mark.parametrize(
+    ("arch", "overrides"),
+    [("llama", {"tie_word_embeddings": True}), ("qwen3", {"attention_bias": True}), ("qwen2", {})],
+)
+def test_an_engine_gives_the_tokens_of_its_checkpoint(
+    checkpoint_factory: Factory, tmp_path: Path, quantization: Any, arch: str, overrides: dict[str, Any]
+) -> None:
+    checkpoint = checkpoint_factory(arch, **SHAPE, **overrides)
+    seen: list[tuple[int, int]] = []
+    build_engine(
+        checkpoint,
+        tmp_path / "engine",
+        RunnerOptions(quantization=quantization),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert [done for done, _ in seen] == list(range(1, seen[0][1] + 1))
+    options = {} if quantization is None else {"quantization": quantization}
+    assert tokens(tmp_path / "engine") == tokens(checkpoint, **options)
+
+
+def test_from_a_gguf_file_with_its_tokenizer(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    file = convert(checkpoint_factory("llama"), tmp_path / "model.gguf")
+    build_engine(file, tmp_path / "engine", RunnerOptions())
+    text = "A server answers requests."
+    llms = [LLM(path, runner="native") for path in (file, tmp_path / "engine")]
+    answers = [llm.generate([text], GREEDY, progress=False)[0].outputs[0] for llm in llms]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].text == answers[1].text
+
+
+def test_shards_put_together_are_the_whole(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    checkpoint = checkpoint_factory("llama", **SHAPE)
+    for ranks in (1, 2):
+        info = build_engine(checkpoint, tmp_path / str(ranks), RunnerOptions(), ranks)
+        assert info.tensor_parallel == ranks
+    whole, *shards = (
+        _matrices(tmp_path / directory, rank) for directory, rank in (("1", 0), ("2", 0), ("2", 1))
+    )
+    for name in ("gate", "up"):
+        both = np.concatenate([shard[f"layers.1.{name}"] for shard in shards])
+        np.testing.assert_array_equal(both, whole[f"layers.1.{name}"])
+    for name in ("output", "down"):
+        both = np.concatenate([shard[f"layers.1.{name}"] for shard in shards], axis=1)
+        np.testing.assert_array_equal(both, whole[f"layers.1.{name}"])
+    # Queries, keys and values of each rank lie below each other.
+    parts = [np.split(shard["layers.1.qkv"], [32, 48]) for shard in shards]
+    both = np.concatenate([np.concatenate(pair) for pair in zip(*parts, strict=True)])
+    np.testing.assert_array_equal(both, whole["layers.1.qkv"])
+    with pytest.raises(EngineError, match="split among 2 ranks"):
+        load_engine(EngineConfig(model=str(tmp_path / "2")))
+    with pytest.raises(UnsupportedOption, match="tensor_parallel 3 does not divide num_heads"):
+        build_engine(checkpoint, tmp_path / "3", RunnerOptions(), 3)
+
+
+def _matrices(directory: Path, rank: int) -> dict[str, np.ndarray]:
+    numbers = json.loads((directory / "config.json").read_text())[MARK]["matrices"]
+    file = SafetensorsFile(directory / packed_file(rank))
+    result = {}
+    for name, of in numbers.items():
+        matrix = _native.Matrix("f32", of["outputs"], of["inputs"], file.tensor(f"{name}.data"))
+        rows = np.empty((of["outputs"], of["inputs"]), np.float32)
+        for index, row in enumerate(rows):
+            _native.matrix_row(matrix, index, row, "generic")
+        result[name] = rows
+    return result
+
+
+def test_what_does_not_match_is_refused(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    checkpoint = checkpoint_factory("llama", **SHAPE)
+    engine = tmp_path / "engine"
+    build_engine(checkpoint, engine, RunnerOptions(quantization="int8"))
+    for options, message in [
+        ({"quantization": "int4"}, "built with quantization int8, not int4"),
+        ({"dtype": "bfloat16"}, "built with dtype float32, not bfloat16"),
+        ({"runner": "reference"}, "packed for the native runner"),
+    ]:
+        with pytest.raises(EngineError, match=message):
+            load_engine(EngineConfig.from_options(str(engine), options))
+    with pytest.raises(FileExistsError, match="not empty"):
+        build_engine(checkpoint, engine, RunnerOptions())
+    with pytest.raises(UnsupportedOption, match="engine directory already"):
+        build_engine(engine, tmp_path / "again", RunnerOptions())
+    config = engine / "config.json"
+    written = config.read_text()
+    config.write_text(written.replace('"format": 1', '"format": 99'))
+    with pytest.raises(EngineError, match="format 99, this version reads 1"):
+        load_engine(EngineConfig(model=str(engine)))
+    config.write_text(written)
+    packed = engine / packed_file(0)
+    packed.write_bytes(packed.read_bytes()[:-64])
+    with pytest.raises(EngineError, match="truncated"):
+        load_engine(EngineConfig(model=str(engine)))
+
+
+def test_a_build_that_fails_leaves_no_engine(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    checkpoint = checkpoint_factory("llama", **SHAPE)
+
+    def fail(done: int, total: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(checkpoint, tmp_path / "engine", RunnerOptions(), progress=fail)
+    assert not list((tmp_path / "engine").iterdir())
+
+
+def test_the_command(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    checkpoint, engine = str(checkpoint_factory("llama", **SHAPE)), str(tmp_path / "engine")
+    built = CliRunner().invoke(app, ["build", checkpoint, engine, "--quantization", "int4"])
+    assert built.exit_code == 0, built.output
+    assert "MB in" in built.output
+    again = CliRunner().invoke(app, ["build", checkpoint, engine])
+    assert again.exit_code == 1
+    missing = CliRunner().invoke(app, ["build", str(tmp_path / "nowhere"), engine])
+    assert missing.exit_code == 1
