@@ -35,9 +35,9 @@ class Scheme:
     group_size: int
 
 
-# The groups are what the error allows: 8 bits in groups of 64, rounded for the least error, and inputs of 16 bits,
-# stay below what groups of 32 with inputs of 8 bits have.
-INT8 = Scheme(bits=8, group_size=64)
+# As large as llama.cpp's Q8_0 and Q4_0, with scales of the least error. Groups of 64 would save 3 % of the 8-bit
+# weights, and err more than Q8_0 does.
+INT8 = Scheme(bits=8, group_size=32)
 INT4 = Scheme(bits=4, group_size=32)
 
 
