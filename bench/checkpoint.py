@@ -1,6 +1,6 @@
 """Writes a Llama checkpoint with random weights: it generates nonsense, at just the cost of trained weights.
 
-usage: python bench/checkpoint.py DIRECTORY {s|m}      s: 28 M, m: 213 M parameters, bfloat16
+usage: python bench/checkpoint.py DIRECTORY {s|m|l}      s: 28 M, m: 213 M, l: 1.24 B parameters, bfloat16
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 SHAPES = {
     "s": {"vocab": 8192, "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate": 1408},
     "m": {"vocab": 32000, "hidden": 1024, "layers": 16, "heads": 16, "kv_heads": 4, "intermediate": 2816},
+    "l": {"vocab": 128256, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "intermediate": 8192},
 }
 
 

@@ -85,7 +85,7 @@ void bind_decoder(nb::module_& m) {
              nb::arg("layers"), nb::arg("final_norm"), nb::arg("lm_head"), nb::arg("embedding").none(),
              nb::arg("embedding_kind"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>());
 
-    nb::class_<Decoder>(m, "Decoder", "Executes a decoder; see the native runner.")
+    nb::class_<Decoder>(m, "Decoder", "Executes a decoder; see the native runner. Its weights are for the caller to keep.")
         .def("__init__",
              [](Decoder* self, int vocab_size, int hidden_size, int intermediate_size, int heads, int kv_heads,
                 int head_dim, int rotary_dim, float norm_eps, float attention_scale, const std::string& activation,
@@ -98,11 +98,10 @@ void bind_decoder(nb::module_& m) {
              nb::kw_only(), nb::arg("vocab_size"), nb::arg("hidden_size"), nb::arg("intermediate_size"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("rotary_dim"), nb::arg("norm_eps"),
              nb::arg("attention_scale"), nb::arg("activation"), nb::arg("weights"), nb::arg("cache_kind"),
-             nb::arg("isa"), nb::arg("threads"), nb::keep_alive<1, 12>())
+             nb::arg("isa"), nb::arg("threads"))
         .def(
             "set_weights", [](Decoder& self, const OwnedWeights& weights) { self.set_weights(weights.weights); },
-            nb::arg("weights"), nb::keep_alive<1, 2>(),
-            "Take other memory for the same weights, between two steps.")
+            nb::arg("weights"), "Take other memory for the same weights, between two steps.")
         .def(
             "choose",
             [](Decoder& self, Array<float, 2> logits, Array<float> temperature, Array<int32_t> top_k, Array<float> top_p,

@@ -44,7 +44,9 @@ class NativeRunner(Runner):
         self._rotary = RotaryTable(spec.rotary)
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self.isa = _native.default_isa()
-        self._decoder = _make_decoder(spec, weights, self.isa, num_threads)
+        # The decoder has pointers into them.
+        self._weights = _make_weights(weights, spec.sliding_windows)
+        self._decoder = _make_decoder(spec, self._weights, weights.cache_kind, self.isa, num_threads)
         self._has_cache = False
         self._moved: _native.Weights | None = None
 
@@ -78,7 +80,7 @@ class NativeRunner(Runner):
             raise RuntimeError("allocate_cache must come before the first step")
         if self._moved is not None:
             self._decoder.set_weights(self._moved)
-            self._moved = None
+            self._weights, self._moved = self._moved, None
         logits = self._logits_buffer(len(plan.logits_rows))
         cos, sin = self._rotary.lookup(plan.positions())
         self._decoder.step(
@@ -118,7 +120,9 @@ def available_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _make_decoder(spec: DecoderSpec, weights: PackedDecoder, isa: str, threads: int) -> _native.Decoder:
+def _make_decoder(
+    spec: DecoderSpec, weights: _native.Weights, cache_kind: str, isa: str, threads: int
+) -> _native.Decoder:
     return _native.Decoder(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
@@ -130,8 +134,8 @@ def _make_decoder(spec: DecoderSpec, weights: PackedDecoder, isa: str, threads: 
         norm_eps=spec.norm_eps,
         attention_scale=spec.attention_scale,
         activation=spec.activation,
-        weights=_make_weights(weights, spec.sliding_windows),
-        cache_kind=weights.cache_kind,
+        weights=weights,
+        cache_kind=cache_kind,
         isa=isa,
         threads=threads,
     )
