@@ -1,8 +1,10 @@
-"""A closed-loop load on an OpenAI completions endpoint: throughput, TTFT, ITL, goodput.
+"""A closed-loop load on an OpenAI completions endpoint: throughput, TTFT, TPOT, ITL, goodput.
 
-Prompts are random token ids, all different: no prefix of one is in another's cache.
+Prompts are random tokens, all different: no prefix of one is in another's cache. They go as token ids; to a server that
+takes text only, as words that are one token each in the checkpoint's byte-level vocabulary (--words CHECKPOINT).
 
-usage: python bench/load.py URL MODEL [--isl 128] [--osl 64] [--concurrency 8] [--requests 32] [--vocab 8000]
+usage: python bench/load.py URL MODEL [--isl 128] [--osl 64] [--concurrency 8] [--requests 32] [--long-isl 0]
+                            [--vocab 8000] [--seed 0] [--words CHECKPOINT] [--json FILE]
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -40,23 +45,41 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One request: seconds from its start to each of its pieces."""
+class Piece:
+    """A piece of a stream that shows text: seconds from the request's start, tokens generated up to its end."""
 
-    arrivals: list[float]
+    seconds: float
     tokens: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One request. Servers keep tokens back whose text is a part of a character, so a piece may hold several."""
+
+    pieces: list[Piece]
+
+    @property
+    def tokens(self) -> int:
+        return self.pieces[-1].tokens
 
     @property
     def ttft(self) -> float:
-        return self.arrivals[0]
+        return self.pieces[0].seconds
 
     @property
-    def mean_itl(self) -> float:
-        return (self.arrivals[-1] - self.arrivals[0]) / max(1, self.tokens - 1)
+    def tpot(self) -> float:
+        """Seconds per token after the first piece; 0 where that is all."""
+        first, last = self.pieces[0], self.pieces[-1]
+        return (last.seconds - first.seconds) / max(1, last.tokens - first.tokens)
 
     @property
     def gaps(self) -> list[float]:
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        """One a token after the first piece: a wait for a piece of k tokens is k gaps of a k-th."""
+        gaps = []
+        for before, piece in pairwise(self.pieces):
+            tokens = piece.tokens - before.tokens
+            gaps += [(piece.seconds - before.seconds) / tokens] * tokens
+        return gaps
 
 
 @dataclass(frozen=True)
@@ -66,6 +89,7 @@ class LoadResult:
     output_tokens_per_second: float
     ttft_p50: float
     ttft_p99: float
+    tpot_p50: float
     itl_p50: float
     itl_p99: float
     goodput: float
@@ -74,11 +98,12 @@ class LoadResult:
     def of(cls, timings: list[Timing], seconds: float) -> LoadResult:
         ttfts = [timing.ttft for timing in timings]
         gaps = [gap for timing in timings for gap in timing.gaps] or [0.0]
-        good = sum(timing.ttft <= GOOD_TTFT and timing.mean_itl <= GOOD_ITL for timing in timings)
+        good = sum(timing.ttft <= GOOD_TTFT and timing.tpot <= GOOD_ITL for timing in timings)
         return cls(
             output_tokens_per_second=sum(timing.tokens for timing in timings) / seconds,
             ttft_p50=1e3 * quantile(ttfts, 0.5),
             ttft_p99=1e3 * quantile(ttfts, 0.99),
+            tpot_p50=1e3 * quantile([timing.tpot for timing in timings], 0.5),
             itl_p50=1e3 * quantile(gaps, 0.5),
             itl_p99=1e3 * quantile(gaps, 0.99),
             goodput=good / seconds,
@@ -96,15 +121,21 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def run_load(url: str, model: str, workload: Workload) -> LoadResult:
-    """Send all requests, `concurrency` at a time. Raises `RuntimeError` for an answer that is not 200."""
+async def run_load(url: str, model: str, workload: Workload, *, words: list[str] | None = None) -> LoadResult:
+    """Send all requests, `concurrency` at a time; prompts as text of these words, where given.
+
+    Raises `RuntimeError` for an answer that is not 200, an error within a stream, and one without any token.
+    """
     timings: list[Timing] = []
     prompts = iter(workload.prompts())
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None), connector=connector) as session:
+    # A server that says nothing for so long is stuck.
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=300)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def worker(waiting: Iterator[list[int]]) -> None:
-            for prompt in waiting:
+            for ids in waiting:
+                prompt = ids if words is None else "".join(words[i % len(words)] for i in ids)
                 timings.append(await _request(session, url, model, prompt, workload.osl))
 
         started = time.perf_counter()
@@ -114,7 +145,7 @@ async def run_load(url: str, model: str, workload: Workload) -> LoadResult:
 
 
 async def _request(
-    session: aiohttp.ClientSession, url: str, model: str, prompt: list[int], osl: int
+    session: aiohttp.ClientSession, url: str, model: str, prompt: list[int] | str, osl: int
 ) -> Timing:
     body = {
         "model": model,
@@ -123,11 +154,10 @@ async def _request(
         "temperature": 0,
         "stream": True,
         "ignore_eos": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     started = time.perf_counter()
-    arrivals: list[float] = []
-    tokens = 0
+    pieces: list[Piece] = []
     async with session.post(url + "/v1/completions", json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"{url}: {response.status}: {await response.text()}")
@@ -135,31 +165,49 @@ async def _request(
             if not line.startswith(b"data:") or line.startswith(b"data: [DONE]"):
                 continue
             message = json.loads(line[5:])
-            if message.get("choices"):
-                arrivals.append(time.perf_counter() - started)
-            if message.get("usage"):
-                tokens = message["usage"]["completion_tokens"]
-    return Timing(arrivals, tokens or len(arrivals))
+            if "error" in message:
+                raise RuntimeError(f"{url}: {message['error']}")
+            before = pieces[-1].tokens if pieces else 0
+            tokens = _tokens_so_far(message, before)
+            if tokens > before:
+                pieces.append(Piece(time.perf_counter() - started, tokens))
+    if not pieces:
+        raise RuntimeError(f"{url}: no token came for a prompt of {len(prompt)}")
+    return Timing(pieces)
+
+
+def _tokens_so_far(message: dict[str, Any], before: int) -> int:
+    """Tokens up to a piece with text or an end, `before` for others; one a piece for a server without usage."""
+    choices = message.get("choices")
+    if not choices or not (choices[0]["text"] or choices[0]["finish_reason"]):
+        return before
+    usage = message.get("usage")
+    return int(usage["completion_tokens"]) if usage else before + bool(choices[0]["text"])
+
+
+def one_token_words(checkpoint: Path) -> list[str]:
+    """Words with a space before them that a byte-level BPE tokenizer makes one token of each, side by side too."""
+    vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    words = [token[1:] for token in vocabulary if token.startswith("Ġ")]
+    return [" " + word for word in words if word.isascii() and word.isalpha()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("model")
-    defaults = {
-        "isl": 128,
-        "osl": 64,
-        "concurrency": 8,
-        "requests": 32,
-        "long_isl": 0,
-        "vocab": 8000,
-        "seed": 0,
-    }
-    for name, default in defaults.items():
+    defaults = Workload(isl=128, osl=64, concurrency=8, requests=32)
+    for name, default in asdict(defaults).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
-    arguments = vars(parser.parse_args())
-    url, model = arguments.pop("url"), arguments.pop("model")
-    print(asyncio.run(run_load(url, model, Workload(**arguments))))
+    parser.add_argument("--words", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    workload = Workload(**{name: getattr(arguments, name) for name in asdict(defaults)})
+    words = one_token_words(arguments.words) if arguments.words else None
+    result = asyncio.run(run_load(arguments.url, arguments.model, workload, words=words))
+    print(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(asdict(result), indent=1))
 
 
 if __name__ == "__main__":
