@@ -35,7 +35,9 @@ class RunningServer:
 def serve(
     name: str, command: list[str], url: str, model: str, *, environment: dict[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    """Raises `RuntimeError` when the server ends, or does not answer in ten minutes."""
+    """Raises `RuntimeError` when its port is taken, the server ends, or does not answer in ten minutes."""
+    if _answers(url + "/v1/models"):
+        raise RuntimeError(f"another server answers at {url}: it would be measured in place of {name}")
     log = Path(tempfile.gettempdir()) / f"bench-{name}.log"
     started = time.perf_counter()
     with log.open("wb") as output:

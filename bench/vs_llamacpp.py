@@ -1,10 +1,9 @@
 """Neso against llama.cpp at concurrency 1: the same checkpoint, the same threads, in turn.
 
-llama.cpp runs as a bare loop (llama-cpp-python, `eval`), Neso through its whole server. llama.cpp is built from source
-into a virtual environment of its own; give one that has it, or a folder to make it in. It is built without ggml's AMX
-code: with it, version 0.3.36 crashes at the first product of Q8_0 or Q4_0 (`ggml_backend_amx_mul_mat`).
+llama.cpp runs as a bare loop (llama-cpp-python's `eval`) and as llama-cpp-python's OpenAI server, Neso through its
+whole server. llama.cpp is built from source into a virtual environment of its own, unless that has it already.
 
-usage: python bench/vs_llamacpp.py [CHECKPOINT] --venv DIR [--rounds 3] [--json FILE]
+usage: python bench/vs_llamacpp.py [CHECKPOINT] [--venv DIR] [--rounds 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,22 +15,36 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from checkpoint import write_checkpoint
 from gguf import GGMLQuantizationType
 from gguf_checkpoint import write_gguf
-from load import Workload, run_load
-from peer_server import machine, neso
+from load import LoadResult, Workload, one_token_words, run_load
+from peer_server import RunningServer, machine, neso, serve
 
-CMAKE_ARGS = "-DGGML_NATIVE=OFF " + " ".join(
-    f"-DGGML_{feature}=ON"
-    for feature in "AVX AVX2 FMA F16C BMI2 AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16".split()
-)
+from neso import __version__ as neso_version
+
+LLAMA_VERSION = "0.3.36"
+LLAMA_PORT = 19200
+VENV = Path.home() / ".cache" / "neso-bench" / "llamacpp"
+
+# What ggml can use, by the kernel's names. Not AMX: with it, version 0.3.36 crashes at the first product of Q8_0 or
+# Q4_0 (`ggml_backend_amx_mul_mat`), and GGML_NATIVE takes AMX where the CPU has it.
+CPU_FEATURES = {
+    "avx": "AVX",
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "f16c": "F16C",
+    "bmi2": "BMI2",
+    "avx512f": "AVX512",
+    "avx512vbmi": "AVX512_VBMI",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx512_bf16": "AVX512_BF16",
+}
 PAIRS = {"BF16": (), "Q8_0": ("--quantization", "int8"), "Q4_0": ("--quantization", "int4")}
-PROMPTS, DECODED = (128, 1024), 64
+DECODED = 64
 
 # One process a file: what it prints is JSON.
 LOOP = """
@@ -54,7 +67,7 @@ result = {f"prefill {n}": min(prefill(n) for _ in range(3)) for n in (128, 1024)
 prefill(64)
 steps = sorted(timed(tokens(1)) for _ in range(64))
 result["decode"] = steps[len(steps) // 2]
-print(json.dumps({"version": llama_cpp.__version__, **result}))
+print(json.dumps(result))
 """
 
 
@@ -72,40 +85,95 @@ class Figures:
         return cls(*(min(values) for values in zip(*(asdict(r).values() for r in rounds), strict=True)))
 
 
+def cmake_args() -> str:
+    """For the fastest build for this CPU that works."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    if "amx_tile" not in flags:
+        return "-DGGML_NATIVE=ON"
+    features = (f"-DGGML_{name}=ON" for flag, name in CPU_FEATURES.items() if flag in flags)
+    return " ".join(["-DGGML_NATIVE=OFF", *features])
+
+
 def install(venv: Path) -> None:
+    """Unless it has it, make it with llama-cpp-python and its server."""
+    if list(venv.glob(f"lib/python3.*/site-packages/llama_cpp_python-{LLAMA_VERSION}.dist-info")):
+        return
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--no-binary", "llama-cpp-python"]
-    subprocess.run([*pip, "llama-cpp-python"], check=True, env={**os.environ, "CMAKE_ARGS": CMAKE_ARGS})
+    environment = {**os.environ, "CMAKE_ARGS": cmake_args()}
+    subprocess.run([*pip, f"llama-cpp-python[server]=={LLAMA_VERSION}"], check=True, env=environment)
 
 
-def run_llamacpp(venv: Path, file: Path) -> tuple[str, Figures]:
+def run_loop(venv: Path, file: Path) -> Figures:
     command = [str(venv / "bin" / "python"), "-c", LOOP, str(file)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = json.loads(output.splitlines()[-1])
-    return found["version"], Figures(found["prefill 128"], found["prefill 1024"], found["decode"])
+    return Figures(found["prefill 128"], found["prefill 1024"], found["decode"])
+
+
+def run_llamacpp_server(venv: Path, file: Path, words: list[str]) -> Figures:
+    """Takes prompts as text only."""
+    threads = str(os.cpu_count())
+    command = [str(venv / "bin" / "python"), "-m", "llama_cpp.server", "--model", str(file)]
+    command += ["--port", str(LLAMA_PORT), "--n_threads", threads, "--n_threads_batch", threads]
+    # Its default computes the logits of every position of a prompt.
+    command += ["--n_batch", "1024", "--logits_all", "false", "--verbose", "false"]
+    with serve("llamacpp", command, f"http://127.0.0.1:{LLAMA_PORT}", "model") as server:
+        return measure(server, words)
 
 
 def run_neso(model: Path, options: tuple[str, ...]) -> Figures:
     with neso(model, *options) as server:
+        return measure(server, None)
 
-        def load(isl: int, osl: int, requests: int, seed: int):  # type: ignore[no-untyped-def]
-            return asyncio.run(run_load(server.url, server.model, Workload(isl, osl, 1, requests, seed=seed)))
 
-        load(32, 8, 2, 99)
-        load(1024, 2, 1, 98)
-        short, long = load(128, 1, 3, 1), load(1024, 1, 3, 2)
-        return Figures(short.ttft_p50, long.ttft_p50, load(64, DECODED, 2, 3).itl_p50)
+def measure(server: RunningServer, words: list[str] | None) -> Figures:
+    """TTFT of prompts and ITL, after a warm-up."""
+
+    def load(isl: int, osl: int, requests: int, seed: int) -> LoadResult:
+        workload = Workload(isl, osl, 1, requests, seed=seed)
+        return asyncio.run(run_load(server.url, server.model, workload, words=words))
+
+    load(32, 8, 2, 99)
+    load(1024, 2, 1, 98)
+    # Two tokens: a server may keep the first back until the second makes a character of it.
+    short, long = load(128, 2, 5, 1), load(1024, 2, 3, 2)
+    return Figures(short.ttft_p50, long.ttft_p50, load(64, DECODED, 2, 3).itl_p50)
+
+
+def compare(model: Path, files: dict[str, Path], venv: Path, rounds: int) -> dict[str, dict[str, Figures]]:
+    """By system and kind of weights: the best of some rounds, in each of which all have their turn."""
+    words = one_token_words(model)
+    found: dict[str, dict[str, list[Figures]]] = {
+        name: {kind: [] for kind in PAIRS} for name in ("llama.cpp loop", "llama.cpp server", "neso server")
+    }
+    for _ in range(rounds):
+        for kind, options in PAIRS.items():
+            found["llama.cpp loop"][kind].append(run_loop(venv, files[kind]))
+            found["llama.cpp server"][kind].append(run_llamacpp_server(venv, files[kind], words))
+            found["neso server"][kind].append(run_neso(model, options))
+    return {name: {kind: Figures.best(runs) for kind, runs in of.items()} for name, of in found.items()}
+
+
+def report(results: dict[str, dict[str, Figures]]) -> None:
+    ours = results["neso server"]
+    for kind in PAIRS:
+        for name, of in results.items():
+            cells = [
+                f"{what} {value:7.1f} ({value / asdict(ours[kind])[what]:4.2f} x)"
+                for what, value in asdict(of[kind]).items()
+            ]
+            print(f"{kind:5} {name:17} " + "   ".join(cells))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path)
-    parser.add_argument("--venv", type=Path, required=True)
+    parser.add_argument("--venv", type=Path, default=VENV)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if not (arguments.venv / "bin").exists():
-        install(arguments.venv)
+    install(arguments.venv)
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.checkpoint or Path(folder) / "m"
         if not model.exists():
@@ -113,34 +181,16 @@ def main() -> None:
         files = {kind: Path(folder) / f"{kind}.gguf" for kind in PAIRS}
         for kind, file in files.items():
             write_gguf(model, file, GGMLQuantizationType[kind])
-        compare(model, files, arguments.venv, arguments.rounds, arguments.json)
-
-
-def compare(model: Path, files: dict[str, Path], venv: Path, rounds: int, target: Path | None) -> None:
-    theirs, ours = defaultdict(list), defaultdict(list)
-    version = ""
-    for _ in range(rounds):
-        for kind, options in PAIRS.items():
-            version, figures = run_llamacpp(venv, files[kind])
-            theirs[kind].append(figures)
-            ours[kind].append(run_neso(model, options))
-    print(f"{machine()}; llama-cpp-python {version}; best of {rounds} rounds, ms (llama.cpp / Neso = ratio)")
-    for kind in PAIRS:
-        their, our = Figures.best(theirs[kind]), Figures.best(ours[kind])
-        cells = [
-            f"{name} {asdict(their)[name]:7.1f} / {asdict(our)[name]:6.1f} = "
-            f"{asdict(their)[name] / asdict(our)[name]:4.2f}"
-            for name in asdict(our)
-        ]
-        print(f"{kind:5} " + "   ".join(cells))
-    if target:
-        figures = {
-            name: {kind: asdict(Figures.best(found)) for kind, found in of.items()}
-            for name, of in (("llama.cpp", theirs), ("neso", ours))
+        results = compare(model, files, arguments.venv, arguments.rounds)
+    versions = {"neso": neso_version, "llama-cpp-python": LLAMA_VERSION}
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(f"{machine()}; {named}; ms, best of {arguments.rounds} rounds (x: times Neso's)")
+    report(results)
+    if arguments.json:
+        plain = {
+            name: {kind: asdict(figures) for kind, figures in of.items()} for name, of in results.items()
         }
-        target.write_text(
-            json.dumps({"machine": machine(), "llama-cpp-python": version, **figures}, indent=1)
-        )
+        arguments.json.write_text(json.dumps({"machine": machine(), "versions": versions, **plain}, indent=1))
 
 
 if __name__ == "__main__":
