@@ -15,7 +15,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
 
 
-@pytest.mark.parametrize("name", ["in-process.md", "python-backend.md", "model-repository.md", "engine-directories.md"])
+@pytest.mark.parametrize(
+    "name", ["in-process.md", "python-backend.md", "model-repository.md", "engine-directories.md"]
+)
 def test_examples(name, tmp_path):
     ran = 0
     for block in BLOCK.finditer((DOCS / name).read_text()):
