@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 
 from neso.engine.runners.base import Runner
+
+logger = logging.getLogger(__name__)
 
 # Name to module and class, best first: "auto" takes the first that can be imported.
 RUNNERS = {
@@ -20,13 +23,22 @@ class UnknownRunner(ValueError):
 def runner_class(name: str = "auto") -> type[Runner]:
     """The class of a runner; its module is imported only now. Raises `UnknownRunner`."""
     if name == "auto":
-        return next(found for found in map(_import, RUNNERS) if isinstance(found, type))
+        return _first_that_runs()
     if name not in RUNNERS:
         raise UnknownRunner(f"there is no runner {name!r}; there are auto, {', '.join(RUNNERS)}")
     found = _import(name)
     if isinstance(found, ImportError):
         raise UnknownRunner(f"the runner {name!r} cannot run here: {found}")
     return found
+
+
+def _first_that_runs() -> type[Runner]:
+    for name in RUNNERS:
+        found = _import(name)
+        if isinstance(found, type):
+            return found
+        logger.warning("the runner %s cannot run here, the next one is slower: %s", name, found)
+    raise UnknownRunner("no runner can run here")
 
 
 def _import(name: str) -> type[Runner] | ImportError:
