@@ -88,9 +88,15 @@ def _window_given(config: ConfigReader) -> bool:
     return config.has("sliding_window") or not config.mentions("sliding_window")
 
 
+READ_METHODS = ("gptq", "awq")
+"""Quantized checkpoints that the weights' readers take."""
+
+
 def refuse_quantization(config: ConfigReader) -> None:
-    if config.has("quantization_config"):
-        method = config.section("quantization_config").value("quant_method")
+    if not config.has("quantization_config"):
+        return
+    method = config.section("quantization_config").value("quant_method")
+    if method not in READ_METHODS:
         raise UnsupportedModel(
             f"config field 'quantization_config': checkpoints quantized with {method!r} are not supported"
         )

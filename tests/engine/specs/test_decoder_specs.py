@@ -139,7 +139,7 @@ def test_unknown_architecture_names_the_supported_ones() -> None:
     ("config", "field"),
     [
         ({**OLD_LLAMA, "hidden_act": "swiglu2"}, "hidden_act"),
-        ({**OLD_LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({**OLD_LLAMA, "quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
         ({**OLD_LLAMA, "rope_scaling": {"type": "su", "factor": 2.0}}, "rope_scaling"),
         ({**OLD_LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
         ({**OLD_LLAMA, "rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "rope_scaling"),

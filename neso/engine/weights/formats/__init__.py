@@ -1,0 +1,1 @@
+"""Quantized forms that Hugging Face checkpoints come in."""

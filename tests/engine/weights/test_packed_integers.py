@@ -1,0 +1,143 @@
+"""GPTQ and AWQ checkpoints, packed here from the definitions of the formats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from neso.engine.llm import LLM
+from neso.engine.weights.checkpoint import Checkpoint
+from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.quantized_matrix import QuantizedMatrix
+from neso.generation import SamplingParams
+
+Factory = Callable[..., Path]
+SHAPE = {"hidden_size": 64, "intermediate_size": 128}
+FORMATS: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    "gptq-8": {"quant_method": "gptq", "bits": 8, "group_size": 32},
+    "gptq-one-group": {"quant_method": "gptq", "bits": 4, "group_size": -1},
+    "gptq-v2": {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+    "gptq-act-order": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+}
+
+
+def pack_words(values: np.ndarray, bits: int, order: list[int]) -> np.ndarray:
+    """[R, C] -> int32[R, C * bits / 32]; bits i of a word hold its value order[i]."""
+    per_word = 32 // bits
+    words = np.zeros((len(values), values.shape[1] // per_word), np.uint32)
+    for column in range(values.shape[1]):
+        at = order.index(column % per_word)
+        words[:, column // per_word] |= values[:, column].astype(np.uint32) << np.uint32(at * bits)
+    return words.view(np.int32)
+
+
+def quantize_layer(
+    name: str, weight: np.ndarray, config: dict[str, Any], rng: np.random.Generator
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Tensors of a layer with random zero points, and the weights that they stand for."""
+    outputs, inputs = weight.shape
+    bits, size = config["bits"], config["group_size"] if config["group_size"] > 0 else inputs
+    top = 2**bits - 1
+    group_of = np.arange(inputs, dtype=np.int32) // size
+    if config.get("desc_act"):
+        rng.shuffle(group_of)
+    groups = inputs // size
+    zeros = rng.integers(top // 2, top // 2 + 3, (groups, outputs))
+    scales = (np.abs(weight).max() / (top / 2) * rng.uniform(0.9, 1.1, (groups, outputs))).astype(np.float16)
+    wide = scales.astype(np.float32)
+    codes = np.clip(np.rint(weight.T / wide[group_of] + zeros[group_of]), 0, top).astype(np.int64)
+    exact = (wide[group_of] * (codes - zeros[group_of])).T
+    if config["quant_method"] == "awq":
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        tensors = {"qweight": pack_words(codes, 4, order), "qzeros": pack_words(zeros, 4, order)}
+    else:
+        order = list(range(32 // bits))
+        stored = zeros if config.get("checkpoint_format") == "gptq_v2" else zeros - 1
+        tensors = {
+            "qweight": np.ascontiguousarray(pack_words(codes.T, bits, order).T),
+            "qzeros": pack_words(stored, bits, order),
+            "g_idx": group_of,
+        }
+    return {f"{name}.{key}": value for key, value in {**tensors, "scales": scales}.items()}, exact
+
+
+@pytest.fixture(params=FORMATS)
+def both(request: pytest.FixtureRequest, checkpoint_factory: Factory, tmp_path: Path) -> tuple[Path, Path]:
+    """A quantized checkpoint, and a dense one of the same weights."""
+    config, rng = FORMATS[request.param], np.random.default_rng(0)
+    source = checkpoint_factory("llama", **SHAPE)
+    quantized, dense = (Path(shutil.copytree(source, tmp_path / name)) for name in ("quantized", "dense"))
+    packed: dict[str, np.ndarray] = {}
+    plain: dict[str, np.ndarray] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if "_proj.weight" in name:
+            tensors, exact = quantize_layer(name.removesuffix(".weight"), tensor, config, rng)
+            packed |= tensors
+            plain[name] = np.ascontiguousarray(exact.astype(np.float32))
+        else:
+            packed[name] = plain[name] = tensor
+    save_file(packed, quantized / "model.safetensors")
+    save_file(plain, dense / "model.safetensors")
+    written = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**written, "quantization_config": config}))
+    return quantized, dense
+
+
+def test_the_weights_are_those_that_were_packed(both: tuple[Path, Path]) -> None:
+    name, shape = "model.layers.1.mlp.down_proj.weight", (64, 128)
+    with Checkpoint(both[0]) as quantized, Checkpoint(both[1]) as dense:
+        matrix = quantized.matrix(name, shape)
+        assert isinstance(matrix, QuantizedMatrix)
+        np.testing.assert_allclose(matrix.dequantize(), dense.tensor(name), rtol=1e-5, atol=1e-6)
+        found = np.empty(shape, np.float32)
+        quantized.read_float32(name, found)
+        np.testing.assert_array_equal(found, matrix.dequantize())
+        assert name in quantized
+        with pytest.raises(CheckpointError, match=r"down_proj\.qweight.*needs"):
+            quantized.matrix(name, (64, 256))
+
+
+# The native runner rounds activations to 16 bits and offsets to 11, so that later tokens of random weights may differ.
+@pytest.mark.parametrize(("runner", "length"), [("reference", 10), ("native", 2)])
+def test_the_tokens_are_those_of_the_dense_checkpoint(
+    both: tuple[Path, Path], runner: str, length: int
+) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    prompts = [[7, 8, 9], list(range(20, 60))]
+    answers = [
+        [
+            result.outputs[0].token_ids
+            for result in LLM(path, runner=runner, dtype="float32").generate(prompts, greedy, progress=False)
+        ]
+        for path in both
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
+        ({"bits": 3}, r"quantization_config\.bits 3 is not supported"),
+        ({"group_size": 48}, r"group_size must be -1 or a multiple of 32, not 48"),
+        ({"quant_method": "awq", "version": "gemv"}, r"quantization_config\.version 'gemv'"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    llama_checkpoint: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    directory = Path(shutil.copytree(llama_checkpoint, tmp_path / "model"))
+    written = json.loads((directory / "config.json").read_text())
+    config = {**FORMATS["gptq"], **change}
+    (directory / "config.json").write_text(json.dumps({**written, "quantization_config": config}))
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(directory)
