@@ -88,7 +88,7 @@ def _window_given(config: ConfigReader) -> bool:
     return config.has("sliding_window") or not config.mentions("sliding_window")
 
 
-READ_METHODS = ("gptq", "awq")
+READ_METHODS = ("gptq", "awq", "fp8", "compressed-tensors", "fbgemm_fp8")
 """Quantized checkpoints that the weights' readers take."""
 
 

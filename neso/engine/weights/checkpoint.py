@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from neso.engine.weights.dtype import copy_as_float32, is_float
 from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.formats.packed_integers import PackedFormat
-from neso.engine.weights.quantized_matrix import QuantizedMatrix
+from neso.engine.weights.formats.registry import checkpoint_format
 from neso.engine.weights.safetensors_file import SafetensorsFile
 from neso.engine.weights.source import Matrix
 
@@ -39,7 +38,7 @@ class Checkpoint:
         self.config = _read_json(self.directory / "config.json")
         generation = self.directory / "generation_config.json"
         self.generation_config = _read_json(generation) if generation.exists() else {}
-        self._format = PackedFormat.of(self.config, str(self.directory / "config.json"))
+        self._format = checkpoint_format(self.config, str(self.directory / "config.json"))
         self._files = self._open_files()
 
     def names(self) -> Iterator[str]:
@@ -47,13 +46,24 @@ class Checkpoint:
         return iter(self._files)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files or self._is_packed(name)
+        return self.stores(name) or self._is_quantized(name)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """A read-only view in the dtype of the file. It may be unaligned (`flags.aligned`).
 
-        Raises `CheckpointError` when the tensor is missing, or does not have `shape` where that is given.
+        Raises `CheckpointError` when the tensor is missing, does not have `shape` where that is given, or is
+        quantized.
         """
+        if self._is_quantized(name):
+            raise CheckpointError(f"{self.directory}: tensor {name!r} is quantized, but must be dense")
+        return self.stored(name, shape)
+
+    def stores(self, name: str) -> bool:
+        """Whether the files have a tensor of this name, whatever it stands for."""
+        return name in self._files
+
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        """As `tensor`, but also what makes up quantized weights: codes, scales."""
         if name not in self._files:
             raise CheckpointError(f"{self.directory}: the checkpoint has no tensor {name!r}")
         file = self._files[name]
@@ -66,19 +76,17 @@ class Checkpoint:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """Weights [outputs, inputs] as they are stored. Raises `CheckpointError` as `tensor` does."""
-        if self._format is not None and self._is_packed(name):
-            return self._format.read(self._aligned, name.removesuffix(".weight"), shape)
+        if self._format is not None and self._format.holds(self, name):
+            return self._format.read(self, name, shape)
         found = self.tensor(name, shape)
         self._check_float(name, found.dtype)
         return found
 
     def read_float32(self, name: str, target: npt.NDArray[np.float32]) -> None:
         """Copy a floating-point tensor into `target`. Raises `CheckpointError` as `tensor` does."""
-        if self._is_packed(name):
+        if target.ndim == 2 and self._format is not None and self._format.holds(self, name):
             outputs, inputs = target.shape
-            matrix = self.matrix(name, (outputs, inputs))
-            assert isinstance(matrix, QuantizedMatrix)
-            target[...] = matrix.dequantize()
+            target[...] = self._format.read(self, name, (outputs, inputs)).dequantize()
             return
         source = self.tensor(name, target.shape)
         self._check_float(name, source.dtype)
@@ -96,12 +104,8 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _is_packed(self, name: str) -> bool:
-        """Whether the weights of this name are there in a quantized form only."""
-        return name not in self._files and name.removesuffix(".weight") + ".qweight" in self._files
-
-    def _aligned(self, name: str) -> npt.NDArray[Any]:
-        return np.require(self.tensor(name), requirements="A")
+    def _is_quantized(self, name: str) -> bool:
+        return self._format is not None and self._format.holds(self, name)
 
     def _check_float(self, name: str, dtype: np.dtype[Any]) -> None:
         if not is_float(dtype):

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.weights.float8_matrix import Float8Matrix
 from neso.engine.weights.quantized_matrix import QuantizedMatrix
 
-Matrix = npt.NDArray[Any] | QuantizedMatrix
+Matrix = npt.NDArray[Any] | QuantizedMatrix | Float8Matrix
 
 
 class WeightSource(Protocol):

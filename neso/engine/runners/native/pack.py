@@ -13,6 +13,7 @@ import numpy.typing as npt
 import neso._native as _native
 from neso.engine.runners.native.arena import Arena
 from neso.engine.runners.native.packed_matrix import PANEL, Kind, PackedMatrix
+from neso.engine.weights.float8_matrix import Float8Matrix
 from neso.engine.weights.quantized_matrix import QuantizedMatrix
 from neso.engine.weights.source import Matrix
 
@@ -58,13 +59,15 @@ class Packer:
 
     def pack(self, parts: Sequence[Matrix], bias: Float32Array | None = None) -> PackedMatrix:
         """Pack the parts one below the other, [outputs, inputs] each."""
+        # There is no arithmetic in 8-bit floats on a CPU: such weights count as dense.
+        known = [p.dequantize() if isinstance(p, Float8Matrix) else p for p in parts]
         if self.scheme is not None:
-            parts = [p if isinstance(p, QuantizedMatrix) else self._quantize(p, self.scheme) for p in parts]
-        quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
-        if len(quantized) == len(parts) and _alike(quantized):
+            known = [p if isinstance(p, QuantizedMatrix) else self._quantize(p, self.scheme) for p in known]
+        quantized = [part for part in known if isinstance(part, QuantizedMatrix)]
+        if len(quantized) == len(known) and _alike(quantized):
             return self._pack_quantized(quantized, bias)
         return self._pack_dense(
-            [p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in parts], bias
+            [p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in known], bias
         )
 
     def _quantize(self, weights: npt.NDArray[Any], scheme: Scheme) -> QuantizedMatrix:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from neso.engine.runners.base import UnsupportedOption
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.tensor_roles import Role, Shape, layer_shapes, model_shapes
+from neso.engine.weights.float8_matrix import Float8Matrix
 from neso.engine.weights.quantized_matrix import QuantizedMatrix
 from neso.engine.weights.source import Matrix, WeightSource
 
@@ -77,6 +78,9 @@ class ShardedSource:
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         role, whole = self._roles[name]
         found = self._source.matrix(name, (whole[0], whole[1]))
+        if isinstance(found, Float8Matrix):
+            # It is packed dense anyway, and a share's edges need not be those of blocks.
+            found = found.dequantize()
         if role in _BY_OUTPUTS:
             return _rows(found, *self._range(whole[0]))
         if role in _BY_INPUTS:
@@ -110,7 +114,7 @@ class ShardedSource:
         self.close()
 
 
-def _rows(matrix: Matrix, begin: int, end: int) -> Matrix:
+def _rows(matrix: npt.NDArray[Any] | QuantizedMatrix, begin: int, end: int) -> Matrix:
     if not isinstance(matrix, QuantizedMatrix):
         return matrix[begin:end]
     return dataclasses.replace(
@@ -121,7 +125,7 @@ def _rows(matrix: Matrix, begin: int, end: int) -> Matrix:
     )
 
 
-def _columns(matrix: Matrix, begin: int, end: int) -> Matrix:
+def _columns(matrix: npt.NDArray[Any] | QuantizedMatrix, begin: int, end: int) -> Matrix:
     if not isinstance(matrix, QuantizedMatrix):
         return matrix[:, begin:end]
     size = matrix.group_size

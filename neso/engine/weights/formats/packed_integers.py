@@ -12,17 +12,15 @@ For a layer `X` the checkpoint has X.qweight, X.qzeros, X.scales and, for GPTQ, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.formats.format import StoredTensors
 from neso.engine.weights.quantized_matrix import QuantizedMatrix
-
-Tensors = Callable[[str], npt.NDArray[Any]]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -36,23 +34,17 @@ class PackedFormat:
     group_size: int
     zeros_minus_one: bool
 
-    @classmethod
-    def of(cls, config: dict[str, Any], where: str) -> PackedFormat | None:
-        """The format of a checkpoint with this config.json, None where it is not quantized.
+    METHODS: ClassVar[tuple[str, ...]] = ("gptq", "awq")
 
-        Raises `CheckpointError` for a method or a number of bits that is not supported.
+    @classmethod
+    def of(cls, method: str, quantization: dict[str, Any], where: str) -> PackedFormat:
+        """By a `quantization_config` whose method is one of `METHODS`.
+
+        Raises `CheckpointError` for a number of bits, a version or a group size that is not supported.
         """
-        quantization = config.get("quantization_config")
-        if not isinstance(quantization, dict):
-            return None
-        method = str(quantization.get("quant_method", "")).lower()
         bits, group_size = quantization.get("bits"), quantization.get("group_size", -1)
-        supported = {"gptq": (4, 8), "awq": (4,)}.get(method)
-        if supported is None:
-            raise CheckpointError(
-                f"{where}: quantization_config.quant_method {method!r} is not supported; gptq and awq are"
-            )
-        if bits not in supported:
+        supported = (4, 8) if method == "gptq" else (4,)
+        if type(bits) is not int or bits not in supported:
             raise CheckpointError(
                 f"{where}: quantization_config.bits {bits!r} is not supported with {method}; {supported} are"
             )
@@ -67,15 +59,19 @@ class PackedFormat:
         old = method == "gptq" and quantization.get("checkpoint_format", "gptq") != "gptq_v2"
         return cls(method, bits, group_size, old)
 
-    def read(self, tensors: Tensors, layer: str, shape: tuple[int, int]) -> QuantizedMatrix:
-        """The weights of `layer`, [outputs, inputs]. Raises `CheckpointError` for shapes that do not fit."""
+    def holds(self, tensors: StoredTensors, name: str) -> bool:
+        return not tensors.stores(name) and tensors.stores(name.removesuffix(".weight") + ".qweight")
+
+    def read(self, tensors: StoredTensors, name: str, shape: tuple[int, int]) -> QuantizedMatrix:
+        """The weights, [outputs, inputs]. Raises `CheckpointError` for shapes that do not fit."""
+        layer = name.removesuffix(".weight")
         outputs, inputs = shape
         size = inputs if self.group_size == -1 else self.group_size
         groups = -(-inputs // size)
         words = 32 // self.bits
 
         def tensor(name: str, expected: tuple[int, ...]) -> npt.NDArray[Any]:
-            found = tensors(f"{layer}.{name}")
+            found = np.require(tensors.stored(f"{layer}.{name}"), requirements="A")
             if found.shape != expected:
                 raise CheckpointError(
                     f"tensor '{layer}.{name}' has the shape {list(found.shape)}, but {self.method} with "
@@ -105,15 +101,12 @@ class PackedFormat:
         )
 
     def _input_order(
-        self, tensors: Tensors, layer: str, inputs: int, size: int
+        self, tensors: StoredTensors, layer: str, inputs: int, size: int
     ) -> npt.NDArray[np.int32] | None:
         """Inputs in the order of their groups; None where they are so already."""
-        if self.method != "gptq":
+        if self.method != "gptq" or not tensors.stores(f"{layer}.g_idx"):
             return None
-        try:
-            group_of = tensors(f"{layer}.g_idx")
-        except CheckpointError:
-            return None
+        group_of = tensors.stored(f"{layer}.g_idx")
         in_order = np.arange(inputs) // size
         if np.array_equal(group_of, in_order):
             return None
