@@ -13,7 +13,7 @@ from neso.engine.core.scheduler import Scheduler, SchedulerConfig
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.stats import EngineStats
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import CacheLayout, FloatArray, Runner
+from neso.engine.runners.base import CacheLayout, Logits, Runner
 from neso.engine.sampling.logprobs import position_logprobs
 from neso.engine.sampling.random_choice import BROKEN
 from neso.engine.sampling.sampler import SampledToken, Sampler
@@ -102,7 +102,7 @@ class EngineCore:
         if not self._states.keys() <= live:
             raise IntegrityError("the sampler remembers sequences that are gone")
 
-    def _sample(self, batch: Batch, logits: FloatArray) -> list[SequenceOutput]:
+    def _sample(self, batch: Batch, logits: Logits) -> list[SequenceOutput]:
         prompt_logprobs = {
             rows.sequence.id: position_logprobs(
                 logits[rows.start : rows.end],
@@ -112,7 +112,7 @@ class EngineCore:
             for rows in batch.prompt_rows
         }
         sequences = [s for sampled in batch.sampled for s in (sampled, *self.scheduler.fork(sampled))]
-        tokens = self._sampler.sample(logits[: len(sequences)], [self._state(s) for s in sequences])
+        tokens = self._sampler.sample(logits, [self._state(s) for s in sequences])
         outputs = [
             self._append(sequence, token, prompt_logprobs.pop(sequence.id, []))
             for sequence, token in zip(sequences, tokens, strict=True)

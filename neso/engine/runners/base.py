@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,21 @@ if TYPE_CHECKING:
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
 
-FloatArray = npt.NDArray[np.floating[Any]]
+Float32Array = npt.NDArray[np.float32]
+
+
+class RemoteLogits(Protocol):
+    """float32[R, vocab_size] on a device: what is indexed is copied to the host."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: int | slice | list[int]) -> Float32Array: ...
+
+    def __setitem__(self, row: int, logits: Float32Array) -> None: ...
+
+
+Logits = Float32Array | RemoteLogits
+"""Rows of logits. To change one, read it, change it and write it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +88,15 @@ class Runner(ABC):
         """Memory of one block over all layers, in bytes; what the cache is sized by."""
 
     @abstractmethod
-    def step(self, plan: StepPlan) -> FloatArray:
+    def step(self, plan: StepPlan) -> Logits:
         """Compute the new tokens, write their keys and values, return logits float32[R, vocab_size].
 
-        Row i belongs to plan.logits_rows[i]. The array is the caller's until the next step: it may be changed in
-        place.
+        Row i belongs to plan.logits_rows[i]. They are the caller's until the next step: rows may be changed.
         """
 
-    def choose(self, logits: npt.NDArray[np.float32], draws: Draws) -> npt.NDArray[np.int32]:
-        """A token for each row of float32[R, vocab_size], as `random_choice.choose` gives; BROKEN where it is NaN.
+    def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
+        """A token for each of the first len(draws) rows of what `step` gave, as `random_choice.choose` does.
 
-        Rows from R on are left alone. A runner that can draw faster does.
+        BROKEN where a logit is NaN. A runner that can draw faster does.
         """
-        return choose(logits, draws)
+        return choose(logits[: len(draws)], draws)

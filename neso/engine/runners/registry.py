@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from importlib import import_module
 
 from neso.engine.runners.base import Runner
 
 logger = logging.getLogger(__name__)
 
-# Name to module and class, best first: "auto" takes the first that can be imported.
+# Name to module and class, best first: "auto" takes the first that this machine is made for and that can be imported.
 RUNNERS = {
+    "torch": ("neso.engine.runners.torch.runner", "TorchRunner"),
     "native": ("neso.engine.runners.native.runner", "NativeRunner"),
     "reference": ("neso.engine.runners.reference.runner", "ReferenceRunner"),
 }
@@ -34,11 +36,18 @@ def runner_class(name: str = "auto") -> type[Runner]:
 
 def _first_that_runs() -> type[Runner]:
     for name in RUNNERS:
+        if name == "torch" and not has_nvidia_gpu():
+            continue
         found = _import(name)
         if isinstance(found, type):
             return found
         logger.warning("the runner %s cannot run here, the next one is slower: %s", name, found)
     raise UnknownRunner("no runner can run here")
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the driver of one is loaded: to ask torch would cost its import on every machine without."""
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _import(name: str) -> type[Runner] | ImportError:

@@ -39,6 +39,9 @@ class Draws:
             uniforms=uniforms,
         )
 
+    def __len__(self) -> int:
+        return len(self.uniforms)
+
     def rows(self, wanted: npt.NDArray[np.intp]) -> Draws:
         """Those of some rows."""
         return Draws(

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from neso.engine.core.request import PositionLogprobs
 from neso.engine.sampling.logprobs import position_logprobs
 from neso.engine.sampling.penalties import adjust
-from neso.engine.sampling.random_choice import BROKEN, Draws, Int32Array, choose
+from neso.engine.sampling.random_choice import BROKEN, Draws, FloatRows, Int32Array, choose
 from neso.engine.sampling.state import SamplingState
 
-Choose = Callable[[npt.NDArray[np.float32], Draws], Int32Array]
+if TYPE_CHECKING:
+    from neso.engine.runners.base import Logits
+
+Choose = Callable[[Any, Draws], Int32Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +37,15 @@ class Sampler:
     def __init__(self, choose: Choose = choose) -> None:
         self._choose = choose
 
-    def sample(self, logits: npt.NDArray[np.float32], states: list[SamplingState]) -> list[SampledToken]:
-        """Choose one token for each row of float32[R, V] (changed in place) and count it in its state."""
+    def sample(self, logits: Logits, states: list[SamplingState]) -> list[SampledToken]:
+        """Choose a token for each state from its row of float32[R, V] (which may be changed), and count it."""
         wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
         raw = logits[wanted] if wanted else None
-        for row, state in zip(logits, states, strict=True):
+        for i, state in enumerate(states):
             if state.changes_logits:
+                row = logits[i]
                 adjust(row, state)
+                logits[i] = row
         uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
         tokens = self._choose(logits, Draws.of([state.params for state in states], uniforms)).tolist()
         logprobs = self._logprobs(raw, wanted, tokens, states) if raw is not None else {}
@@ -51,7 +56,7 @@ class Sampler:
 
     def _logprobs(
         self,
-        raw: npt.NDArray[np.float32],
+        raw: FloatRows,
         wanted: list[int],
         tokens: list[int],
         states: list[SamplingState],

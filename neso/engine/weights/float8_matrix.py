@@ -45,6 +45,12 @@ class Float8Matrix:
         outputs, inputs = self.codes.shape
         return outputs, inputs
 
+    def scale_of_outputs(self) -> Float32Array | None:
+        """The scale of each output, float32[N]; None where it differs along the inputs."""
+        if self.scales.shape[1] != 1:
+            return None
+        return np.repeat(self.scales[:, 0], self.block[0])[: self.shape[0]]
+
     def dequantize(self) -> Float32Array:
         """The weights, float32[N, K]."""
         outputs, inputs = self.shape

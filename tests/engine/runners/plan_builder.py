@@ -86,7 +86,12 @@ def run_in_chunks(
 ) -> np.ndarray:
     """Logits of all tokens of one sequence, computed in steps of these sizes: float32[len(tokens), vocab]."""
     sequence = builder.sequence(tokens)
-    return np.concatenate([runner.step(builder.plan([(sequence, size)])).copy() for size in sizes])
+    return np.concatenate([run(runner, builder.plan([(sequence, size)])) for size in sizes])
+
+
+def run(runner: Runner, plan: StepPlan) -> np.ndarray:
+    """The step's logits, float32[R, vocab], a copy on the host."""
+    return np.array(runner.step(plan)[:])
 
 
 def random_tokens(length: int, vocab_size: int = 384, seed: int = 0) -> list[int]:

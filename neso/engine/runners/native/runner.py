@@ -14,6 +14,7 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import (
     DEFAULT_OPTIONS,
     CacheLayout,
+    Logits,
     Runner,
     RunnerOptions,
     UnsupportedOption,
@@ -96,10 +97,16 @@ class NativeRunner(Runner):
         )
         return logits
 
-    def choose(self, logits: Float32Array, draws: Draws) -> npt.NDArray[np.int32]:
-        tokens = np.empty(len(logits), np.int32)
+    def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
+        tokens = np.empty(len(draws), np.int32)
         self._decoder.choose(
-            logits, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniforms, tokens
+            logits[: len(draws)],
+            draws.temperature,
+            draws.top_k,
+            draws.top_p,
+            draws.min_p,
+            draws.uniforms,
+            tokens,
         )
         return tokens
 

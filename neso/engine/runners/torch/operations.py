@@ -1,0 +1,137 @@
+"""What a decoder layer does besides matrix products: the interface, and its plain implementation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from neso.engine.runners.torch.kv_cache import LayerCache
+from neso.engine.runners.torch.step_inputs import StepInputs
+from neso.engine.specs.decoder_spec import Activation
+
+
+class Operations(Protocol):
+    """T tokens; activations in the model's dtype, sums in float32."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Of x[T, width] by weight[width]."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x, in place; the norm of that."""
+
+    def rotate(
+        self, heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | None, eps: float
+    ) -> None:
+        """Rotate heads[T, heads, head_dim] in place by rows of cos_sin float32[positions, rotary_dim].
+
+        The first half of a row are cosines, the second sines. Before that each head is normed by weight[head_dim],
+        where there is one.
+        """
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor, cache: LayerCache) -> None:
+        """Write keys[T, kv_heads, key_dim] and values[T, kv_heads, value_dim] at slots[T]."""
+
+    def attention(
+        self,
+        queries: Tensor,
+        cache: LayerCache,
+        inputs: StepInputs,
+        window: int | None,
+        scale: float,
+        softcap: float,
+    ) -> Tensor:
+        """Causal attention of queries[T, heads, key_dim] over the cache: [T, heads, value_dim].
+
+        A token sees `window` tokens, itself included; all where it is None. `softcap` above 0 bounds the scores:
+        softcap * tanh(score / softcap).
+        """
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up for gate_up[T, 2 * width], the gate in the first half."""
+
+
+class PlainOperations:
+    """In torch's own operations, sequence by sequence: runs on any device, and is the oracle of the kernels."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (normed * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rotate(
+        self, heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | None, eps: float
+    ) -> None:
+        if weight is not None:
+            heads.copy_(self.rms_norm(heads, weight, eps))
+        cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
+        half = cos.shape[-1]
+        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        heads[..., : 2 * half] = rotated
+
+    def store(self, keys: Tensor, values: Tensor, slots: Tensor, cache: LayerCache) -> None:
+        cache.keys.flatten(0, 1)[slots.long()] = keys
+        cache.values.flatten(0, 1)[slots.long()] = values
+
+    def attention(
+        self,
+        queries: Tensor,
+        cache: LayerCache,
+        inputs: StepInputs,
+        window: int | None,
+        scale: float,
+        softcap: float,
+    ) -> Tensor:
+        plan, block_size = inputs.plan, cache.keys.shape[1]
+        out = queries.new_empty(*queries.shape[:2], cache.values.shape[-1])
+        for sequence in range(plan.num_sequences):
+            start, end = plan.query_start[sequence : sequence + 2].tolist()
+            computed = int(plan.num_computed[sequence])
+            oldest = 0 if window is None else max(computed - window + 1, 0)
+            first_block, context = oldest // block_size, computed + end - start
+            blocks = inputs.block_tables[sequence, first_block : -(-context // block_size)].long()
+            seen = slice(oldest - first_block * block_size, context - first_block * block_size)
+            keys, values = (part[blocks].flatten(0, 1)[seen] for part in (cache.keys, cache.values))
+            distance = _distances(computed, end - start, oldest, context, queries.device)
+            mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            out[start:end] = _attend(queries[start:end], keys, values, mask, scale, softcap)
+        return out
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "silu":
+            return functional.silu(gate) * up
+        return functional.gelu(gate, approximate="tanh") * up
+
+
+def _distances(computed: int, count: int, oldest: int, context: int, device: torch.device) -> Tensor:
+    """How far each key, from `oldest` on, lies before each new token, [count, context - oldest]."""
+    positions = torch.arange(computed, computed + count, device=device)
+    return positions[:, None] - torch.arange(oldest, context, device=device)
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float
+) -> Tensor:
+    """queries[Q, heads, D], keys[L, kv_heads, D], values[L, kv_heads, E], mask bool[Q, L] -> [Q, heads, E]."""
+    q, k, v = (part.transpose(0, 1) for part in (queries, keys, values))
+    if not softcap and k.shape[-1] == v.shape[-1]:
+        attended = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
+        )[0]
+        return attended.transpose(0, 1)
+    repeats = len(q) // len(k)
+    k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
+    scores = (q.float() @ k.float().mT) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -np.inf).softmax(dim=-1)
+    return (weights @ v.float()).to(queries.dtype).transpose(0, 1)

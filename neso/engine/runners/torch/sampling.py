@@ -1,0 +1,53 @@
+"""Draws tokens on the device: what `random_choice.choose` does, in torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neso.engine.sampling.random_choice import BROKEN, Draws
+
+
+def choose(logits: Tensor, draws: Draws) -> Tensor:
+    """A token for each row of float32[R, V], int32[R] on the device; BROKEN where a logit is NaN."""
+    tokens = logits.argmax(dim=1)
+    # argmax of a row with NaN is the NaN, so such a row is recognised by its token.
+    broken = logits.gather(1, tokens[:, None])[:, 0].isnan()
+    random = np.flatnonzero(draws.temperature > 0)
+    if len(random):
+        chosen = draws.rows(random)
+        rows = torch.from_numpy(random).to(logits.device)
+        tokens[rows] = _draw(_kept(_exponentials(logits[rows], chosen), chosen), chosen)
+    return torch.where(broken, BROKEN, tokens).int()
+
+
+def _exponentials(logits: Tensor, draws: Draws) -> Tensor:
+    """Probabilities over that of the most likely token, float32[R, V]."""
+    temperature = torch.from_numpy(draws.temperature).to(logits.device)
+    return ((logits - logits.amax(dim=1, keepdim=True)) * (1 / temperature)[:, None]).exp()
+
+
+def _kept(weights: Tensor, draws: Draws) -> Tensor:
+    """Zero what top-k, then top-p, then min-p drop; see `random_choice.filter_weights`."""
+    if not (draws.top_k.any() or (draws.top_p < 1).any() or draws.min_p.any()):
+        return weights
+    device, vocab = weights.device, weights.shape[1]
+    top_k = torch.from_numpy(np.where(draws.top_k > 0, draws.top_k, vocab)).to(device)
+    top_p = torch.from_numpy(draws.top_p).to(device, torch.float64)[:, None]
+    min_p = torch.from_numpy(draws.min_p).to(device)
+    ordered, order = weights.sort(dim=1, descending=True, stable=True)
+    in_top_k = torch.arange(vocab, device=device) < top_k[:, None]
+    mass = ordered.masked_fill(~in_top_k, 0).cumsum(dim=1, dtype=torch.float64)
+    in_top_p = (mass - ordered < top_p * mass[:, -1:]) | (top_p >= 1)
+    keep = in_top_k & in_top_p & (ordered >= min_p[:, None] * ordered[:, :1])
+    keep[:, 0] = True
+    return torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill(~keep, 0))
+
+
+def _draw(weights: Tensor, draws: Draws) -> Tensor:
+    """Index drawn from each row by the inverse of its distribution function, int64[R]."""
+    cumulative = weights.cumsum(dim=1, dtype=torch.float64)
+    targets = torch.from_numpy(draws.uniforms).to(weights.device)[:, None] * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return found.clamp(max=weights.shape[1] - 1)

@@ -1,0 +1,89 @@
+"""A step plan on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from neso.engine.core.step_plan import StepPlan
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the layers of a step share; all tensors int32.
+
+    With T new tokens, S sequences, R logits rows:
+
+    - token_ids, positions, slots [T]; a slot is block * block_size + offset in it
+    - query_start[S + 1], num_computed[S], block_tables[S, B]: as in the plan
+    - decodes[D]: the sequences with one new token; prefills[P, 2]: (sequence, first of its new tokens) of each tile
+      of at most TILE_QUERIES queries of the others
+    - plan: the same on the host
+    - logits_rows[R], or None where every token's logits are wanted in order
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_start: Tensor
+    num_computed: Tensor
+    block_tables: Tensor
+    decodes: Tensor
+    prefills: Tensor
+    plan: StepPlan
+    logits_rows: Tensor | None = None
+
+
+TILE_QUERIES = 16
+"""New tokens of a sequence that attend together in a prefill."""
+
+
+def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepInputs:
+    """Copy a plan to the device, all in one transfer that the host does not wait for."""
+    lengths = np.diff(plan.query_start)
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "token_ids": plan.token_ids,
+        "positions": plan.positions(),
+        "slots": plan.slots(block_size),
+        "query_start": plan.query_start,
+        "num_computed": plan.num_computed,
+        "block_tables": plan.block_tables,
+        "decodes": np.flatnonzero(lengths == 1),
+        "prefills": _prefill_tiles(lengths),
+        "logits_rows": plan.logits_rows,
+    }
+    tensors = dict(zip(arrays, copy_together(list(arrays.values()), device), strict=True))
+    if wants_every_row(plan):
+        del tensors["logits_rows"]
+    return StepInputs(**tensors, plan=plan)
+
+
+def wants_every_row(plan: StepPlan) -> bool:
+    """Whether the logits of all new tokens are wanted, in their order."""
+    return np.array_equal(plan.logits_rows, np.arange(plan.num_tokens))
+
+
+def copy_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays as int32 tensors on the device: views of one buffer."""
+    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    pieces = packed.split([array.size for array in arrays])
+    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+
+
+def _prefill_tiles(lengths: Int32Array) -> npt.NDArray[np.int64]:
+    """(sequence, first new token) of every tile, [P, 2], the longest sequences first: they take longest."""
+    sequences = np.flatnonzero(lengths > 1)
+    sequences = sequences[np.argsort(-lengths[sequences], kind="stable")]
+    counts = -(-lengths[sequences] // TILE_QUERIES)
+    ends = np.cumsum(counts)
+    indices = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return np.stack([np.repeat(sequences, counts), indices * TILE_QUERIES], axis=1)

@@ -1,0 +1,145 @@
+"""The weights of a decoder on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.runners.torch.linear import DenseLinear, Float8Linear, Linear
+from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.specs.tensor_roles import Role, layer_shapes, model_shapes
+from neso.engine.weights.float8_matrix import Float8Matrix
+from neso.engine.weights.quantized_matrix import QuantizedMatrix
+from neso.engine.weights.source import Matrix, WeightSource
+
+_DTYPES = {
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float16): torch.float16,
+    np.dtype(ml_dtypes.bfloat16): torch.bfloat16,
+}
+_NAMED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Products that read the same input are one: the matrices of query, key and value, those of gate and up."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """`lm_head` multiplies by the embedding where they are tied."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    final_norm: Tensor
+    lm_head: Linear
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+
+class WeightLoader:
+    """Reads weights onto a device, layer by layer: the host holds one matrix at a time.
+
+    Quantized matrices become dense, but float8 ones with a scale for each output or for all: these stay.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, source: WeightSource, options: RunnerOptions, device: torch.device
+    ) -> None:
+        if options.quantization not in (None, "fp8"):
+            raise UnsupportedOption(
+                f"the torch runner does not quantize to {options.quantization}; it has fp8, the native runner the rest"
+            )
+        self._spec, self._source, self._device = spec, source, device
+        self._shapes = model_shapes(spec) | layer_shapes(spec)
+        self._to_float8 = options.quantization == "fp8"
+        self.dtype = self._choose_dtype(options)
+
+    def load(self) -> DecoderWeights:
+        """Raises `CheckpointError` when a tensor is missing or has the wrong shape."""
+        spec = self._spec
+        embedding = self._dense(self._matrix("embedding", None))
+        return DecoderWeights(
+            embedding=embedding,
+            layers=[self._layer(layer) for layer in range(spec.num_layers)],
+            final_norm=self._vector("final_norm"),
+            # Never rounded to float8: the logits would show it.
+            lm_head=DenseLinear(
+                embedding if spec.tied_embeddings else self._dense(self._matrix("lm_head", None))
+            ),
+        )
+
+    def _choose_dtype(self, options: RunnerOptions) -> torch.dtype:
+        if options.dtype != "auto":
+            return _NAMED[options.dtype]
+        found = self._matrix("embedding", None)
+        if isinstance(found, np.ndarray):
+            return _DTYPES.get(found.dtype, torch.float32)
+        return torch.bfloat16
+
+    def _layer(self, layer: int) -> LayerWeights:
+        spec = self._spec
+        qkv_biases: tuple[Role, ...] = ("query_bias", "key_bias", "value_bias") if spec.qkv_bias else ()
+        gate_up_biases: tuple[Role, ...] = ("gate_bias", "up_bias") if spec.mlp_bias else ()
+        return LayerWeights(
+            attention_norm=self._vector("attention_norm", layer),
+            qkv=self._linear(layer, ("query", "key", "value"), qkv_biases),
+            query_norm=self._vector("query_norm", layer) if spec.qk_norm else None,
+            key_norm=self._vector("key_norm", layer) if spec.qk_norm else None,
+            output=self._linear(layer, ("output",), ("output_bias",) if spec.output_bias else ()),
+            mlp_norm=self._vector("mlp_norm", layer),
+            gate_up=self._linear(layer, ("gate", "up"), gate_up_biases),
+            down=self._linear(layer, ("down",), ("down_bias",) if spec.mlp_bias else ()),
+        )
+
+    def _linear(self, layer: int, roles: tuple[Role, ...], biases: tuple[Role, ...]) -> Linear:
+        """The product with the matrices of these roles, one below the other."""
+        bias = torch.cat([self._vector(role, layer) for role in biases]) if biases else None
+        parts = [self._matrix(role, layer) for role in roles]
+        if all(isinstance(part, Float8Matrix) and part.scale_of_outputs() is not None for part in parts):
+            return self._stored_float8([part for part in parts if isinstance(part, Float8Matrix)], bias)
+        weight = torch.cat([self._dense(part) for part in parts])
+        return Float8Linear.quantized(weight, bias) if self._to_float8 else DenseLinear(weight, bias)
+
+    def _stored_float8(self, parts: list[Float8Matrix], bias: Tensor | None) -> Float8Linear:
+        codes = np.concatenate([part.codes.view(np.uint8) for part in parts])
+        scales = np.concatenate([part.scale_of_outputs() for part in parts])
+        return Float8Linear(
+            torch.from_numpy(codes).view(torch.float8_e4m3fn).to(self._device),
+            torch.from_numpy(scales).to(self._device),
+            bias,
+        )
+
+    def _matrix(self, role: Role, layer: int | None) -> Matrix:
+        outputs, inputs = self._shapes[role]
+        return self._source.matrix(self._spec.tensor_name(role, layer), (outputs, inputs))
+
+    def _vector(self, role: Role, layer: int | None = None) -> Tensor:
+        target = np.empty(self._shapes[role], np.float32)
+        self._source.read_float32(self._spec.tensor_name(role, layer), target)
+        return torch.from_numpy(target).to(self._device, self.dtype)
+
+    def _dense(self, matrix: Matrix) -> Tensor:
+        if isinstance(matrix, (QuantizedMatrix, Float8Matrix)):
+            matrix = matrix.dequantize()
+        if matrix.dtype not in _DTYPES:
+            matrix = matrix.astype(np.float32)
+        bits = np.require(matrix, requirements=["A", "C"]).view(np.dtype(f"i{matrix.dtype.itemsize}"))
+        # A copy: the view of the file is read-only, and gone when it is closed.
+        return torch.tensor(bits).view(_DTYPES[matrix.dtype]).to(self._device, self.dtype)
