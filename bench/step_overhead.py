@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from checkpoint import SHAPES, write_checkpoint
 
 from neso.engine.core.request import EngineRequest
@@ -23,7 +24,6 @@ from neso.engine.core.scheduler import SchedulerConfig
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.engine_core import EngineCore
 from neso.engine.ipc.messages import StepOutputs, event_decoder, event_encoder
-from neso.engine.runners.base import FloatArray
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ class IdleRunner(NativeRunner):
         runner._logits = np.random.default_rng(0).standard_normal((1024, spec.vocab_size)).astype(np.float32)
         return runner
 
-    def step(self, plan: StepPlan) -> FloatArray:
+    def step(self, plan: StepPlan) -> npt.NDArray[np.float32]:
         return self._logits[: len(plan.logits_rows)]
 
 

@@ -10,9 +10,8 @@ from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.runners.base import Runner
-from neso.engine.runners.registry import runner_class
+from neso.engine.runners.open_model import open_model
 from neso.engine.specs.errors import UnsupportedModel
-from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.open_source import open_source
 
@@ -24,21 +23,19 @@ def load_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     started = time.perf_counter()
     try:
         with open_source(config.model) as source:
-            spec = decoder_spec(source.config)
-            max_model_len = _max_model_len(config, spec.max_position)
-            found_class = runner_class(config.runner)
-            runner = found_class.load(spec, source, config.runner_options)
+            runner = open_model(source, config.runner, config.runner_options)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
+    max_model_len = _max_model_len(config, runner.max_position)
     num_blocks = _num_blocks(config, runner, max_model_len)
     block_size = config.scheduler.block_size
     core = EngineCore(runner, config.scheduler, num_blocks)
     info = EngineInfo(
-        runner=found_class.__name__,
+        runner=type(runner).__name__,
         # A sequence longer than the whole cache could never be finished.
         max_model_len=min(max_model_len, num_blocks * block_size),
         max_num_seqs=config.scheduler.max_num_seqs,
-        vocab_size=spec.vocab_size,
+        vocab_size=runner.vocab_size,
         num_blocks=num_blocks,
         block_size=block_size,
         cache_bytes=num_blocks * runner.cache_bytes_per_block(block_size),

@@ -66,18 +66,14 @@ class UnsupportedOption(ValueError):
 
 
 class Runner(ABC):
-    """Executes a `DecoderSpec`. One call does a whole step; nothing of a sequence is kept but its cache blocks."""
+    """Executes a model. One call does a whole step; nothing of a sequence is kept but its cache blocks.
 
-    @classmethod
-    @abstractmethod
-    def load(
-        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
-    ) -> Runner:
-        """Take the weights.
+    - vocab_size: width of the logits
+    - max_position: the longest sequence, in tokens, that the positions are made for
+    """
 
-        Raises `CheckpointError` when a tensor is missing or has a wrong shape, `UnsupportedOption` for an option
-        that this runner does not have.
-        """
+    vocab_size: int
+    max_position: int
 
     @abstractmethod
     def allocate_cache(self, layout: CacheLayout) -> None:
@@ -100,3 +96,22 @@ class Runner(ABC):
         BROKEN where a logit is NaN. A runner that can draw faster does.
         """
         return choose(logits[: len(draws)], draws)
+
+
+class SpecRunner(Runner):
+    """Executes any model that a `DecoderSpec` describes."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self.spec = spec
+        self.vocab_size, self.max_position = spec.vocab_size, spec.max_position
+
+    @classmethod
+    @abstractmethod
+    def load(
+        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
+    ) -> SpecRunner:
+        """Take the weights.
+
+        Raises `CheckpointError` when a tensor is missing or has a wrong shape, `UnsupportedOption` for an option
+        that this runner does not have.
+        """

@@ -1,4 +1,4 @@
-"""Which runners there are."""
+"""Which runners of specs there are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 from importlib import import_module
 
-from neso.engine.runners.base import Runner
+from neso.engine.runners.base import SpecRunner
 
 logger = logging.getLogger(__name__)
 
@@ -22,19 +22,21 @@ class UnknownRunner(ValueError):
     """There is no runner of that name, or it cannot run here."""
 
 
-def runner_class(name: str = "auto") -> type[Runner]:
+def runner_class(name: str = "auto") -> type[SpecRunner]:
     """The class of a runner; its module is imported only now. Raises `UnknownRunner`."""
     if name == "auto":
         return _first_that_runs()
     if name not in RUNNERS:
-        raise UnknownRunner(f"there is no runner {name!r}; there are auto, {', '.join(RUNNERS)}")
+        raise UnknownRunner(
+            f"there is no runner {name!r}; there are auto, {', '.join(RUNNERS)}, transformers"
+        )
     found = _import(name)
     if isinstance(found, ImportError):
         raise UnknownRunner(f"the runner {name!r} cannot run here: {found}")
     return found
 
 
-def _first_that_runs() -> type[Runner]:
+def _first_that_runs() -> type[SpecRunner]:
     for name in RUNNERS:
         if name == "torch" and not has_nvidia_gpu():
             continue
@@ -50,10 +52,10 @@ def has_nvidia_gpu() -> bool:
     return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
 
 
-def _import(name: str) -> type[Runner] | ImportError:
+def _import(name: str) -> type[SpecRunner] | ImportError:
     module, class_name = RUNNERS[name]
     try:
-        runner: type[Runner] = getattr(import_module(module), class_name)
+        runner: type[SpecRunner] = getattr(import_module(module), class_name)
     except ImportError as error:
         return error
     return runner

@@ -8,7 +8,7 @@ from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler import SchedulerConfig
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.engine_core import EngineCore
-from neso.engine.runners.base import CacheLayout, FloatArray, Runner
+from neso.engine.runners.base import CacheLayout, Logits, Runner
 from neso.generation import SamplingParams
 
 VOCAB = 97
@@ -36,7 +36,7 @@ class FakeRunner(Runner):
     def cache_bytes_per_block(self, block_size: int) -> int:
         return 8 * block_size
 
-    def step(self, plan: StepPlan) -> FloatArray:
+    def step(self, plan: StepPlan) -> Logits:
         size = self.layout.block_size
         blocks = self.cache.reshape(-1, size)
         for source, target in plan.block_copies:

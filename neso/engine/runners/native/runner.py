@@ -15,8 +15,8 @@ from neso.engine.runners.base import (
     DEFAULT_OPTIONS,
     CacheLayout,
     Logits,
-    Runner,
     RunnerOptions,
+    SpecRunner,
     UnsupportedOption,
 )
 from neso.engine.runners.native.arena import Arena
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 Float32Array = npt.NDArray[np.float32]
 
 
-class NativeRunner(Runner):
+class NativeRunner(SpecRunner):
     """Holds the packed weights, the cache and the threads. The steps must come one at a time.
 
     The instruction set is the best that the CPU has, or what the environment variable NESO_ISA names.
     """
 
     def __init__(self, spec: DecoderSpec, weights: PackedDecoder, num_threads: int) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._rotary = RotaryTable(spec.rotary)
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self.isa = _native.default_isa()

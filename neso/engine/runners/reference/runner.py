@@ -9,8 +9,8 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import (
     DEFAULT_OPTIONS,
     CacheLayout,
-    Runner,
     RunnerOptions,
+    SpecRunner,
     UnsupportedOption,
 )
 from neso.engine.runners.reference.attention import AttentionPlan, attend
@@ -24,11 +24,11 @@ from neso.engine.weights.source import WeightSource
 Float32Array = npt.NDArray[np.float32]
 
 
-class ReferenceRunner(Runner):
+class ReferenceRunner(SpecRunner):
     """Holds the weights and the cache. The steps must come one at a time."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._weights = weights
         self._rotary = RotaryTable(spec.rotary)
         self._cache: KVCache | None = None

@@ -107,7 +107,7 @@ def _attend_tile(
         if SOFTCAP:
             # tanh by exponentials of a negative number: it cannot overflow.
             bounded = tl.abs(scores / softcap)
-            decay = tl.exp2(-2.0 * _LOG2_E * bounded)
+            decay = tl.exp2(bounded * (-2.0 * _LOG2_E))
             scores = tl.where(scores < 0, -softcap, softcap) * (1 - decay) / (1 + decay)
         scores = scores * _LOG2_E
         seen = exists[None, :] & (slot[None, :] <= position[:, None])

@@ -1,0 +1,36 @@
+"""From weights to the runner that executes them."""
+
+from __future__ import annotations
+
+from neso.engine.runners.base import Runner, RunnerOptions
+from neso.engine.runners.registry import UnknownRunner, runner_class
+from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.source import WeightSource
+
+
+def open_model(source: WeightSource, runner: str, options: RunnerOptions) -> Runner:
+    """Load with the runner of this name; "auto" takes transformers for a model that has no spec, if it is installed.
+
+    Raises `UnsupportedModel`, `UnsupportedOption`, `UnknownRunner`, `CheckpointError`.
+    """
+    if runner == "transformers":
+        return _with_transformers(source, options)
+    try:
+        spec = decoder_spec(source.config)
+    except UnsupportedModel as unsupported:
+        if runner != "auto":
+            raise
+        try:
+            return _with_transformers(source, options)
+        except UnknownRunner as missing:
+            raise UnsupportedModel(f"{unsupported}; {missing}") from None
+    return runner_class(runner).load(spec, source, options)
+
+
+def _with_transformers(source: WeightSource, options: RunnerOptions) -> Runner:
+    try:
+        from neso.engine.runners.transformers.runner import TransformersRunner
+    except ImportError as error:
+        raise UnknownRunner(f"the runner 'transformers' needs `pip install neso[torch]`: {error}") from None
+    return TransformersRunner.open(source, options)

@@ -1,0 +1,55 @@
+"""What runners in torch have in common: the cache, the copies between blocks, logits and sampling on the device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.runners.base import CacheLayout, Logits, Runner
+from neso.engine.runners.torch.device_logits import DeviceLogits
+from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
+from neso.engine.runners.torch.sampling import choose
+from neso.engine.runners.torch.step_inputs import copy_together
+from neso.engine.sampling.random_choice import Draws
+
+
+class DeviceRunner(Runner):
+    """A subclass computes: `forward`. The steps must come one at a time.
+
+    - heads: what each layer keeps of a token
+    - dtype: of activations and cache
+    """
+
+    device: torch.device
+    heads: list[HeadShape]
+    dtype: torch.dtype
+    _cache: KVCache | None = None
+
+    @abstractmethod
+    def forward(self, plan: StepPlan, cache: KVCache) -> Tensor:
+        """Logits float32[R, vocab_size] on the device; writes new keys and values. The copies of blocks are made."""
+
+    def allocate_cache(self, layout: CacheLayout) -> None:
+        self._cache = KVCache(self.heads, layout, self.dtype, self.device)
+
+    def cache_bytes_per_block(self, block_size: int) -> int:
+        return bytes_per_block(self.heads, block_size, self.dtype)
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> Logits:
+        if self._cache is None:
+            raise RuntimeError("allocate_cache must come before the first step")
+        if len(plan.block_copies):
+            self._cache.copy_blocks(copy_together([plan.block_copies], self.device)[0])
+        return DeviceLogits(self.forward(plan, self._cache))
+
+    @torch.inference_mode()
+    def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
+        assert isinstance(logits, DeviceLogits)
+        tokens: npt.NDArray[np.int32] = choose(logits.values[: len(draws)], draws).cpu().numpy()
+        return tokens
