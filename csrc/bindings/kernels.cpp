@@ -1,5 +1,6 @@
 // The kernels one by one, for tests against numpy and for microbenchmarks.
 #include <algorithm>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "model/product.h"
@@ -38,6 +39,41 @@ void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> 
     }
 }
 
+// x[rows, inputs] times each of the matrices, which have one shape and kind, `repeats` times over: between two products
+// with one of them come those with all others, as in the layers of a model. The results are dropped.
+void multiply_each(const std::vector<const OwnedMatrix*>& matrices, Array<float, 2> x, const std::string& isa,
+                   int threads, int repeats) {
+    if (matrices.empty()) throw std::invalid_argument("there must be a matrix");
+    const Matrix& first = matrices.front()->matrix;
+    for (const OwnedMatrix* owned : matrices) {
+        const Matrix& matrix = owned->matrix;
+        if (int(x.shape(1)) != matrix.inputs || matrix.outputs != first.outputs || matrix.kind != first.kind ||
+            matrix.dynamic != first.dynamic || matrix.group_size != first.group_size) {
+            throw std::invalid_argument("the matrices must be alike, and fit the inputs");
+        }
+    }
+    const Kernels& kernels = kernels_for(isa_from_name(isa));
+    const int rows = int(x.shape(0));
+    const float* from = x.data();
+    nb::gil_scoped_release release;
+    ThreadTeam team(threads);
+    InputStorage storage;
+    const int64_t stride = spread_stride(int64_t(first.outputs) * 4) / 4;
+    Buffer<float> result(rows * stride);
+    const Input described = kernels.describe_input(first, rows);
+    storage.reserve(described);
+    const Input input = storage.attach(described);
+    team.run([&](int) {
+        for (int repeat = 0; repeat < repeats; ++repeat) {
+            for (const OwnedMatrix* owned : matrices) {
+                pack_rows(team, kernels, input, owned->matrix,
+                          [&](int row, float*) { return from + int64_t(row) * first.inputs; });
+                multiply(team, kernels, input, owned->matrix, result.data(), stride, false);
+            }
+        }
+    });
+}
+
 // Sum of an array, by all threads: what the memory gives at best.
 double read_memory(Array<uint8_t> array, int threads, int repeats) {
     const uint8_t* data = array.data();
@@ -68,6 +104,8 @@ double read_memory(Array<uint8_t> array, int threads, int repeats) {
 void bind_kernels(nb::module_& m) {
     m.def("matmul", &matmul, nb::arg("matrix"), nb::arg("x"), nb::arg("out"), nb::arg("isa"), nb::arg("threads") = 1,
           nb::arg("repeats") = 1, "out float32[rows, outputs] = x float32[rows, inputs] @ matrix.T + bias");
+    m.def("multiply_each", &multiply_each, nb::arg("matrices"), nb::arg("x"), nb::arg("isa"), nb::arg("threads") = 1,
+          nb::arg("repeats") = 1, "Multiply x float32[rows, inputs] with each matrix in turn; no result is kept.");
     m.def("read_memory", &read_memory, nb::arg("array"), nb::arg("threads"), nb::arg("repeats") = 1,
           "Read an array as fast as the memory gives it; the sum of its words.");
     m.def(

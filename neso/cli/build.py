@@ -1,4 +1,4 @@
-"""`neso build`: pack a model for the native runner."""
+"""`neso build`: pack a model for the native runner, or round it for GPUs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class BuildQuantization(str, Enum):
     int8 = "int8"
     int4 = "int4"
     int8_dynamic = "int8_dynamic"
+    fp8 = "fp8"
 
 
 def build(
@@ -29,7 +30,9 @@ def build(
     dtype: Annotated[BuildDType, typer.Option(help="Of weights that are not quantized.")] = BuildDType.auto,
     quantization: Annotated[
         BuildQuantization | None,
-        typer.Option(help="int8, int4: of the weights only; int8_dynamic: of activations too."),
+        typer.Option(
+            help="int8, int4: of the weights only; int8_dynamic: of activations too; fp8: for GPUs."
+        ),
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(help="Ranks to split the weights among.")] = 1,
     threads: Annotated[int | None, typer.Option(help="Threads that pack; all cores by default.")] = None,
@@ -38,7 +41,8 @@ def build(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from neso.engine.build import build_engine
-    from neso.engine.runners.base import RunnerOptions
+    from neso.engine.build_float8 import build_float8
+    from neso.engine.runners.base import RunnerOptions, UnsupportedOption
     from neso.engine.specs.errors import UnsupportedModel
     from neso.engine.weights.errors import CheckpointError, ModelNotFound
     from neso.engine.weights.hub import resolve_model
@@ -49,13 +53,16 @@ def build(
     try:
         with Progress(*columns, TimeElapsedColumn()) as bar:
             task = bar.add_task("packing")
-            build_engine(
-                resolve_model(model),
-                target,
-                options,
-                tensor_parallel,
-                lambda done, total: bar.update(task, completed=done, total=total),
-            )
+
+            def progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            if quantization is BuildQuantization.fp8:
+                if tensor_parallel != 1 or dtype is not BuildDType.auto:
+                    raise UnsupportedOption("fp8 goes with neither --tensor-parallel nor --dtype")
+                build_float8(resolve_model(model), target, progress)
+            else:
+                build_engine(resolve_model(model), target, options, tensor_parallel, progress)
     except (CheckpointError, ModelNotFound, UnsupportedModel, ValueError, OSError) as error:
         typer.echo(f"neso build: {error}", err=True)
         raise typer.Exit(1) from None

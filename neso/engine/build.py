@@ -23,7 +23,6 @@ from neso.engine.weights.open_source import open_source
 
 Progress = Callable[[int, int], None]
 
-# What the tokenizer and the chat template are made of.
 _COPIED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "chat_template*")
 _ITEMS_OF_LAYER = 7  # without the norms of heads
 
@@ -41,7 +40,9 @@ def build_engine(
     `UnsupportedModel`, `UnsupportedOption`; `FileExistsError` when the target is not empty.
     """
     if options.quantization == "fp8":
-        raise UnsupportedOption("fp8 weights need a GPU; engines are built for the CPU")
+        raise UnsupportedOption(
+            "fp8 weights are for GPUs, engine directories for CPUs; build_float8 makes them"
+        )
     if tensor_parallel < 1:
         raise UnsupportedOption(f"tensor_parallel must be at least 1, got {tensor_parallel}")
     threads = options.num_threads or available_cores()
@@ -51,9 +52,7 @@ def build_engine(
         spec = decoder_spec(source.config)
         rank_spec = shard_spec(spec, tensor_parallel)
         dtype = str(dense_dtype(spec, source, options))
-        if target.exists() and any(target.iterdir()):
-            raise FileExistsError(f"{target} is not empty")
-        target.mkdir(parents=True, exist_ok=True)
+        prepare_target(target)
         matrices = {}
         for rank in range(tensor_parallel):
             shares = ShardedSource(source, spec, rank, tensor_parallel) if tensor_parallel > 1 else source
@@ -71,7 +70,7 @@ def build_engine(
         # Last: a directory without it is no engine.
         config = {**source.config, MARK: msgspec.to_builtins(info)}
         (target / CONFIG_FILE).write_text(json.dumps(config, indent=1))
-    _copy_text_files(model, target)
+    copy_text_files(model, target)
     return info
 
 
@@ -85,7 +84,15 @@ def _counted(
         progress(done, total)
 
 
-def _copy_text_files(model: Path, target: Path) -> None:
+def prepare_target(target: Path) -> None:
+    """Make the directory. Raises `FileExistsError` when there is something in it."""
+    if target.exists() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty")
+    target.mkdir(parents=True, exist_ok=True)
+
+
+def copy_text_files(model: Path, target: Path) -> None:
+    """What the tokenizer and the chat template are made of."""
     if model.is_file():
         Tokenizer.from_gguf(model).save(target)
         return

@@ -26,6 +26,7 @@ class DeviceLogits:
         picked: Float32Array = self.values[rows].cpu().numpy()
         return picked.copy() if self.values.device.type == "cpu" else picked
 
+    @torch.inference_mode()
     def __setitem__(self, row: int, logits: Float32Array) -> None:
         self.values[row] = torch.from_numpy(logits).to(self.values.device)
 

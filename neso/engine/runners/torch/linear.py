@@ -42,11 +42,15 @@ class Float8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if _multiplies_float8(x.device) and not (self.codes.shape[0] % 16 or self.codes.shape[1] % 16):
             rounded, x_scales = round_to_float8(x)
+            # bfloat16, with a bias in it, is what every such GPU gives; the inputs have fewer bits than that.
+            bias = None if self.bias is None else self.bias.bfloat16()
             return torch._scaled_mm(
-                rounded, self.codes.t(), x_scales, self.scales[None], bias=self.bias, out_dtype=x.dtype
-            )
-        product = functional.linear(x, self.codes.to(x.dtype)) * self.scales.to(x.dtype)
-        return product if self.bias is None else product + self.bias
+                rounded, self.codes.t(), x_scales, self.scales[None], bias=bias, out_dtype=torch.bfloat16
+            ).to(x.dtype)
+        # Sums of codes may be too large for float16, and scales too small.
+        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+        product = functional.linear(x.to(wide), self.codes.to(wide)) * self.scales.to(wide)
+        return (product if self.bias is None else product + self.bias).to(x.dtype)
 
     @classmethod
     def quantized(cls, weight: Tensor, bias: Tensor | None = None) -> Float8Linear:

@@ -1,0 +1,242 @@
+"""The native kernels one by one, held against the limits of the machine (machine_limits.py).
+
+Products have the shape of the MLP of bench/checkpoint.py's `m`; with few rows they go over so many copies of the
+matrix that no cache holds them, as a decode step goes over the layers. Attention is what a step of a decoder of 16
+layers takes more with all keys than with a window of one token. The small kernels run on one thread, on rows in the
+cache, where the memory is no limit; drawing tokens reads its logits from memory.
+
+"of limit" is the least time that reading the weights or keys once, and the arithmetic, take on this machine, by the
+time that it took. Takes a minute, and prints at the end.
+
+usage: python bench/kernels.py [--only gemm|attention|small ...] [--isa LEVEL] [--threads N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from checkpoint import SHAPES
+from machine_limits import MachineLimits, best_seconds, describe, measure
+
+import neso._native as _native
+from neso.engine.runners.native.arena import Arena
+from neso.engine.runners.native.pack import INT4, INT8, Packer
+from neso.engine.runners.native.packed_matrix import Kind, PackedMatrix
+from neso.engine.runners.native.runner import available_cores
+
+Call = Callable[[], object]
+
+ROWS = (1, 4, 16, 64, 256, 1024)
+KINDS = ("f32", "bf16", "int8", "int4", "int8_dynamic")
+SCHEMES = {"int8": INT8, "int4": INT4, "int8_dynamic": INT8}
+UNCACHED_BYTES = 144 << 20
+# With so many rows the products are bound by arithmetic, and all copies would take seconds.
+MANY_ROWS, FEW_COPIES = 256, 4
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 16, 4, 64, 16
+# New tokens of each sequence, sequences, tokens of each that are in the cache already.
+ATTENTION = ((1, 1, 8192), (1, 16, 512), (1, 64, 128), (128, 1, 0), (1024, 1, 0), (512, 1, 2048))
+CACHED_TOKENS = 64 * 144
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement; `read_bytes` and `flops` are the least that it takes.
+
+    - kind: of the operands, as machine_limits knows it; None where the limits of the machine say nothing
+    - share: the limit by the time, 0 to 1
+    """
+
+    kernel: str
+    case: str
+    seconds: float
+    read_bytes: float
+    flops: float
+    kind: str | None = None
+    share: float | None = None
+
+    def against(self, limits: MachineLimits) -> Result:
+        if self.kind is None:
+            return self
+        return replace(self, share=limits.seconds(self.read_bytes, self.flops, self.kind) / self.seconds)
+
+    def line(self) -> str:
+        share = "" if self.share is None else f"{100 * self.share:6.1f} % of limit"
+        rates = f"{self.read_bytes / self.seconds * 1e-9:8.1f} GB/s {self.flops / self.seconds * 1e-9:8.1f} GFLOP/s"
+        return f"{self.kernel:22} {self.case:30} {1e6 * self.seconds:11.2f} us {rates} {share}".rstrip()
+
+
+@dataclass(frozen=True)
+class Bench:
+    isa: str
+    threads: int
+
+    def gemm(self) -> Iterator[Result]:
+        shape = SHAPES["m"]
+        outputs, inputs = shape["intermediate"], shape["hidden"]
+        for kind in KINDS:
+            packed = _copies(_pack(kind, outputs, inputs, self.threads))
+            matrices = [matrix.native() for matrix in packed]
+            weight_bytes = _bytes(packed[0])
+            for rows in ROWS:
+                seconds = self._product_seconds(matrices, rows, inputs)
+                case = f"{outputs} x {inputs}, {rows} rows"
+                yield Result(f"gemm {kind}", case, seconds, weight_bytes, 2.0 * rows * outputs * inputs, kind)
+
+    def _product_seconds(self, matrices: list[_native.Matrix], rows: int, inputs: int) -> float:
+        x = np.random.default_rng(0).standard_normal((rows, inputs), np.float32)
+        used = matrices[:FEW_COPIES] if rows >= MANY_ROWS else matrices
+        # One pass a call: it takes milliseconds, so that starting the threads does not count, and of many short runs
+        # some are not disturbed.
+        seconds = best_seconds(lambda: _native.multiply_each(used, x, self.isa, self.threads), runs=10)
+        return seconds / len(used)
+
+    def attention(self) -> Iterator[Result]:
+        for kind in ("bf16", "f32"):
+            decoder = AttentionOnly(kind, self.isa, self.threads)
+            for new, sequences, cached in ATTENTION:
+                seconds = decoder.seconds(new, sequences, cached) / LAYERS
+                keys = sequences * (cached + new)
+                read = keys * 2.0 * KV_HEADS * HEAD_DIM * (2 if kind == "bf16" else 4)
+                pairs = sequences * (new * cached + new * (new + 1) / 2)
+                case = f"{sequences} x {new} new on {cached}"
+                flops = 4.0 * HEADS * HEAD_DIM * pairs
+                yield Result(f"attention {kind}", case, seconds, read, flops, kind)
+
+    def small(self, width: int = 2816) -> Iterator[Result]:
+        rng, isa = np.random.default_rng(0), self.isa
+        x, weight, out = rng.standard_normal((3, width)).astype(np.float32)
+        both, head = np.concatenate([x, weight]), x[:HEAD_DIM].copy()
+        cos, sin = np.ones(HEAD_DIM // 2, np.float32), np.zeros(HEAD_DIM // 2, np.float32)
+        one, matrix = cos[:1], _pack("bf16", 1024, width, 1).native()
+        calls: dict[str, tuple[Call, int]] = {
+            "rms_norm": (lambda: _native.rms_norm(x, weight, 1e-5, out, isa), 8 * width),
+            "gated silu": (lambda: _native.gated("silu", both, out, isa), 8 * width),
+            "gated gelu_tanh": (lambda: _native.gated("gelu_tanh", both, out, isa), 8 * width),
+            "rotate": (lambda: _native.rotate(head, cos, sin, isa), 8 * HEAD_DIM),
+            "matrix_row bf16": (lambda: _native.matrix_row(matrix, 77, out, isa), 2 * width),
+        }
+        # What a call from Python costs: that of a kernel with next to nothing to do.
+        empty = _seconds_of_one(lambda: _native.rotate(head, one, one, isa))
+        for name, (call, read) in calls.items():
+            case = f"{HEAD_DIM if name == 'rotate' else width} floats"
+            yield Result(name, case, max(_seconds_of_one(call) - empty, 1e-9), read, 0)
+        yield from self._choice()
+
+    def _choice(self, rows: int = 64, vocab: int = 32000) -> Iterator[Result]:
+        decoder = _decoder("f32", self.isa, self.threads, _tiny_weights(0, vocab), vocab)
+        rng = np.random.default_rng(0)
+        # Of other rows each time, so that they come from memory.
+        parts = rng.standard_normal((8, rows, vocab), np.float32)
+        ones, none, tokens = np.ones(rows, np.float32), np.zeros(rows, np.float32), np.empty(rows, np.int32)
+        kinds = {
+            "greedy": (none, ones),
+            "temperature": (ones, ones),
+            "top-p 0.9": (ones, ones * np.float32(0.9)),
+        }
+        for name, (heat, top_p) in kinds.items():
+            draw = (heat, tokens * 0, top_p, none, rng.uniform(size=rows), tokens)
+            seconds = best_seconds(lambda: [decoder.choose(part, *draw) for part in parts]) / len(parts)  # noqa: B023
+            yield Result(f"choose {name}", f"{rows} x {vocab}", seconds, rows * vocab * 4, 0, "f32")
+
+
+class AttentionOnly:
+    """A decoder whose matrices are tiny, and whose window can be set."""
+
+    def __init__(self, kind: str, isa: str, threads: int) -> None:
+        self._weights = {window: _tiny_weights(window, 16) for window in (0, 1)}
+        self._decoder = _decoder(kind, isa, threads, self._weights[1], 16)
+        self._decoder.allocate_cache(CACHED_TOKENS // BLOCK, BLOCK)
+        # Pages that were never written are all the same one, which the caches of the CPU hold.
+        for start in range(0, CACHED_TOKENS, 1024):
+            self._step(1024, 1, start)
+
+    def seconds(self, new: int, sequences: int, cached: int) -> float:
+        """Of attention in all layers."""
+        taken = {}
+        for window, weights in self._weights.items():
+            self._decoder.set_weights(weights)
+            taken[window] = best_seconds(lambda: self._step(new, sequences, cached))
+        return taken[0] - taken[1]
+
+    def _step(self, new: int, sequences: int, cached: int) -> None:
+        tokens, blocks = new * sequences, -(-(cached + new) // BLOCK)
+        self._decoder.step(
+            np.ones(tokens, np.int32),
+            np.arange(0, tokens + 1, new, dtype=np.int32),
+            np.full(sequences, cached, np.int32),
+            np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks),
+            np.empty((0, 2), np.int32),
+            np.arange(tokens, dtype=np.int32),
+            np.ones((tokens, HEAD_DIM // 2), np.float32),
+            np.zeros((tokens, HEAD_DIM // 2), np.float32),
+            np.empty((tokens, 16), np.float32),
+        )
+
+
+def _decoder(kind: str, isa: str, threads: int, weights: _native.Weights, vocab: int) -> _native.Decoder:
+    sizes = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 32, "norm_eps": 1e-5}
+    heads = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "rotary_dim": HEAD_DIM}
+    how = {"activation": "silu", "cache_kind": kind, "isa": isa, "threads": threads}
+    return _native.Decoder(weights=weights, attention_scale=HEAD_DIM**-0.5, **sizes, **heads, **how)
+
+
+def _tiny_weights(window: int, vocab: int) -> _native.Weights:
+    norm = np.ones(32, np.float32)
+    qkv = _pack("f32", (HEADS + 2 * KV_HEADS) * HEAD_DIM, 32, 1).native()
+    output = _pack("f32", 32, HEADS * HEAD_DIM, 1).native()
+    mlp = _pack("f32", 32, 32, 1).native()
+    layers = [
+        _native.Layer(norm, qkv, None, None, output, norm, mlp, mlp, mlp, window) for _ in range(LAYERS)
+    ]
+    return _native.Weights(layers, norm, _pack("f32", vocab, 32, 1).native(), None, "f32")
+
+
+def _pack(kind: str, outputs: int, inputs: int, threads: int) -> PackedMatrix:
+    dense: Kind = "bf16" if kind == "bf16" else "f32"
+    weights = np.random.default_rng(0).standard_normal((outputs, inputs), np.float32) * 0.02
+    return Packer(dense, SCHEMES.get(kind), kind == "int8_dynamic", threads).pack([weights])
+
+
+def _copies(matrix: PackedMatrix) -> list[PackedMatrix]:
+    """So many that no cache holds them all."""
+    arena, count = Arena(), UNCACHED_BYTES // _bytes(matrix) + 1
+    scales = [None if matrix.scales is None else matrix.scales.copy() for _ in range(count)]
+    return [replace(matrix, data=arena.copy(matrix.data), scales=copied) for copied in scales]
+
+
+def _bytes(matrix: PackedMatrix) -> int:
+    return sum(array.nbytes for array in matrix.arrays().values())
+
+
+def _seconds_of_one(call: Call) -> float:
+    return best_seconds(lambda: [call() for _ in range(2000)], least=0.05) / 2000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=("gemm", "attention", "small"))
+    parser.add_argument("--isa", choices=_native.supported_isas(), default=_native.default_isa())
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    before, bench = measure(arguments.threads), Bench(arguments.isa, arguments.threads)
+    parts = arguments.only or ("gemm", "attention", "small")
+    measured = [result for part in parts for result in getattr(bench, part)()]
+    limits = before.best_with(measure(arguments.threads))
+    results = [result.against(limits) for result in measured]
+    print(f"{describe(limits)}{arguments.isa} kernels")
+    for result in results:
+        print(result.line())
+    if arguments.json:
+        report = {"limits": asdict(limits), "isa": arguments.isa, "results": [asdict(r) for r in results]}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Engine steps of a whole model in the native runner, held against the limits of the machine (machine_limits.py).
+
+What a step must read: every matrix once, and the keys and values that its sequences have in the cache. What it must
+compute: two operations for each weight and token, and attention. A token whose logits nobody wants needs no output
+matrix, and of the last layer only the keys and values; a prompt needs the logits of its last token.
+
+usage: python bench/roofline.py [CHECKPOINT] [--dtype bfloat16] [--quantization int8] [--threads N] [--json FILE]
+
+CHECKPOINT: a directory or GGUF file, or a name that `neso serve` knows; without it, bench/checkpoint.py's `m`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from checkpoint import write_checkpoint
+from machine_limits import MachineLimits, best_seconds, describe, measure
+
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.runners.base import CacheLayout, DType, Quantization, RunnerOptions
+from neso.engine.runners.native.packed_decoder import PackedDecoder, PackedLayer, pack_items
+from neso.engine.runners.native.packed_matrix import PackedMatrix
+from neso.engine.runners.native.runner import NativeRunner, available_cores
+from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.open_source import open_source
+
+BLOCK = 16
+CONTEXT = 64
+"""Tokens that each decoding sequence has in the cache."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A step: `sequences` with `new` tokens each, after `cached` ones."""
+
+    name: str
+    sequences: int
+    new: int
+    cached: int
+
+
+PHASES = (
+    Phase("decode, batch 1", 1, 1, CONTEXT),
+    Phase("decode, batch 16", 16, 1, CONTEXT),
+    Phase("decode, batch 64", 64, 1, CONTEXT),
+    Phase("prefill, 128 tokens", 1, 128, 0),
+    Phase("prefill, 1024 tokens", 1, 1024, 0),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times in seconds; `share`: the limit by the time, 0 to 1."""
+
+    phase: str
+    seconds: float
+    read_bytes: float
+    flops: float
+    limit_seconds: float
+    share: float
+    bound: str
+
+    def line(self) -> str:
+        return (
+            f"{self.phase:21} {1e3 * self.seconds:9.2f} {1e-6 * self.read_bytes:9.1f} {1e-9 * self.flops:9.2f} "
+            f"{1e3 * self.limit_seconds:9.2f} {100 * self.share:8.1f} %  {self.bound}"
+        )
+
+
+HEAD = f"{'':21} {'ms':>9} {'MB':>9} {'GFLOP':>9} {'limit ms':>9} {'of limit':>10}  bound by"
+
+
+class Model:
+    """A native runner, and what its steps must read and compute."""
+
+    def __init__(self, path: Path, options: RunnerOptions) -> None:
+        threads = options.num_threads or available_cores()
+        with open_source(path) as source:
+            self.spec: DecoderSpec = decoder_spec(source.config)
+            items = dict(pack_items(self.spec, source, options, threads))
+        self.weights = PackedDecoder.assemble(self.spec, items)
+        self.runner = NativeRunner(self.spec, self.weights, threads)
+        tokens = max(phase.sequences * _blocks(phase) * BLOCK for phase in PHASES)
+        self.runner.allocate_cache(CacheLayout(tokens // BLOCK, BLOCK))
+
+    @property
+    def kind(self) -> str:
+        """Of most weights, as machine_limits names it."""
+        matrix = self.weights.layers[0].gate
+        return "int8_dynamic" if matrix.dynamic else matrix.kind
+
+    def read_bytes(self, phase: Phase) -> float:
+        matrices = [self.weights.lm_head, *(m for layer in self.weights.layers for m in _matrices(layer))]
+        weights = sum(array.nbytes for matrix in matrices for array in matrix.arrays().values())
+        token = self.runner.cache_bytes_per_block(BLOCK) / BLOCK / self.spec.num_layers
+        seen = (min(phase.cached, window or phase.cached) for window in self.spec.sliding_windows)
+        return weights + phase.sequences * token * sum(seen)
+
+    def flops(self, phase: Phase) -> float:
+        tokens, wanted, spec = phase.sequences * phase.new, phase.sequences, self.spec
+        *layers, last = self.weights.layers
+        matrices = tokens * sum(_size(matrix) for layer in layers for matrix in _matrices(layer))
+        matrices += tokens * _size(last.qkv) + wanted * sum(map(_size, _matrices(last)[1:]))
+        matrices += wanted * _size(self.weights.lm_head)
+        keys = phase.cached + 1 + np.arange(phase.new)
+        pairs = sum(np.minimum(keys, window or keys).sum() for window in spec.sliding_windows[:-1])
+        pairs += min(keys[-1], spec.sliding_windows[-1] or keys[-1])
+        attention = 4 * phase.sequences * spec.num_heads * spec.head_dim * pairs
+        return float(2 * matrices + attention)
+
+    def seconds(self, phase: Phase) -> float:
+        """Of the step; the same one again and again, which writes its keys where they were."""
+        plan = self._plan(phase.sequences, phase.new, phase.cached)
+        return best_seconds(lambda: self.runner.step(plan), least=1.0, runs=5)
+
+    def fill(self) -> None:
+        """Write the keys that the phases read: memory that was never written is read from no memory."""
+        phase = max((p for p in PHASES if p.cached), key=lambda p: p.sequences)
+        blocks = _blocks(phase)
+        for first in range(0, phase.sequences, 8):
+            plan = self._plan(min(8, phase.sequences - first), phase.cached, 0, blocks, first * blocks)
+            self.runner.step(plan)
+
+    def _plan(
+        self, sequences: int, new: int, cached: int, width: int | None = None, first_block: int = 0
+    ) -> StepPlan:
+        tokens, width = sequences * new, width or -(-(cached + new) // BLOCK)
+        ids = np.random.default_rng(0).integers(6, self.spec.vocab_size, tokens)
+        tables = np.arange(sequences * width, dtype=np.int32).reshape(sequences, width)
+        starts = np.arange(0, tokens + 1, new, dtype=np.int32)
+        return StepPlan(
+            step=1,
+            sequence_ids=np.arange(sequences, dtype=np.int32),
+            token_ids=ids.astype(np.int32),
+            query_start=starts,
+            num_computed=np.full(sequences, cached, np.int32),
+            block_tables=tables + np.int32(first_block),
+            block_copies=np.empty((0, 2), np.int32),
+            logits_rows=starts[1:] - np.int32(1),
+        )
+
+
+def _blocks(phase: Phase) -> int:
+    """Of one sequence."""
+    return -(-(phase.cached + phase.new) // BLOCK)
+
+
+def _matrices(layer: PackedLayer) -> list[PackedMatrix]:
+    return [layer.qkv, layer.output, layer.gate, layer.up, layer.down]
+
+
+def _size(matrix: PackedMatrix) -> int:
+    return matrix.outputs * matrix.inputs
+
+
+def result_of(model: Model, phase: Phase, seconds: float, limits: MachineLimits) -> Result:
+    read, flops = model.read_bytes(phase), model.flops(phase)
+    limit = limits.seconds(read, flops, model.kind)
+    bound = "memory" if limits.seconds(read, 0, model.kind) == limit else "arithmetic"
+    return Result(phase.name, seconds, read, flops, limit, limit / seconds, bound)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("--dtype", choices=get_args(DType), default="auto")
+    parser.add_argument("--quantization", choices=[q for q in get_args(Quantization) if q != "fp8"])
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    options = RunnerOptions(arguments.dtype, arguments.quantization, arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.checkpoint is None:
+            write_checkpoint(Path(folder), "m")
+        path = resolve_model(arguments.checkpoint) if arguments.checkpoint else Path(folder)
+        model = Model(path, options)
+    before = measure(arguments.threads)
+    model.fill()
+    seconds = [model.seconds(phase) for phase in PHASES]
+    limits = before.best_with(measure(arguments.threads))
+    found = [result_of(model, phase, taken, limits) for phase, taken in zip(PHASES, seconds, strict=True)]
+    print(f"{describe(limits)}{model.kind} weights, {model.runner.isa} kernels\n{HEAD}")
+    for result in found:
+        print(result.line())
+    if arguments.json:
+        report = {"limits": asdict(limits), "kind": model.kind, "results": [asdict(r) for r in found]}
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
