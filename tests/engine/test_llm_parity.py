@@ -63,7 +63,7 @@ def model(request, checkpoint_factory):
     return directory, greedy(directory, make_prompts(), MAX_TOKENS)
 
 
-@pytest.mark.parametrize("runner", ["reference", "native"])
+@pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_tokens_are_those_of_transformers(model, schedule, runner):
     """Requests join while others run; they leave at different steps."""

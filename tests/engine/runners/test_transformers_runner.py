@@ -30,7 +30,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},  # attention and MLP side by side
     "gpt_bigcode": {"n_positions": 512, "n_embd": 48, "n_layer": 3, "n_head": 4, "multi_query": True},
     "starcoder2": {"sliding_window": 9},  # biases, a window
-    "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 16},  # soft caps, windows by layer
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 16,
+    },  # soft caps, windows by layer
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # experts
 }
 
@@ -106,7 +110,9 @@ def test_quantization_is_refused(directory: Path) -> None:
         TransformersRunner.open(checkpoint, RunnerOptions(quantization="fp8"))
 
 
-def test_an_architecture_that_transformers_does_not_know_either(tmp_path: Path, llama_checkpoint: Path) -> None:
+def test_an_architecture_that_transformers_does_not_know_either(
+    tmp_path: Path, llama_checkpoint: Path
+) -> None:
     import shutil
 
     directory = shutil.copytree(llama_checkpoint, tmp_path / "unknown")

@@ -1,0 +1,239 @@
+"""The torch runner on a CPU: what it does on a GPU, without one; tests/gpu does it there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import load_oracle, rewrite_config
+from plan_builder import PlanBuilder, oracle_logits, random_tokens, run, run_in_chunks
+from safetensors.torch import load_file, save_file
+from torch_cases import (
+    ATOL,
+    CPU,
+    KERNELS,
+    MODELS,
+    DeviceLogitsCases,
+    GraphCases,
+    SamplingCases,
+    allocate,
+    load_torch,
+    normal,
+    with_operations,
+)
+
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.llm import LLM
+from neso.engine.runners.base import UnsupportedOption
+from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
+from neso.engine.runners.torch.linear import DenseLinear, Float8Linear, Linear
+from neso.engine.runners.torch.runner import TorchRunner
+from neso.generation import SamplingParams
+
+Factory = Callable[..., Path]
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are compiled here, not interpreted"
+)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return CPU
+
+
+@interpreted
+class TestUncapturedGraphs(GraphCases):
+    pass
+
+
+class TestSampling(SamplingCases):
+    pass
+
+
+class TestDeviceLogits(DeviceLogitsCases):
+    pass
+
+
+def plan_of(lengths: list[int], rows: list[int] | None = None) -> StepPlan:
+    builder = PlanBuilder(num_blocks=1024)
+    return builder.plan([(builder.sequence([7] * length), length) for length in lengths], rows=rows)
+
+
+@pytest.mark.parametrize(
+    ("plan", "fits"),
+    [
+        (plan_of([1]), True),
+        (plan_of([1, 1, 1]), True),
+        (plan_of([1] * BATCH_SIZES[-1]), True),
+        (plan_of([1] * (BATCH_SIZES[-1] + 1)), False),
+        (plan_of([1, 2]), False),
+        (plan_of([3]), False),
+        (plan_of([1, 1, 1], rows=[0, 1]), False),
+        (plan_of([1, 1, 1], rows=[2, 1, 0]), False),
+        (plan_of([1, 1, 1], rows=[]), False),
+    ],
+    ids=["one", "three", "all", "too many", "mixed", "prefill", "some rows", "other order", "no rows"],
+)
+def test_only_decodes_whose_logits_are_wanted_in_order_fit_a_graph(plan: StepPlan, fits: bool) -> None:
+    assert DecodeGraphs.fits(plan) is fits
+
+
+@interpreted
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mixed_step_of_kernels_equals_transformers(checkpoint_factory: Factory, name: str) -> None:
+    arch, overrides = MODELS[name]
+    directory = checkpoint_factory(arch, **overrides)
+    runner = with_operations(load_torch(directory, dtype="float32"), KERNELS)
+    builder, oracle = PlanBuilder(4, 64), load_oracle(directory)
+    allocate(runner, builder, graphs=False)
+    one, two, three = (builder.sequence(random_tokens(length, seed=length)) for length in (12, 25, 19))
+    expected = {s.sequence_id: oracle_logits(oracle, s.tokens) for s in (one, two, three)}
+    for advances in ([(one, 11), (two, 5)], [(three, 17), (one, 1), (two, 20)], [(three, 2)]):
+        wanted = [expected[s.sequence_id][s.num_computed : s.num_computed + count] for s, count in advances]
+        np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(wanted), atol=ATOL)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def logits_of(runner: TorchRunner, tokens: list[int]) -> np.ndarray:
+    builder = PlanBuilder()
+    runner.allocate_cache(builder.layout)
+    return run_in_chunks(runner, builder, tokens, [len(tokens) - 3, 1, 2])
+
+
+def linears(runner: TorchRunner) -> list[Linear]:
+    layers = runner._decoder.weights.layers
+    return [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+
+
+def test_bfloat16_weights_compute_in_bfloat16(checkpoint_factory: Factory) -> None:
+    directory = checkpoint_factory("llama", dtype="bfloat16")
+    runner, tokens = load_torch(directory), random_tokens(30)
+    assert runner._decoder.weights.dtype == torch.bfloat16
+    logits = logits_of(runner, tokens)
+    assert runner._cache is not None and runner._cache.layers[0].keys.dtype == torch.bfloat16
+    assert runner.cache_bytes_per_block(4) * 2 == load_torch(
+        directory, dtype="float32"
+    ).cache_bytes_per_block(4)
+    error = relative_error(logits, oracle_logits(load_oracle(directory), tokens))
+    # Each of some 25 operations rounds to 2^-9 of a number; float32 would be far below it.
+    assert 1e-4 < error < 25 * 2**-9
+
+
+# A weight of e4m3 has 4 bits, so it errs by 2^-4 of itself at most and, over all mantissas, by about 2.6% in the mean
+# square; so does a product with random inputs. The few weights below 2^-6 of 448 scales err by less than 1e-5 of the
+# largest. Scales in bfloat16 add 0.2%, a row of few products scatters.
+OF_FLOAT8 = 0.036
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [None, 3.0])
+def test_a_float8_product_is_near_the_dense_one(kind: torch.dtype, bias: float | None) -> None:
+    """Inputs as large as outliers are, and weights as small as large models have them."""
+    weight, x = normal(60, 200) * 2e-3, normal(9, 200, seed=1).to(kind)
+    x[2] *= 3000
+    added = None if bias is None else torch.full((60,), bias, dtype=kind)
+    linear = Float8Linear.quantized(weight.to(kind), added)
+    found = linear(x)
+    assert found.dtype == kind
+    expected = torch.nn.functional.linear(x.float(), weight, None if added is None else added.float())
+    for row, wanted in zip(found.float().numpy(), expected.numpy(), strict=True):
+        assert relative_error(row, wanted) < OF_FLOAT8
+
+
+def test_a_product_with_stored_codes_is_that_of_what_they_stand_for() -> None:
+    codes, scales = (normal(48, 80) * 100).to(torch.float8_e4m3fn), normal(48, seed=1).abs()
+    bias, x = normal(48, seed=2), normal(5, 80, seed=3)
+    expected = DenseLinear(codes.float() * scales[:, None], bias)(x)
+    torch.testing.assert_close(Float8Linear(codes, scales, bias)(x), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_quantizing_to_float8_keeps_the_logits_near(checkpoint_factory: Factory, name: str) -> None:
+    # Weights as small as those of real models: the residual stream leads, and softmax is not sharp.
+    directory = checkpoint_factory(name, initializer_range=0.05)
+    dense, tokens = load_torch(directory, dtype="float32"), random_tokens(40)
+    quantized = load_torch(directory, dtype="float32", quantization="fp8")
+    assert all(isinstance(linear, Float8Linear) for linear in linears(quantized))
+    assert isinstance(quantized._decoder.weights.lm_head, DenseLinear)
+    assert not any(isinstance(linear, Float8Linear) for linear in linears(dense))
+    error = relative_error(logits_of(quantized, tokens), logits_of(dense, tokens))
+    # Twelve products err independently of each other, none by more than the whole stream.
+    assert 1e-3 < error < OF_FLOAT8 * 12**0.5
+
+
+def quantized_like_fbgemm(source: Path, directory: Path) -> tuple[Path, Path]:
+    """A checkpoint in float8 with a scale for each output, and a dense one of the same weights."""
+    stored, dense = (Path(shutil.copytree(source, directory / name)) for name in ("stored", "dense"))
+    codes, plain = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")
+    for name in [name for name in plain if "_proj.weight" in name]:
+        scales = plain[name].abs().amax(dim=1, keepdim=True) / 448
+        codes[name] = (plain[name] / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+        codes[f"{name}_scale"] = scales
+        plain[name] = codes[name].float() * scales
+    save_file(codes, stored / "model.safetensors")
+    save_file(plain, dense / "model.safetensors")
+    rewrite_config(stored, quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
+    return stored, dense
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_stored_float8_stays_and_gives_the_logits_of_its_weights(
+    checkpoint_factory: Factory, tmp_path: Path, quantization: Any
+) -> None:
+    stored, dense = quantized_like_fbgemm(checkpoint_factory("qwen2"), tmp_path)
+    runner, tokens = load_torch(stored, dtype="float32", quantization=quantization), random_tokens(30)
+    for linear in linears(runner):
+        assert isinstance(linear, Float8Linear)
+        assert linear.codes.dtype == torch.float8_e4m3fn
+    expected = logits_of(load_torch(dense, dtype="float32"), tokens)
+    np.testing.assert_allclose(logits_of(runner, tokens), expected, atol=ATOL)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "int8_dynamic"])
+def test_other_quantization_is_refused(llama_checkpoint: Path, quantization: str) -> None:
+    with pytest.raises(UnsupportedOption, match=f"does not quantize to {quantization}; it has fp8"):
+        load_torch(llama_checkpoint, quantization=quantization)
+
+
+def test_a_step_before_its_cache_is_refused(llama_checkpoint: Path) -> None:
+    with pytest.raises(RuntimeError, match="allocate_cache"):
+        load_torch(llama_checkpoint).step(plan_of([3]))
+
+
+def test_an_engine_gives_the_tokens_and_logprobs_of_the_reference(llama_checkpoint: Path) -> None:
+    """All in one batch: what needs the logits on the host, what does not, and what changes them."""
+    options: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 0, "repetition_penalty": 1.8, "frequency_penalty": 0.7, "logprobs": 2},
+        {"temperature": 1.2, "seed": 5, "presence_penalty": 1.5},
+        {"temperature": 0.9, "seed": 6, "top_p": 0.8, "logit_bias": {40: 4.0}},
+        {"temperature": 2.0, "seed": 7, "top_k": 20, "n": 2},
+        {"temperature": 1.5, "seed": 8, "min_p": 0.02, "logprobs": 0, "min_tokens": 4},
+    ]
+    params = [SamplingParams(max_tokens=14, ignore_eos=True, **fields) for fields in options]
+    prompts = [random_tokens(5 + 7 * i, seed=i) for i in range(len(params))]
+    found, expected = (
+        LLM(llama_checkpoint, runner=name, dtype="float32").generate(prompts, params, progress=False)
+        for name in ("torch", "reference")
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [o.token_ids for o in ours.outputs] == [o.token_ids for o in theirs.outputs]
+        for one, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert (one.logprobs is None) == (other.logprobs is None)
+            for mine, yours in zip(one.logprobs or [], other.logprobs or [], strict=True):
+                assert mine.rank == yours.rank
+                assert [entry[0] for entry in mine.top] == [entry[0] for entry in yours.top]
+                assert mine.logprob == pytest.approx(yours.logprob, abs=1e-3)
+    # Penalties, bias and seeds did something.
+    assert len({tuple(result.outputs[0].token_ids) for result in found}) == len(found)

@@ -1,0 +1,439 @@
+"""What the torch runner must do on any device: the CPU's tests interpret the kernels, the GPU's compile them.
+
+A subclass gives the fixtures `device`, `dtype` and `multiplied_dtype`, those in which kernels multiply. What is
+expected is always computed on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from plan_builder import PlanBuilder, Tracked, random_tokens, run
+from torch import Tensor
+
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.runners.base import RunnerOptions
+from neso.engine.runners.torch.decode_graphs import DecodeGraphs
+from neso.engine.runners.torch.device_logits import DeviceLogits
+from neso.engine.runners.torch.kernels import attention as attention_kernels
+from neso.engine.runners.torch.kernels.float8 import round_rows
+from neso.engine.runners.torch.kernels.operations import TritonOperations
+from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
+from neso.engine.runners.torch.linear import round_to_float8
+from neso.engine.runners.torch.operations import Operations, PlainOperations
+from neso.engine.runners.torch.runner import TorchRunner
+from neso.engine.runners.torch.sampling import choose as choose_on_device
+from neso.engine.runners.torch.step_inputs import TILE_QUERIES, step_inputs
+from neso.engine.sampling.random_choice import BROKEN, Draws, choose, exponentials, filter_weights
+from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.checkpoint import Checkpoint
+
+Factory = Callable[..., Path]
+
+CPU = torch.device("cpu")
+EPS = 1e-5
+
+# Sums in another order; one or two roundings that may each fall to the other side, or cut off.
+SAME = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 2**-12},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-8},
+}
+# A rounding before a sum of two numbers of up to about 8.
+ROTATED = {
+    torch.float32: {"rtol": 1e-5, "atol": 5e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 2**-7},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2**-4},
+}
+# Against float32 throughout: weights of up to 1 and the result are rounded.
+ATTENDED = {
+    torch.float32: {"rtol": 2e-5, "atol": 5e-6},
+    torch.float16: {"rtol": 2**-9, "atol": 2**-9},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
+}
+
+PLAIN, KERNELS = PlainOperations(), TritonOperations()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """On the CPU: the same numbers for every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_same(found: Tensor, expected: Tensor, tolerances: Any = SAME) -> None:
+    torch.testing.assert_close(found.cpu(), expected, **tolerances[expected.dtype])
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Sequences are (tokens in the cache, new tokens); splits are those of a decode."""
+
+    sequences: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 16
+    value_dim: int = 16
+    block_size: int = 16
+    window: int | None = None
+    softcap: float = 0.0
+    splits: int = 4
+
+
+MIXED = ((0, 5), (33, 1), (7, TILE_QUERIES + 2), (0, 1), (70, 2))
+DECODES = ((0, 1), (63, 1), (64, 1), (150, 1))
+ATTENTION = {
+    "prefill of one tile": Attention(((0, 16),)),
+    "prefill of three tiles": Attention(((0, 35),)),
+    "prefill behind a long context": Attention(((130, 20),)),
+    "decodes in 4 splits": Attention(DECODES),
+    "decodes in 2 splits": Attention(DECODES, splits=2),
+    "decodes in one split": Attention(DECODES, splits=1),
+    "decodes in more splits than there are tiles of keys": Attention(DECODES, splits=16),
+    "mixed batch": Attention(MIXED),
+    "mixed batch, blocks of 1": Attention(MIXED, block_size=1),
+    "mixed batch, blocks of 3": Attention(MIXED, block_size=3),
+    "a head of keys for each of queries": Attention(MIXED, kv_heads=4),
+    "one head of keys": Attention(MIXED, kv_heads=1),
+    "groups of three heads": Attention(MIXED, heads=6),
+    "decodes of groups wider than a tile": Attention(DECODES, heads=20, kv_heads=1),
+    "window": Attention(MIXED, window=9),
+    "window beyond a tile of keys": Attention((*MIXED, (150, 20), (180, 1)), window=70, block_size=3),
+    "window of one token": Attention(MIXED, window=1),
+    "window, one split": Attention(DECODES, window=70, splits=1),
+    "softcap": Attention(MIXED, softcap=2.5),
+    "softcap and window": Attention(MIXED, softcap=2.5, window=9, splits=2),
+    "values narrower than keys": Attention(MIXED, key_dim=24, value_dim=8),
+    "values wider than keys": Attention(MIXED, key_dim=8, value_dim=24, softcap=5.0),
+    "heads of 6": Attention(MIXED, key_dim=6, value_dim=6, kv_heads=1),
+    "heads of 64": Attention(MIXED, key_dim=64, value_dim=64),
+    "heads of 80": Attention(MIXED, key_dim=80, value_dim=80, block_size=3),
+}
+
+
+def plan_of(case: Attention) -> StepPlan:
+    builder = PlanBuilder(case.block_size, sum(-(-sum(s) // case.block_size) for s in case.sequences))
+    sequences = [Tracked(i, [0] * (sum(s)), num_computed=s[0]) for i, s in enumerate(case.sequences)]
+    return builder.plan([(tracked, new) for tracked, (_, new) in zip(sequences, case.sequences, strict=True)])
+
+
+class KernelCases:
+    """Every operation of `TritonOperations` does what that of `PlainOperations` does."""
+
+    @pytest.mark.parametrize("width", [1, 37, 64, 1000])
+    def test_rms_norm(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        x, weight = normal(5, width, dtype=dtype), normal(width, dtype=dtype, seed=1)
+        found = KERNELS.rms_norm(x.to(device), weight.to(device), EPS)
+        assert_same(found, PLAIN.rms_norm(x, weight, EPS))
+
+    @pytest.mark.parametrize("width", [1, 37, 64, 1000])
+    def test_add_rms_norm(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        # Every second row of a matrix: not contiguous, as the logits' rows may not be.
+        x, residual = normal(10, width, dtype=dtype), normal(5, width, dtype=dtype, seed=1)
+        weight, summed = normal(width, dtype=dtype, seed=2), residual.to(device, copy=True)
+        found = KERNELS.add_rms_norm(x.to(device)[::2], summed, weight.to(device), EPS)
+        assert_same(found, PLAIN.add_rms_norm(x[::2], residual, weight, EPS))
+        assert_same(summed, residual)
+
+    @pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
+    @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(6, 6), (6, 2), (64, 64), (80, 80), (80, 20)])
+    def test_rotate(
+        self, device: torch.device, dtype: torch.dtype, norm: bool, head_dim: int, rotary_dim: int
+    ) -> None:
+        """Three of five heads, as queries lie beside keys and values: the others stay."""
+        heads, weight = normal(7, 5, head_dim, dtype=dtype), None
+        if norm:
+            weight = normal(head_dim, dtype=dtype, seed=1)
+        angles = normal(50, rotary_dim // 2, seed=2)
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+        positions = torch.tensor([0, 1, 2, 49, 3, 3, 17], dtype=torch.int32)
+        found, expected = heads.to(device, copy=True), heads.clone()
+        on_device = None if weight is None else weight.to(device)
+        KERNELS.rotate(found[:, 1:4], positions.to(device), cos_sin.to(device), on_device, EPS)
+        PLAIN.rotate(expected[:, 1:4], positions, cos_sin, weight, EPS)
+        assert_same(found, expected, ROTATED)
+        assert not torch.equal(expected[:, 1:4], heads[:, 1:4])
+        assert torch.equal(found[:, [0, 4]].cpu(), heads[:, [0, 4]])
+
+    @pytest.mark.parametrize("dims", [(16, 16), (6, 10)], ids=str)
+    @pytest.mark.parametrize("block_size", [1, 3, 16])
+    def test_store(
+        self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], block_size: int
+    ) -> None:
+        """Slots in any order, and nothing beside them."""
+        cache = LayerCache(*(normal(7, block_size, 3, dim, dtype=dtype, seed=dim) for dim in dims))
+        target = LayerCache(cache.keys.to(device, copy=True), cache.values.to(device, copy=True))
+        # Neighbours in one matrix, as the product of query, key and value leaves them.
+        together = normal(5, 3 * sum(dims), dtype=dtype, seed=2)
+        slots = torch.from_numpy(np.random.default_rng(3).permutation(7 * block_size)[:5].astype(np.int32))
+        for source, to, kernels in ((together, cache, PLAIN), (together.to(device), target, KERNELS)):
+            keys, values = source.split([3 * dim for dim in dims], dim=1)
+            keys, values = keys.unflatten(1, (3, -1)), values.unflatten(1, (3, -1))
+            kernels.store(keys, values, slots.to(source.device), to)
+        assert torch.equal(target.keys.cpu(), cache.keys)
+        assert torch.equal(target.values.cpu(), cache.values)
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+    @pytest.mark.parametrize("width", [1, 80, 1024, 1500])
+    def test_gated(
+        self, device: torch.device, multiplied_dtype: torch.dtype, activation: Any, width: int
+    ) -> None:
+        gate_up = normal(3, 2 * width, dtype=multiplied_dtype)
+        gate_up[1, :width] *= 40
+        gate_up[2, 0] = -200
+        found = KERNELS.gated(gate_up.to(device), activation)
+        assert_same(found, PLAIN.gated(gate_up, activation))
+
+    @pytest.mark.parametrize("width", [1, 80, 1000])
+    def test_round_rows(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        x = normal(6, width, dtype=dtype) * torch.tensor([1, 1e-3, 0, 1e4, 1, 1])[:, None].to(dtype)
+        codes, scales = round_rows(x.to(device))
+        expected, expected_scales = round_to_float8(x)
+        torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
+        found, wanted = codes.cpu().float(), expected.float()
+        scaled = x.float() / expected_scales
+        # Interpreted, a mantissa that overflows does not count up the exponent; see triton.runtime.interpreter.
+        # Such a number is one of those that are rounded up to a power of two, and subnormal ones may be.
+        up_to_power = torch.frexp(wanted.abs())[0] == 0.5
+        lost = (up_to_power & (wanted.abs() > scaled.abs())) | (scaled.abs() < 2**-6)
+        compared = ~lost if device == CPU else torch.ones_like(lost)
+        assert compared.float().mean() > 0.75
+        # Division may be inexact in its last bit, and halves may be rounded up: then it is the next code.
+        assert ((found != wanted) & compared).float().mean() < 1e-2
+        step = torch.exp2(torch.frexp(scaled.abs().clamp(min=2**-6))[1].float() - 4)
+        assert ((found - wanted).abs() <= step)[compared].all()
+
+    @pytest.mark.parametrize("name", ATTENTION)
+    def test_attention(
+        self,
+        device: torch.device,
+        multiplied_dtype: torch.dtype,
+        name: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        dtype = multiplied_dtype
+        case, plan = ATTENTION[name], plan_of(ATTENTION[name])
+        monkeypatch.setattr(attention_kernels, "_splits", lambda programs, device: case.splits)
+        blocks = int(plan.block_tables.max()) + 1
+        # Every slot holds something: what lies behind a sequence's end must have no effect.
+        cache = LayerCache(
+            normal(blocks, case.block_size, case.kv_heads, case.key_dim, dtype=dtype, seed=1),
+            normal(blocks, case.block_size, case.kv_heads, case.value_dim, dtype=dtype, seed=2),
+        )
+        # The queries lie beside keys and values.
+        queries = normal(plan.num_tokens, case.heads + 3, case.key_dim, dtype=dtype)
+        options = (case.window, 1.3 * case.key_dim**-0.5, case.softcap)
+        found = KERNELS.attention(
+            queries.to(device)[:, : case.heads],
+            LayerCache(cache.keys.to(device), cache.values.to(device)),
+            step_inputs(plan, case.block_size, device),
+            *options,
+        )
+        expected = PLAIN.attention(
+            queries[:, : case.heads].float(),
+            LayerCache(cache.keys.float(), cache.values.float()),
+            step_inputs(plan, case.block_size, CPU),
+            *options,
+        )
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.cpu().float(), expected, **ATTENDED[dtype])
+
+
+def load_torch(directory: Path, **options: Any) -> TorchRunner:
+    with Checkpoint(directory) as source:
+        return TorchRunner.load(decoder_spec(source.config), source, RunnerOptions(**options))
+
+
+def with_operations(runner: TorchRunner, operations: Operations) -> TorchRunner:
+    """A runner of the same weights, on the same device, with a cache of its own, and without graphs."""
+    return TorchRunner(runner.spec, replace(runner._decoder, operations=operations), runner.device)
+
+
+def allocate(runner: TorchRunner, builder: PlanBuilder, *, graphs: bool) -> KVCache:
+    """On a CPU the graphs are not captured; all else about them is the same."""
+    runner.allocate_cache(builder.layout)
+    cache = runner._cache
+    assert cache is not None
+    if not graphs:
+        runner._graphs = None
+    elif runner._graphs is None:
+        layout, decoder = builder.layout, runner._decoder
+        runner._graphs = DecodeGraphs(
+            lambda inputs: decoder.forward(inputs, cache),
+            layout.block_size,
+            cache.padding_block,
+            layout.num_blocks,
+            runner.device,
+        )
+    return cache
+
+
+# Two layers: the interpreter is slow.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral window": ("mistral", {"sliding_window": 9, "num_hidden_layers": 2}),
+    "qwen3 biases": ("qwen3", {"attention_bias": True, "num_hidden_layers": 2}),
+}
+ATOL = 2e-4
+
+
+class GraphCases:
+    """Steps in decode graphs, where `TorchRunner` computes."""
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_a_padded_batch_of_decodes_gives_the_logits_of_a_plain_step(
+        self, checkpoint_factory: Factory, name: str
+    ) -> None:
+        """Steps after each other, the smaller ones in the graph of a larger one before."""
+        arch, overrides = MODELS[name]
+        runner = load_torch(checkpoint_factory(arch, **overrides), dtype="float32")
+        graphed, plain = with_operations(runner, KERNELS), with_operations(runner, PLAIN)
+        builder = PlanBuilder(4, 64, seed=1)
+        cache, of_plain = allocate(graphed, builder, graphs=True), allocate(plain, builder, graphs=False)
+        sequences = [builder.sequence(random_tokens(length + 3, seed=length)) for length in range(1, 19, 2)]
+        run(plain, builder.plan([(s, len(s.tokens) - 3) for s in sequences]))
+        for layer, prefilled in zip(cache.layers, of_plain.layers, strict=True):
+            layer.keys.copy_(prefilled.keys)
+            layer.values.copy_(prefilled.values)
+        for first, count in ((0, 3), (8, 1), (0, 9), (4, 3)):
+            plan = builder.plan([(s, 1) for s in sequences[first : first + count]])
+            assert DecodeGraphs.fits(plan)
+            found = run(graphed, plan)
+            assert found.shape == (count, runner.spec.vocab_size)
+            np.testing.assert_allclose(found, run(plain, plan), atol=ATOL)
+        assert graphed._graphs is not None
+        assert sorted(graphed._graphs._graphs) == [1, 4, 16]
+
+    def test_padding_touches_no_block_but_its_own(self, checkpoint_factory: Factory) -> None:
+        directory = checkpoint_factory("llama", num_hidden_layers=2)
+        runner = with_operations(load_torch(directory, dtype="float32"), KERNELS)
+        builder = PlanBuilder(4, 16, seed=2)
+        cache = allocate(runner, builder, graphs=True)
+        for layer in cache.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+        sequences = [builder.sequence(random_tokens(9, seed=i)) for i in range(5)]
+        for sequence in sequences:
+            sequence.num_computed = 7
+        before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        plan = builder.plan([(s, 1) for s in sequences])  # padded to 8
+        runner.step(plan)
+        own = cache.padding_block * 4
+        for layer, old in zip(cache.layers, before, strict=True):
+            for now, then in zip((layer.keys, layer.values), old, strict=True):
+                changed = (now != then).flatten(0, 1).flatten(1).any(dim=1).cpu().numpy()
+                assert set(np.flatnonzero(changed[:own])) == set(plan.slots(4))
+                assert changed[own:].any()
+
+
+class SamplingCases:
+    """Tokens drawn on a device are those that numpy draws."""
+
+    device_type = "cpu"
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @given(
+        seed=st.integers(0, 10_000), rows=st.integers(1, 40), spread=st.sampled_from([0.1, 1.0, 5.0, 40.0])
+    )
+    def test_the_tokens_are_those_of_numpy(self, seed: int, rows: int, spread: float) -> None:
+        """Rounding may move the edge of a draw: then the token must be a neighbour in what was left."""
+        rng = np.random.default_rng(seed)
+        logits = (rng.standard_normal((rows, 384)) * spread).astype(np.float32)
+        draws = random_draws(rng, rows)
+        expected, found = choose(logits, draws), self.choose(logits, draws)
+        assert found.dtype == np.int32
+        assert (found == expected).sum() >= rows - 2
+        for row in np.flatnonzero(found != expected):
+            one = draws.rows(np.array([row]))
+            weights = exponentials(logits[[row]], one.temperature)
+            # A hair's breadth around the uniform and the filters holds both.
+            kept = filter_weights(
+                weights, one.top_k, np.minimum(one.top_p + 1e-4, 1), one.min_p * np.float32(0.999)
+            )[0]
+            cumulative = kept.astype(np.float64).cumsum() / kept.sum(dtype=np.float64)
+            low, high = np.searchsorted(cumulative, [one.uniforms[0] - 1e-3, one.uniforms[0] + 1e-3])
+            assert low <= found[row] <= high
+
+    @pytest.mark.parametrize("fixed", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {}], ids=str)
+    def test_equal_logits_are_taken_in_order(self, fixed: dict[str, float]) -> None:
+        rng = np.random.default_rng(1)
+        logits = np.zeros((64, 384), np.float32)
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        draws = random_draws(rng, 64, **{**neutral, **fixed})
+        np.testing.assert_array_equal(self.choose(logits, draws), choose(logits, draws))
+        greedy = random_draws(rng, 64, temperature=0.0)
+        assert self.choose(logits, greedy).tolist() == [0] * 64
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("top_p", [0.7, 1.0])
+    def test_rows_that_are_no_numbers_are_broken_and_the_others_are_not(
+        self, temperature: float, top_p: float
+    ) -> None:
+        rng = np.random.default_rng(2)
+        logits = rng.standard_normal((7, 384)).astype(np.float32)
+        logits[0, 0] = logits[1, 383] = logits[2, 33] = np.nan
+        logits[3] = np.nan
+        logits[4] = -np.inf
+        logits[4, 9] = 1.0
+        draws = random_draws(rng, 7, temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)
+        found = self.choose(logits, draws)
+        assert found[:4].tolist() == [BROKEN] * 4
+        assert found[4] == 9
+        np.testing.assert_array_equal(found[5:], choose(logits, draws)[5:])
+
+    def test_greedy_and_random_rows_share_a_batch(self) -> None:
+        rng = np.random.default_rng(3)
+        logits = rng.standard_normal((40, 384)).astype(np.float32)
+        draws = random_draws(rng, 40, top_k=0, top_p=1.0, min_p=0.0)
+        draws.temperature[::2] = 0
+        found = self.choose(logits, draws)
+        np.testing.assert_array_equal(found[::2], logits[::2].argmax(axis=1))
+        np.testing.assert_array_equal(found, choose(logits, draws))
+
+    def choose(self, logits: np.ndarray, draws: Draws) -> np.ndarray:
+        return choose_on_device(torch.from_numpy(logits).to(self.device_type), draws).cpu().numpy()
+
+
+class DeviceLogitsCases:
+    """They read and write like the array that was given."""
+
+    @pytest.mark.parametrize("rows", [0, -1, slice(None), slice(1, 3), [2, 0, 2], []], ids=str)
+    def test_what_is_indexed_is_a_copy(self, device: torch.device, rows: Any) -> None:
+        array = normal(4, 7).numpy()
+        logits = DeviceLogits(torch.from_numpy(array.copy()).to(device))
+        assert len(logits) == 4
+        found = logits[rows]
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, array[rows])
+        found[...] = 5
+        np.testing.assert_array_equal(logits[:], array)
+        np.testing.assert_array_equal(np.asarray(logits), array)
+
+    def test_a_row_that_is_written_back_changes_no_other(self, device: torch.device) -> None:
+        array = normal(4, 7).numpy()
+        with torch.inference_mode():  # as a step computes them
+            logits = DeviceLogits(torch.from_numpy(array.copy()).to(device) * 1)
+        row = logits[2]
+        row[3:] = -np.inf
+        logits[2] = row
+        array[2, 3:] = -np.inf
+        np.testing.assert_array_equal(logits[:], array)
+
+
+def random_draws(rng: np.random.Generator, rows: int, **fixed: float) -> Draws:
+    def values(name: str, options: list[float], dtype: type) -> np.ndarray:
+        return rng.choice([fixed[name]] if name in fixed else options, rows).astype(dtype)
+
+    return Draws(
+        temperature=values("temperature", [0.0, 0.3, 1.0, 2.0], np.float32),
+        top_k=values("top_k", [0, 1, 2, 7, 50, 10_000], np.int32),
+        top_p=values("top_p", [0.05, 0.5, 0.9, 0.999, 1.0], np.float32),
+        min_p=values("min_p", [0.0, 0.01, 0.5], np.float32),
+        uniforms=rng.random(rows),
+    )

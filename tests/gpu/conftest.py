@@ -1,0 +1,9 @@
+"""The helpers are those of the engine's tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_ENGINE = Path(__file__).parents[1] / "engine"
+sys.path += [str(_ENGINE), str(_ENGINE / "runners")]
