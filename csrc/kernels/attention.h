@@ -111,32 +111,34 @@ class Attention {
         }
     }
 
+    // Two panels at a time: with the few rows of a decode, the sums of one alone would wait for each other.
     void compute_scores(int first_block, int count) {
-        for (int block = 0; block < count; ++block) {
-            const T* panels = keys(first_block + block);
-            for (int panel = 0; panel < slots_ / kPanel; ++panel) {
-                float* out = scratch_->scores.data() + block * slots_ + panel * kPanel;
-                for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
-                    F32 sums[Rows][1][kVectors] = {};
-                    score_panel<Rows>(row, panels + panel * kPanel * kInterleave, sums);
-                    for (int r = 0; r < Rows; ++r) {
-                        for (int v = 0; v < kVectors; ++v) {
-                            store(out + int64_t(row + r) * width_ + v * kLanes, sums[r][0][v]);
-                        }
-                    }
-                });
-            }
+        const int panels_a_block = slots_ / kPanel, panels = count * panels_a_block;
+        const auto panel_at = [&](int panel) {
+            return keys(first_block + panel / panels_a_block) + panel % panels_a_block * kPanel * kInterleave;
+        };
+        int panel = 0;
+        for (; panel + 2 <= panels; panel += 2) {
+            score_panels<2>(panel_at(panel), panel_at(panel + 1) - panel_at(panel), panel * kPanel);
         }
+        if (panel < panels) score_panels<1>(panel_at(panel), 0, panel * kPanel);
     }
 
-    // Like `dot`, but the rows of a panel are as far apart as the block has slots.
-    template <int Rows>
-    NESO_INLINE void score_panel(int row, const T* keys, F32 (&sums)[Rows][1][kVectors]) const {
-        const Operand* queries = scratch_->queries.data() + int64_t(row) * dim_;
+    // Like `dot`, but the rows of a panel are as far apart as the block has slots. The panels are `stride` apart.
+    template <int Panels>
+    void score_panels(const T* keys, int64_t stride, int first_slot) {
+        for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
+            F32 sums[Rows][Panels][kVectors] = {};
+            const Operand* queries = scratch_->queries.data() + int64_t(row) * dim_;
 #pragma GCC unroll 4
-        for (int d = 0; d < dim_; d += kInterleave) {
-            Panel::step(queries + d, dim_, keys + int64_t(d) * slots_, 0, sums);
-        }
+            for (int d = 0; d < dim_; d += kInterleave) {
+                Panel::step(queries + d, dim_, keys + int64_t(d) * slots_, stride, sums);
+            }
+            float* out = scratch_->scores.data() + int64_t(row) * width_ + first_slot;
+            for_each_vector<Rows, Panels>([&](int r, int p, int v) NESO_INLINE_LAMBDA {
+                store(out + int64_t(r) * width_ + p * kPanel + v * kLanes, sums[r][p][v]);
+            });
+        });
     }
 
     // Scores of slots that a query does not see become minus infinity.
@@ -185,22 +187,43 @@ class Attention {
     }
 
     void add_values(int first_block, int count) {
-        for (int panel = 0; panel < dim_ / kPanel; ++panel) {
-            const int64_t at = int64_t(panel) * slots_ * kPanel;
-            for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
-                F32 sums[Rows][1][kVectors];
-                float* to = scratch_->sums.data() + int64_t(row) * dim_ + panel * kPanel;
-                for (int r = 0; r < Rows; ++r) {
-                    for (int v = 0; v < kVectors; ++v) sums[r][0][v] = load<F32>(to + int64_t(r) * dim_ + v * kLanes);
-                }
-                for (int block = 0; block < count; ++block) {
-                    const Operand* weights = scratch_->weights.data() + int64_t(row) * width_ + block * slots_;
-                    dot<Panel, Rows, 1>(weights, width_, values(first_block + block) + at, 0, slots_, sums);
-                }
-                for (int r = 0; r < Rows; ++r) {
-                    for (int v = 0; v < kVectors; ++v) store(to + int64_t(r) * dim_ + v * kLanes, sums[r][0][v]);
-                }
+        const int panels = dim_ / kPanel;
+        int panel = 0;
+        for (; panel + kValuePanels <= panels; panel += kValuePanels) {
+            add_value_panels<kValuePanels>(first_block, count, panel);
+        }
+        for (; panel < panels; ++panel) add_value_panels<1>(first_block, count, panel);
+    }
+
+    template <int Panels>
+    void add_value_panels(int first_block, int count, int panel) {
+        const int64_t stride = int64_t(slots_) * kPanel;
+        for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
+            F32 sums[Rows][Panels][kVectors];
+            float* to = scratch_->sums.data() + int64_t(row) * dim_ + panel * kPanel;
+            for_each_vector<Rows, Panels>([&](int r, int p, int v) NESO_INLINE_LAMBDA {
+                sums[r][p][v] = load<F32>(to + int64_t(r) * dim_ + p * kPanel + v * kLanes);
             });
+            for (int block = 0; block < count; ++block) {
+                const Operand* weights = scratch_->weights.data() + int64_t(row) * width_ + block * slots_;
+                const T* from = values(first_block + block) + panel * stride;
+                dot<Panel, Rows, Panels>(weights, width_, from, stride, slots_, sums);
+            }
+            for_each_vector<Rows, Panels>([&](int r, int p, int v) NESO_INLINE_LAMBDA {
+                store(to + int64_t(r) * dim_ + p * kPanel + v * kLanes, sums[r][p][v]);
+            });
+        });
+    }
+
+    template <int Rows, int Panels, typename Body>
+    static NESO_INLINE void for_each_vector(const Body& body) {
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+            for (int p = 0; p < Panels; ++p) {
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; ++v) body(r, p, v);
+            }
         }
     }
 
@@ -262,7 +285,8 @@ class Attention {
     }
 
     static constexpr int kInterleave = 4 / sizeof(T);
-    static constexpr int kAttentionRows = kLanes == 16 ? 8 : 4;
+    // What fills the registers; see `kBlockRows`.
+    static constexpr int kAttentionRows = kLanes == 16 ? 6 : 2, kValuePanels = kLanes == 16 ? 4 : 1;
 
     const AttentionShape& shape_;
     const char* cache_;
