@@ -9,14 +9,15 @@ from neso.engine.core.batch import Batch, build_batch
 from neso.engine.core.block_pool import IntegrityError
 from neso.engine.core.prefill_pacer import PrefillPacer
 from neso.engine.core.request import EngineRequest, PositionLogprobs, SequenceOutput
-from neso.engine.core.scheduler import Scheduler, SchedulerConfig
+from neso.engine.core.scheduler import Schedule, Scheduler, SchedulerConfig
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.stats import EngineStats
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.launched_step import LaunchedStep, can_run_ahead
 from neso.engine.runners.base import CacheLayout, Logits, Runner
 from neso.engine.sampling.logprobs import position_logprobs
 from neso.engine.sampling.random_choice import BROKEN
-from neso.engine.sampling.sampler import SampledToken, Sampler
+from neso.engine.sampling.sampler import SampledToken, Sampler, draws_of
 from neso.engine.sampling.state import SamplingState
 from neso.generation.output import FinishReason
 
@@ -35,10 +36,14 @@ class EngineCore:
         self._states: dict[int, SamplingState] = {}
         self._pacer = PrefillPacer(config.max_decode_stretch)
         self._step = 0
+        self._launched: LaunchedStep | None = None
+        self._finished_at = 0.0
+        # Requests that keep the next step from being started before the tokens of the last are known.
+        self._step_by_step: set[str] = set()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._launched is not None
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
         """Take a request; one that can never run is answered at once with an error."""
@@ -46,6 +51,8 @@ class EngineCore:
             self.scheduler.add(request)
         except ValueError as error:
             return [_failed(request.request_id, 0, str(error))]
+        if not can_run_ahead(request.sampling):
+            self._step_by_step.add(request.request_id)
         return []
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -55,27 +62,80 @@ class EngineCore:
                 self.scheduler.release(sequence)
 
     def step(self) -> list[SequenceOutput]:
-        """Run one step; returns what it gave, by sequence. Nothing that happens in it raises."""
+        """Run one step; returns what it gave, by sequence. Nothing that happens in it raises.
+
+        With a runner that can overlap, the step that is scheduled is started before the one before is waited for, and
+        what comes back is what that one gave.
+        """
+        outputs = [] if self._overlaps() else self._finish_launched()
         schedule = self.scheduler.schedule(self._pacer.budget)
         self._forget_released()
         if not schedule.scheduled:
-            return []
+            return outputs + self._finish_launched()
         self._step += 1
         batch = build_batch(schedule, self._step)
         self.last_plan = batch.plan
-        num_decoding = schedule.num_decoding
+        if self._overlaps():
+            return outputs + self._launch(schedule, batch)
+        return outputs + self._run(schedule, batch)
+
+    def _overlaps(self) -> bool:
+        """Whether a step may start before the tokens of the one before are known."""
+        return self.runner.can_overlap and self.scheduler.config.enable_overlap and not self._step_by_step
+
+    def _run(self, schedule: Schedule, batch: Batch) -> list[SequenceOutput]:
+        """A step from its start to its tokens."""
         started = time.perf_counter()
         try:
             logits = self.runner.step(batch.plan)
         except Exception as error:
-            logger.exception("step %d failed", self._step)
-            return self._fail([share.sequence for share in schedule.scheduled], f"the model failed: {error}")
-        seconds = time.perf_counter() - started
-        self._pacer.observe(num_decoding, schedule.num_tokens - num_decoding, seconds)
+            return self._fail(schedule, error)
+        self._observe(schedule.num_decoding, schedule.num_tokens, time.perf_counter() - started)
         self.scheduler.commit(schedule)
         outputs = self._sample(batch, logits)
         self._forget_released()
         return outputs
+
+    def _launch(self, schedule: Schedule, batch: Batch) -> list[SequenceOutput]:
+        """Start a step, then finish the one before."""
+        states = [self._state(sequence) for sequence in batch.sampled]
+        num_decoding = schedule.num_decoding
+        try:
+            tokens = self.runner.launch(batch.plan, draws_of(states))
+        except Exception as error:
+            return self._finish_launched() + self._fail(schedule, error)
+        launched = LaunchedStep(schedule, num_decoding, tokens, states)
+        outputs = self._finish_launched()
+        # Only now: what is committed is registered by its tokens, and those of the step before are known at last.
+        self.scheduler.commit(schedule)
+        launched.append_pending(batch.sampled)
+        self._launched = launched
+        return outputs
+
+    def _finish_launched(self) -> list[SequenceOutput]:
+        """Wait for the tokens of the step that was launched, if one was."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return []
+        try:
+            tokens = launched.tokens.wait().tolist()
+        except Exception as error:
+            return self._fail(launched.schedule, error)
+        self._observe(
+            launched.num_decoding, launched.schedule.num_tokens, launched.seconds_since(self._finished_at)
+        )
+        self._finished_at = time.perf_counter()
+        outputs = []
+        for (sequence, position), state, token in zip(launched.pending, launched.states, tokens, strict=True):
+            if not sequence.released:
+                if token != BROKEN:
+                    state.record(token)
+                outputs.append(self._take(sequence, position, SampledToken(token), []))
+        self._forget_released()
+        return outputs
+
+    def _observe(self, num_decoding: int, num_tokens: int, seconds: float) -> None:
+        self._pacer.observe(num_decoding, num_tokens - num_decoding, seconds)
 
     def stats(self) -> EngineStats:
         """The state of queues and cache."""
@@ -114,7 +174,7 @@ class EngineCore:
         sequences = [s for sampled in batch.sampled for s in (sampled, *self.scheduler.fork(sampled))]
         tokens = self._sampler.sample(logits, [self._state(s) for s in sequences])
         outputs = [
-            self._append(sequence, token, prompt_logprobs.pop(sequence.id, []))
+            self._take(sequence, sequence.num_tokens, token, prompt_logprobs.pop(sequence.id, []))
             for sequence, token in zip(sequences, tokens, strict=True)
         ]
         # Chunks of prompts that are not through yet.
@@ -130,14 +190,15 @@ class EngineCore:
         ]
         return outputs
 
-    def _append(
-        self, sequence: Sequence, token: SampledToken, prompt_logprobs: list[PositionLogprobs]
+    def _take(
+        self, sequence: Sequence, position: int, token: SampledToken, prompt_logprobs: list[PositionLogprobs]
     ) -> SequenceOutput:
+        """Put a token at a position: the end, or where something stands for it."""
         request = sequence.request
         if token.token_id == BROKEN:
             self.scheduler.release(sequence)
             return _failed(request.request_id, sequence.index, "the model gave logits that are not numbers")
-        sequence.token_ids.append(token.token_id)
+        sequence.token_ids[position:] = [token.token_id]
         reason = _finish_reason(sequence, token.token_id)
         if reason is not None:
             self.scheduler.release(sequence)
@@ -152,11 +213,14 @@ class EngineCore:
             cached_tokens=sequence.num_cached_tokens,
         )
 
-    def _fail(self, sequences: list[Sequence], message: str) -> list[SequenceOutput]:
-        for sequence in sequences:
+    def _fail(self, schedule: Schedule, error: Exception) -> list[SequenceOutput]:
+        """Answer all sequences of a step that failed."""
+        logger.error("step %d failed", self._step, exc_info=error)
+        failed = [share.sequence for share in schedule.scheduled if not share.sequence.released]
+        for sequence in failed:
             self.scheduler.release(sequence)
         self._forget_released()
-        return [_failed(s.request.request_id, s.index, message) for s in sequences]
+        return [_failed(s.request.request_id, s.index, f"the model failed: {error}") for s in failed]
 
     def _state(self, sequence: Sequence) -> SamplingState:
         state = self._states.get(sequence.id)
@@ -171,6 +235,8 @@ class EngineCore:
     def _forget_released(self) -> None:
         for sequence in self.scheduler.take_released():
             self._states.pop(sequence.id, None)
+            if not self.scheduler.sequences_of(sequence.request.request_id):
+                self._step_by_step.discard(sequence.request.request_id)
 
 
 def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:

@@ -45,6 +45,7 @@ SCHEDULES = {
     "tiny-cache": {"num_blocks": 24, "block_size": 4},
     "tiny-cache-chunk-7": {"num_blocks": 24, "block_size": 4, "max_prefill_chunk": 7},
     "one-at-a-time": {"max_num_seqs": 1},
+    "no-overlap": {"enable_overlap": False},
 }
 
 

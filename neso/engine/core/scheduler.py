@@ -19,7 +19,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a step. `max_num_batched_tokens` is the token budget; `max_prefill_chunk` bounds the share of one
     sequence, so that a long prompt does not starve other prompts. `max_decode_stretch`: how many times as long a
     step that decodes may take for the prompts beside it (see `PrefillPacer`); 0 does not limit it, which gives the
-    first token of a prompt soonest and the others unevenly."""
+    first token of a prompt soonest and the others unevenly. `enable_overlap`: schedule the next step while one runs,
+    with a runner that can."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
@@ -27,6 +28,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     enable_prefix_caching: bool = True
     max_decode_stretch: float = 2.0
+    enable_overlap: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_prefill_chunk", "block_size"):
@@ -214,7 +216,7 @@ class Scheduler:
 
     def _share(self, sequence: Sequence, budget: int) -> int:
         """Tokens of a sequence in this step; 0 when it must wait for a later one."""
-        wanted = sequence.num_uncomputed_tokens
+        wanted = 0 if sequence.at_limit else sequence.num_uncomputed_tokens
         if wanted > 1:
             wanted = min(wanted, self._prefill_left)
         return min(wanted, self.config.max_prefill_chunk, budget)

@@ -25,6 +25,8 @@ class Sequence:
     resuming after preemption are all that. `forks_pending` further sequences of the same request start from this
     one's prompt when it is computed (n > 1). `cache_parent` is the prefix cache's node for the block before the
     next one to be cached.
+
+    While a step runs that samples the next token, a negative number stands for it in `token_ids`: see `StepPlan`.
     """
 
     id: int
@@ -61,6 +63,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether it has all tokens that it may have, though the last one may not be known yet."""
+        return self.num_output_tokens >= self.request.max_tokens
 
     @property
     def order(self) -> tuple[int, int, int]:

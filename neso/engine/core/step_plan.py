@@ -18,7 +18,8 @@ class StepPlan:
     With S sequences, T new tokens, R logits rows (all arrays int32, read-only):
 
     - sequence_ids[S]: ids of the sequences, unique over the engine's life.
-    - token_ids[T]: the new tokens. Those of sequence s are query_start[s]:query_start[s + 1].
+    - token_ids[T]: the new tokens; -1 - r is the token that row r of the step before chooses, which may still be
+      running. Those of sequence s are query_start[s]:query_start[s + 1].
     - query_start[S + 1]: from 0 to T; every sequence has at least one new token.
     - num_computed[S]: tokens of s whose keys and values are in the cache already. The new tokens of s have the
       positions num_computed[s], num_computed[s] + 1, ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,13 @@ class UnsupportedOption(ValueError):
     """The runner cannot do what an option asks for."""
 
 
+class LaunchedTokens(Protocol):
+    """The tokens of a step that may still be running."""
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        """A token for each draw, int32[R], BROKEN where a logit was NaN. Raises what the step failed with."""
+
+
 class Runner(ABC):
     """Executes a model. One call does a whole step; nothing of a sequence is kept but its cache blocks.
 
@@ -74,6 +81,8 @@ class Runner(ABC):
 
     vocab_size: int
     max_position: int
+    can_overlap: ClassVar[bool] = False
+    """Whether `launch` comes back before the step is done."""
 
     @abstractmethod
     def allocate_cache(self, layout: CacheLayout) -> None:
@@ -96,6 +105,13 @@ class Runner(ABC):
         BROKEN where a logit is NaN. A runner that can draw faster does.
         """
         return choose(logits[: len(draws)], draws)
+
+    def launch(self, plan: StepPlan, draws: Draws) -> LaunchedTokens:
+        """Start a step and the choice of its tokens, for a runner that can overlap.
+
+        A token id -1 - r of the plan stands for the token that row r of the step launched before chose.
+        """
+        raise NotImplementedError
 
 
 class SpecRunner(Runner):

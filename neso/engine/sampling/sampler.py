@@ -28,6 +28,12 @@ class SampledToken:
     logprobs: PositionLogprobs | None = None
 
 
+def draws_of(states: list[SamplingState]) -> Draws:
+    """How to choose the next token of each; takes a random number of those that are not greedy."""
+    uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
+    return Draws.of([state.params for state in states], uniforms)
+
+
 class Sampler:
     """Batched sampling. What each row gets depends on its own logits and state only, not on its batch mates.
 
@@ -46,8 +52,7 @@ class Sampler:
                 row = logits[i]
                 adjust(row, state)
                 logits[i] = row
-        uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
-        tokens = self._choose(logits, Draws.of([state.params for state in states], uniforms)).tolist()
+        tokens = self._choose(logits, draws_of(states)).tolist()
         logprobs = self._logprobs(raw, wanted, tokens, states) if raw is not None else {}
         for state, token in zip(states, tokens, strict=True):
             if token != BROKEN:

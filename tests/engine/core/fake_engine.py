@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from neso.engine.core.request import EngineRequest
@@ -9,6 +11,7 @@ from neso.engine.core.scheduler import SchedulerConfig
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.engine_core import EngineCore
 from neso.engine.runners.base import CacheLayout, Logits, Runner
+from neso.engine.sampling.random_choice import Draws
 from neso.generation import SamplingParams
 
 VOCAB = 97
@@ -56,10 +59,42 @@ class FakeRunner(Runner):
         return logits
 
 
-def make_core(num_blocks: int = 64, **options) -> EngineCore:
+class LaunchingRunner(FakeRunner):
+    """Starts a step when its tokens are asked for, or when the next one needs them: as late as can be."""
+
+    can_overlap = True
+    last: LateTokens | None = None
+
+    def launch(self, plan: StepPlan, draws: Draws) -> LateTokens:
+        self.last = LateTokens(self, plan, draws, self.last)
+        return self.last
+
+
+class LateTokens:
+    def __init__(
+        self, runner: LaunchingRunner, plan: StepPlan, draws: Draws, before: LateTokens | None
+    ) -> None:
+        self._runner, self._plan, self._draws, self._before = runner, plan, draws, before
+        self._tokens: np.ndarray | None = None
+
+    def wait(self) -> np.ndarray:
+        if self._tokens is None:
+            ids = self._plan.token_ids.copy()
+            if self._before is not None:
+                before = self._before.wait()  # steps run in their order, whoever is waited for
+                ids[ids < 0] = before[-1 - ids[ids < 0]]
+            self._before = None
+            logits = self._runner.step(dataclasses.replace(self._plan, token_ids=ids))
+            self._tokens = self._runner.choose(logits, self._draws)
+        return self._tokens
+
+
+def make_core(num_blocks: int = 64, overlap: bool = False, **options) -> EngineCore:
     """An engine core on the fake runner, with small limits unless told otherwise."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_prefill_chunk": 32, "block_size": 4}
-    return EngineCore(FakeRunner(), SchedulerConfig(**{**defaults, **options}), num_blocks)
+    return EngineCore(
+        LaunchingRunner() if overlap else FakeRunner(), SchedulerConfig(**{**defaults, **options}), num_blocks
+    )
 
 
 def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **options) -> EngineRequest:

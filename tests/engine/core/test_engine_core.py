@@ -22,14 +22,17 @@ prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=24), min_siz
     num_blocks=st.integers(9, 40),
     chunk=st.sampled_from([1, 3, 32]),
     caching=st.booleans(),
+    overlap=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_schedule_gives_the_same_tokens(prompts, max_tokens, num_blocks, chunk, caching, seed):
-    """Prefix hits, chunks, preemption and late arrivals change nothing; all blocks come back."""
-    core = make_core(num_blocks, max_prefill_chunk=chunk, enable_prefix_caching=caching)
+def test_any_schedule_gives_the_same_tokens(prompts, max_tokens, num_blocks, chunk, caching, overlap, seed):
+    """Prefix hits, chunks, preemption, late arrivals and steps that overlap change nothing; all blocks come back."""
+    core = make_core(num_blocks, overlap, max_prefill_chunk=chunk, enable_prefix_caching=caching)
     rng = random.Random(seed)
     tokens: dict[str, list[int]] = {}
-    late = [make_request(str(i), prompt, max_tokens) for i, prompt in enumerate(prompts)]
+    # A penalty that has no effect keeps steps from overlapping while its request is there.
+    options = [{"logit_bias": {0: 0.0}} if rng.random() < 0.2 else {} for _ in prompts]
+    late = [make_request(str(i), p, max_tokens, **options[i]) for i, p in enumerate(prompts)]
     while late or core.has_work:
         while late and rng.random() < 0.5:
             assert core.add(late.pop()) == []
@@ -42,10 +45,10 @@ def test_any_schedule_gives_the_same_tokens(prompts, max_tokens, num_blocks, chu
 
 
 @settings(max_examples=100, deadline=None)
-@given(prompts=prompts, num_blocks=st.integers(9, 30), seed=st.integers(0, 10_000))
-def test_aborts_at_any_time_lose_nothing(prompts, num_blocks, seed):
+@given(prompts=prompts, num_blocks=st.integers(9, 30), overlap=st.booleans(), seed=st.integers(0, 10_000))
+def test_aborts_at_any_time_lose_nothing(prompts, num_blocks, overlap, seed):
     """Aborted requests, forked or not, give their blocks back; the others get every token."""
-    core = make_core(num_blocks)
+    core = make_core(num_blocks, overlap)
     rng = random.Random(seed)
     requests = [make_request(str(i), p, 8, n=rng.choice([1, 1, 3])) for i, p in enumerate(prompts)]
     for request in requests:
@@ -71,8 +74,9 @@ def test_aborts_at_any_time_lose_nothing(prompts, num_blocks, seed):
     assert core.scheduler.kv.pool.num_used == 0
 
 
-def test_preemption_happens_and_is_invisible():
-    core = make_core(num_blocks=12)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preemption_happens_and_is_invisible(overlap):
+    core = make_core(12, overlap)
     for i in range(6):
         core.add(make_request(str(i), [i] * 8, max_tokens=20))
     tokens = run(core)
@@ -241,3 +245,58 @@ def test_step_plan_survives_a_dump(tmp_path):
         )
     with pytest.raises(ValueError, match="read-only"):
         plan.token_ids[0] = 1
+
+
+def test_a_step_starts_before_the_tokens_of_the_last_are_known():
+    core = make_core(overlap=True)
+    core.add(make_request("a", [1, 2, 3], max_tokens=4))
+    assert core.step() == [], "the first step is under way"
+    outputs = core.step()
+    assert core.last_plan is not None and core.last_plan.token_ids.tolist() == [-1]
+    assert [o.token_ids for o in outputs] == [expected_tokens([1, 2, 3], 1)]
+    assert run(core)["a", 0] == expected_tokens([1, 2, 3], 4)[1:]
+    assert core.last_plan.step == 4, "no step is run for a token beyond the last"
+
+
+def test_a_stop_token_ends_a_sequence_whose_next_step_is_under_way():
+    first, second, *_ = expected_tokens([5, 6], 8)
+    core = make_core(overlap=True)
+    core.add(make_request("stops", [5, 6], end_token_ids=(second,)))
+    core.add(make_request("goes on", [7]))
+    tokens = run(core)
+    assert tokens["stops", 0] == [first, second]
+    assert tokens["goes on", 0] == expected_tokens([7], 8)
+    assert core.scheduler.kv.pool.num_used == 0
+
+
+def test_requests_that_need_known_tokens_stop_the_overlap_while_they_are_there():
+    core = make_core(overlap=True)
+    core.add(make_request("a", [1], max_tokens=12))
+    core.step()
+    core.add(make_request("bias", [2], max_tokens=2, logit_bias={3: 0.0}))
+    plans = []
+    while core.has_work:
+        core.step()
+        plans.append(core.last_plan)
+    ahead = [bool((plan.token_ids < 0).any()) for plan in plans]
+    assert ahead[:2] == [False, False]
+    assert any(ahead[2:])
+
+
+def test_a_failed_launch_answers_both_steps(monkeypatch):
+    core = make_core(overlap=True)
+    core.add(make_request("a", [1, 2]))
+    core.step()
+
+    def broken(plan, draws):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(core.runner, "launch", broken)
+    outputs = core.step()
+    assert [o.token_ids for o in outputs] == [expected_tokens([1, 2], 1), []]
+    assert "out of memory" in outputs[1].error
+    assert not core.has_work
+    core.check_integrity()
+    monkeypatch.undo()
+    core.add(make_request("b", [1, 2]))
+    assert run(core)["b", 0] == expected_tokens([1, 2], 8)

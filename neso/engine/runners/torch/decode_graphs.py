@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.torch.step_inputs import StepInputs, copy_together, step_inputs, wants_every_row
+from neso.engine.runners.torch.step_inputs import (
+    StepInputs,
+    copy_together,
+    known_tokens,
+    step_inputs,
+    wants_every_row,
+)
 
 BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
 
@@ -46,10 +52,10 @@ class DecodeGraphs:
         """Whether each sequence has one new token, whose logits are wanted in order, in a batch not too large."""
         return plan.num_sequences == plan.num_tokens <= BATCH_SIZES[-1] and wants_every_row(plan)
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """Logits float32[R, vocab_size] of a plan that fits, valid until the next run."""
+    def run(self, plan: StepPlan, chosen: Tensor | None = None) -> Tensor:
+        """Logits float32[R, vocab_size] of a plan that fits, valid until the next run. `chosen`: see `step_inputs`."""
         size = BATCH_SIZES[bisect_left(BATCH_SIZES, plan.num_sequences)]
-        self._fill(plan, size)
+        self._fill(plan, size, chosen)
         graph = self._graphs.get(size)
         if graph is None:
             graph = self._graphs[size] = self._capture(self._first(size))
@@ -90,7 +96,7 @@ class DecodeGraphs:
             decodes=all_inputs.decodes[:size],
         )
 
-    def _fill(self, plan: StepPlan, size: int) -> None:
+    def _fill(self, plan: StepPlan, size: int, chosen: Tensor | None) -> None:
         """Copy a plan into the first rows, and padding into those up to `size`."""
         used, padding = plan.num_sequences, np.zeros(size - plan.num_sequences, np.int32)
         slots = np.concatenate(
@@ -104,9 +110,10 @@ class DecodeGraphs:
         )
         inputs = self._inputs
         for target, source in zip(
-            (inputs.token_ids, inputs.positions, inputs.slots, inputs.num_computed), vectors[0], strict=True
+            (inputs.positions, inputs.slots, inputs.num_computed), vectors[0][1:], strict=True
         ):
             target[:size].copy_(source)
+        inputs.token_ids[:size].copy_(known_tokens(plan, vectors[0][0], chosen))
         inputs.block_tables[:used, : plan.block_tables.shape[1]].copy_(vectors[1])
         inputs.block_tables[used:size, 0] = self._padding_block
 

@@ -28,11 +28,17 @@ class DeviceRunner(Runner):
     device: torch.device
     heads: list[HeadShape]
     dtype: torch.dtype
+    can_overlap = True
     _cache: KVCache | None = None
+    # What the last launched step chose: the next one reads its tokens from it before the host knows them.
+    _chosen: Tensor | None = None
 
     @abstractmethod
-    def forward(self, plan: StepPlan, cache: KVCache) -> Tensor:
-        """Logits float32[R, vocab_size] on the device; writes new keys and values. The copies of blocks are made."""
+    def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
+        """Logits float32[R, vocab_size] on the device; writes new keys and values. The copies of blocks are made.
+
+        A token id -1 - r is chosen[r]; see `step_inputs`.
+        """
 
     def allocate_cache(self, layout: CacheLayout) -> None:
         self._cache = KVCache(self.heads, layout, self.dtype, self.device)
@@ -40,16 +46,44 @@ class DeviceRunner(Runner):
     def cache_bytes_per_block(self, block_size: int) -> int:
         return bytes_per_block(self.heads, block_size, self.dtype)
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> Logits:
-        if self._cache is None:
-            raise RuntimeError("allocate_cache must come before the first step")
-        if len(plan.block_copies):
-            self._cache.copy_blocks(copy_together([plan.block_copies], self.device)[0])
-        return DeviceLogits(self.forward(plan, self._cache))
+        return DeviceLogits(self._logits(plan))
 
     @torch.inference_mode()
     def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
         assert isinstance(logits, DeviceLogits)
         tokens: npt.NDArray[np.int32] = choose(logits.values[: len(draws)], draws).cpu().numpy()
+        return tokens
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, draws: Draws) -> DeviceTokens:
+        self._chosen = choose(self._logits(plan)[: len(draws)], draws)
+        return DeviceTokens(self._chosen)
+
+    @torch.inference_mode()
+    def _logits(self, plan: StepPlan) -> Tensor:
+        if self._cache is None:
+            raise RuntimeError("allocate_cache must come before the first step")
+        if len(plan.block_copies):
+            self._cache.copy_blocks(copy_together([plan.block_copies], self.device)[0])
+        return self.forward(plan, self._cache, self._chosen)
+
+
+class DeviceTokens:
+    """Tokens int32[R] on their way to the host."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda":
+            self._tokens = torch.empty_like(tokens, device="cpu", pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._tokens = tokens
+
+    def wait(self) -> npt.NDArray[np.int32]:
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: npt.NDArray[np.int32] = self._tokens.numpy()
         return tokens

@@ -56,10 +56,10 @@ class TorchRunner(DeviceRunner, SpecRunner):
                 self.device,
             )
 
-    def forward(self, plan: StepPlan, cache: KVCache) -> Tensor:
+    def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
         if self._graphs is not None and self._graphs.fits(plan):
-            return self._graphs.run(plan)
-        return self._decoder.forward(step_inputs(plan, cache.layout.block_size, self.device), cache)
+            return self._graphs.run(plan, chosen)
+        return self._decoder.forward(step_inputs(plan, cache.layout.block_size, self.device, chosen), cache)
 
 
 def _cos_sin(spec: DecoderSpec, device: torch.device) -> Tensor:

@@ -45,8 +45,13 @@ TILE_QUERIES = 16
 """New tokens of a sequence that attend together in a prefill."""
 
 
-def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepInputs:
-    """Copy a plan to the device, all in one transfer that the host does not wait for."""
+def step_inputs(
+    plan: StepPlan, block_size: int, device: torch.device, chosen: Tensor | None = None
+) -> StepInputs:
+    """Copy a plan to the device, all in one transfer that the host does not wait for.
+
+    A token id -1 - r becomes chosen[r], of int32 tokens that the device may not have computed yet.
+    """
     lengths = np.diff(plan.query_start)
     arrays: dict[str, npt.NDArray[Any]] = {
         "token_ids": plan.token_ids,
@@ -60,9 +65,19 @@ def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepIn
         "logits_rows": plan.logits_rows,
     }
     tensors = dict(zip(arrays, copy_together(list(arrays.values()), device), strict=True))
+    tensors["token_ids"] = known_tokens(plan, tensors["token_ids"], chosen)
     if wants_every_row(plan):
         del tensors["logits_rows"]
     return StepInputs(**tensors, plan=plan)
+
+
+def known_tokens(plan: StepPlan, token_ids: Tensor, chosen: Tensor | None) -> Tensor:
+    """`token_ids` of the plan on the device, with those that the step before chose in their places."""
+    if chosen is None or not (plan.token_ids < 0).any():
+        return token_ids
+    # Clamped: a row whose logits were NaN has no token, and its sequence ends; what it computes is thrown away.
+    rows = (-1 - token_ids).clamp(0, len(chosen) - 1)
+    return torch.where(token_ids < 0, chosen[rows.long()].clamp(min=0), token_ids)
 
 
 def wants_every_row(plan: StepPlan) -> bool:

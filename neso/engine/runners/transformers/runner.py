@@ -69,8 +69,8 @@ class TransformersRunner(DeviceRunner):
         logger.info("transformers runner: %s, %s", type(model).__name__, device)
         return cls(model.eval().to(device), config, device)
 
-    def forward(self, plan: StepPlan, cache: KVCache) -> Tensor:
-        inputs = step_inputs(plan, cache.layout.block_size, self.device)
+    def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
+        inputs = step_inputs(plan, cache.layout.block_size, self.device, chosen)
         with attending(PagedAttention(inputs, cache, self._operations)):
             output = self._model(
                 input_ids=inputs.token_ids[None].long(),
