@@ -6,17 +6,29 @@
 
 namespace neso::NESO_ISA {
 
+// With more rows, waiting for the memory takes a small share of the time.
+constexpr int kMostRowsAhead = 48;
+
 // Panels [first, first + Panels) lie at `weights`, `weight_stride` elements apart. All rows go over them while they
 // are in the nearest caches: with few rows the time is that of reading the weights once.
+//
+// The first rows wait for the memory. Those after them don't, so they bring what comes `next`, half of it each: reading
+// and computing would take turns otherwise.
 template <typename Panel, int Panels>
 NESO_INLINE void gemm_panels(const Input& input, const Matrix& matrix, const GemmRange& range, int first,
-                             const typename Panel::Weight* weights, int64_t weight_stride, float* out, int64_t stride,
-                             bool accumulate) {
+                             const typename Panel::Weight* weights, int64_t weight_stride, const char* next, float* out,
+                             int64_t stride, bool accumulate) {
+    const int64_t half = matrix.panel_bytes() * Panels / 2;
     for_row_blocks(range.rows(), [&]<int Rows>(int block) NESO_INLINE_LAMBDA {
         const int row = range.first_row + block;
+        const auto* inputs = input.row<typename Panel::Input>(row);
         F32 sums[Rows][Panels][kVectors] = {};
-        dot<Panel, Rows, Panels>(input.row<typename Panel::Input>(row), input.stride, weights, weight_stride,
-                                 matrix.depth, sums);
+        if (next != nullptr && (block == kBlockRows || block == 2 * kBlockRows)) {
+            const char* ahead = next + (block == kBlockRows ? 0 : half);
+            dot<Panel, Rows, Panels, true>(inputs, input.stride, weights, weight_stride, matrix.depth, sums, ahead);
+        } else {
+            dot<Panel, Rows, Panels>(inputs, input.stride, weights, weight_stride, matrix.depth, sums);
+        }
         for (int r = 0; r < Rows; ++r) {
             for (int p = 0; p < Panels; ++p) {
                 store_panel(matrix, first + p, sums[r][p], out + (row + r) * stride, accumulate);
@@ -25,21 +37,24 @@ NESO_INLINE void gemm_panels(const Input& input, const Matrix& matrix, const Gem
     });
 }
 
+// `after`: what is read from memory after these panels, if it is known.
 template <typename Panel>
 void gemm_dense(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
-                bool accumulate) {
+                bool accumulate, const char* after = nullptr) {
     using Weight = typename Panel::Weight;
     const int64_t weight_stride = matrix.panel_bytes() / int64_t(sizeof(Weight));
     int panel = range.first_panel;
     for (; panel + kBlockPanels <= range.last_panel; panel += kBlockPanels) {
+        const char* next = panel + kBlockPanels < range.last_panel ? matrix.panel(panel + kBlockPanels) : after;
+        if (range.rows() > kMostRowsAhead) next = nullptr;
         gemm_panels<Panel, kBlockPanels>(input, matrix, range, panel,
-                                         reinterpret_cast<const Weight*>(matrix.panel(panel)), weight_stride, out,
+                                         reinterpret_cast<const Weight*>(matrix.panel(panel)), weight_stride, next, out,
                                          stride, accumulate);
     }
     if constexpr (kBlockPanels > 1) {
         for (; panel < range.last_panel; ++panel) {
             gemm_panels<Panel, 1>(input, matrix, range, panel, reinterpret_cast<const Weight*>(matrix.panel(panel)),
-                                  weight_stride, out, stride, accumulate);
+                                  weight_stride, nullptr, out, stride, accumulate);
         }
     }
 }

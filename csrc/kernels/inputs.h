@@ -18,7 +18,7 @@ constexpr InputKind kBf16Input = InputKind::f32;
 #if defined(__AMX_BF16__)
 constexpr int kUnpackRows = 13, kUnpackRowsDynamic = 25;
 #elif defined(__AVX512BF16__)
-constexpr int kUnpackRows = 33, kUnpackRowsDynamic = 1 << 30;
+constexpr int kUnpackRows = 21, kUnpackRowsDynamic = 1 << 30;
 #else
 constexpr int kUnpackRows = 17, kUnpackRowsDynamic = 17;
 #endif

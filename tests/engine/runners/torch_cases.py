@@ -35,6 +35,7 @@ from neso.engine.runners.torch.step_inputs import TILE_QUERIES, step_inputs
 from neso.engine.sampling.random_choice import BROKEN, Draws, choose, exponentials, filter_weights
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
+from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]
 
@@ -309,6 +310,30 @@ class GraphCases:
             np.testing.assert_allclose(found, run(plain, plan), atol=ATOL)
         assert graphed._graphs is not None
         assert sorted(graphed._graphs._graphs) == [1, 4, 16]
+
+    @pytest.mark.parametrize("graphs", [False, True])
+    def test_a_step_reads_what_the_one_before_chose(self, checkpoint_factory: Factory, graphs: bool) -> None:
+        """Launched one after the other, sequences in another order each time, none waited for."""
+        loaded = load_torch(checkpoint_factory("llama"), dtype="float32")
+        builder, runner = PlanBuilder(4, 64, seed=3), with_operations(loaded, KERNELS)
+        allocate(runner, builder, graphs=graphs)
+        sequences = [builder.sequence([*random_tokens(5 + i, seed=i), 0, 0]) for i in range(3)]
+        greedy = Draws.of([SamplingParams(temperature=0)] * 3, np.zeros(3))
+        rows = np.cumsum([5, 6, 7]) - 1
+        first = runner.launch(
+            builder.plan([(s, len(s.tokens) - 2) for s in sequences], rows=rows.tolist()), greedy
+        )
+        order = [2, 0, 1]
+        for row, i in enumerate(order):
+            sequences[i].tokens[-2] = -1 - i
+            sequences[i].tokens[-1] = -1 - row
+        second = runner.launch(builder.plan([(sequences[i], 1) for i in order]), greedy)
+        third = runner.launch(builder.plan([(sequences[i], 1) for i in order]), greedy)
+        tokens = [launched.wait().tolist() for launched in (first, second, third)]
+        for row, i in enumerate(order):
+            known = builder.sequence([*random_tokens(5 + i, seed=i), tokens[0][i], tokens[1][row]])
+            logits = run(runner, builder.plan([(known, len(known.tokens))], rows=[4 + i, 5 + i, 6 + i]))
+            assert logits.argmax(axis=1).tolist() == [tokens[0][i], tokens[1][row], tokens[2][row]]
 
     def test_padding_touches_no_block_but_its_own(self, checkpoint_factory: Factory) -> None:
         directory = checkpoint_factory("llama", num_hidden_layers=2)
