@@ -58,6 +58,7 @@ NESO_INLINE void add_group(const IntegerCode* a, int64_t a_stride, int depth, co
         for (int p = 0; p < Panels; ++p) {
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
+                prefetch_codes<Kind>(weights + (Panels + p) * panel_bytes, k, v);
                 const EightCodes codes = load_codes<Kind>(weights + p * panel_bytes, k, v);
 #pragma GCC unroll 4
                 for (int r = 0; r < Rows; ++r) {
@@ -102,6 +103,7 @@ NESO_INLINE void quantized_panels(const Input& input, const Matrix& matrix, int 
         for (int p = 0; p < Panels; ++p) {
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) {
+                __builtin_prefetch(scales + (Panels + p) * panel_scales + v * kLanes, 0, 2);
                 const F32 scale = load_f16(scales + p * panel_scales + v * kLanes);
 #pragma GCC unroll 4
                 for (int r = 0; r < Rows; ++r) {

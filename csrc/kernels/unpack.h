@@ -40,6 +40,18 @@ NESO_INLINE EightCodes load_codes(const char* panel, int k, int vector) {
     }
 }
 
+// Bring them into the second-level cache. The CPU's own prefetcher starts anew in each page, and a panel has few pages.
+template <WeightKind Kind>
+NESO_INLINE void prefetch_codes(const char* panel, int k, int vector) {
+    if constexpr (Kind == WeightKind::int8) {
+        const char* at = panel + int64_t(k) * kPanel + vector * kLanes * 4;
+        __builtin_prefetch(at, 0, 2);
+        __builtin_prefetch(at + kPanel * 4, 0, 2);
+    } else {
+        __builtin_prefetch(panel + int64_t(k) * (kPanel / 2) + vector * kLanes * 4, 0, 2);
+    }
+}
+
 NESO_INLINE void store_fours(float* to, int k, int vector, const F32 (&w)[4]) {
     for (int i = 0; i < 4; ++i) store(to + int64_t(k + i) * kPanel + vector * kLanes, w[i]);
 }
