@@ -21,8 +21,9 @@ inline int block_rows(const Matrix& matrix) {
     return rows < 32 ? 32 : rows > 512 ? 512 : rows;
 }
 
+// `after`: see `gemm_dense`.
 inline void gemm_bf16(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
-                      bool accumulate) {
+                      bool accumulate, [[maybe_unused]] const char* after = nullptr) {
 #if defined(__AMX_BF16__)
     if (input.kind == InputKind::bf16_tiles) {
         const auto gemm = range.rows() <= kFewRows ? gemm_amx_few_rows : gemm_amx_many_rows;
@@ -31,9 +32,9 @@ inline void gemm_bf16(const Input& input, const Matrix& matrix, const GemmRange&
     }
 #endif
 #if defined(__AVX512BF16__)
-    gemm_dense<Bf16Panel>(input, matrix, range, out, stride, accumulate);
+    gemm_dense<Bf16Panel>(input, matrix, range, out, stride, accumulate, after);
 #else
-    gemm_dense<Bf16PanelAsFloat>(input, matrix, range, out, stride, accumulate);
+    gemm_dense<Bf16PanelAsFloat>(input, matrix, range, out, stride, accumulate, after);
 #endif
 }
 
@@ -62,10 +63,11 @@ inline void gemm_unpacked(const Input& input, const Matrix& matrix, const GemmRa
         dense.outputs = matrix.outputs - panel * kPanel;
         dense.bias = matrix.bias ? matrix.bias + panel * kPanel : nullptr;
         const GemmRange part{range.first_row, range.last_row, 0, count};
+        const char* after = panel + count < range.last_panel ? matrix.panel(panel + count) : nullptr;
         if constexpr (kBf16) {
-            gemm_bf16(input, dense, part, out + panel * kPanel, stride, accumulate);
+            gemm_bf16(input, dense, part, out + panel * kPanel, stride, accumulate, after);
         } else {
-            gemm_dense<FloatPanel<float>>(input, dense, part, out + panel * kPanel, stride, accumulate);
+            gemm_dense<FloatPanel<float>>(input, dense, part, out + panel * kPanel, stride, accumulate, after);
         }
     }
 }
