@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from neso.server.statistics import ModelStatistics
 
 BUILTIN = {
+    "ensemble": "neso.backends.ensemble:EnsembleBackend",
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
     "python": "neso.backends.python:PythonBackend",
@@ -48,9 +50,11 @@ class Backend(ABC):
 
     `counts_executions`: the backend executes several requests at once and calls `statistics.record_execution`
     itself; otherwise each request that succeeds counts as one execution.
+    `batches`: it can execute several requests together, by `execute`; then the dynamic batcher may stand before it.
     """
 
     counts_executions = False
+    batches = False
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
@@ -66,6 +70,18 @@ class Backend(ABC):
     @abstractmethod
     def submit(self, request: ResponseStream) -> None:
         """Start to execute `request.request`, and answer on the stream, now or later. Must not block."""
+
+    @property
+    def num_instances(self) -> int:
+        """How many executions run at the same time."""
+        return sum(group.count for group in self.context.config.instance_group)
+
+    def execute(self, batch: list[ResponseStream], done: Callable[[], None]) -> None:
+        """Start to execute requests together on an instance that is free, and call `done` when it is free again.
+
+        `done` must be called on the core's loop. Must not block. For a backend that `batches`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     async def unload(self) -> None:

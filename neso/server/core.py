@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,10 @@ class Core:
             source = await asyncio.to_thread(override_source, name, directory, config, files)
         await self._load(source)
 
+    async def require_model(self, name: str) -> None:
+        """Load a model that another one needs, unless it is loaded. Raises `ServerError`."""
+        await self._lifecycle.require(self._source(name))
+
     async def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Unload a model once its requests in flight have ended. One that is not loaded stays so.
 
@@ -149,15 +154,20 @@ class Core:
             logger.error("failed to load model '%s': %s", name, error.message)
             return
         try:
-            await self._load(source)
+            # Maybe an ensemble has had it loaded already.
+            await self._in_task(source, self._lifecycle.require(source))
         except ServerError as error:
             logger.error("failed to load model '%s': %s", name, error.message)
 
     async def _load(self, source: ModelSource) -> None:
+        await self._in_task(source, self._lifecycle.load(source))
+
+    async def _in_task(self, source: ModelSource, load: Coroutine[Any, Any, None]) -> None:
         """Load in a task of its own: a client that goes away does not stop it, the end of the server does."""
         if self._stopping:
+            load.close()
             raise Unavailable("Server is stopping, no model is loaded any more")
-        task = asyncio.get_running_loop().create_task(self._lifecycle.load(source))
+        task = asyncio.get_running_loop().create_task(load)
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
         try:

@@ -65,6 +65,8 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self._on_response = on_response
         self._responses: deque[InferenceResponse] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self.on_close: Callable[[], None] | None = None
+        self._held: list[InferenceResponse] | None = None
         self._closed = False
         self._drained = False
 
@@ -82,9 +84,22 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self._closed = response.final
         if self._on_response is not None:
             self._on_response(self, response)
-        self._responses.append(response)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._held is not None:
+            self._held.append(response)
+        else:
+            self._deliver(response)
+        if self._closed and self.on_close is not None:
+            self.on_close()
+
+    def hold(self) -> None:
+        """Keep responses from the consumer until `release`."""
+        self._held = []
+
+    def release(self) -> None:
+        """Deliver what was held, and all that comes from now on."""
+        held, self._held = self._held or [], None
+        for response in held:
+            self._deliver(response)
 
     def finish(self) -> None:
         """Close the stream with a response that is the final flag only."""
@@ -96,10 +111,20 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             InferenceResponse(self.request.model_name, self.request.model_version, error=error, final=True)
         )
 
+    def reject(self, error: ServerError) -> None:
+        """Close the stream with an error, for a request that was never executed."""
+        self.failure = self.failure or FailureReason.REJECTED
+        self.fail(error)
+
     def cancel(self) -> None:
         """Tell the backend that nobody wants the rest."""
         if not self._closed:
             self.request.cancel()
+
+    def _deliver(self, response: InferenceResponse) -> None:
+        self._responses.append(response)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def __aiter__(self) -> ResponseStream:
         return self

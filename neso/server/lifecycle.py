@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNLOADED = "unloaded"
+
+# The model that this task is loading: what it loads besides, that one waits for.
+_being_loaded: ContextVar[str] = ContextVar("model that is being loaded", default="")
 
 
 @dataclass(slots=True)
@@ -43,6 +48,7 @@ class ModelLifecycle:
         self._slots: dict[str, dict[int, VersionSlot]] = {}
         self._busy: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._retiring: set[asyncio.Task[None]] = set()
+        self._waits_for: dict[str, str] = {}  # while they load: a model to the one that it needs
 
     def find(self, name: str, version: str) -> Model:
         """The model that requests go to; version "" is the newest that is ready. Raises `ServerError`."""
@@ -103,20 +109,51 @@ class ModelLifecycle:
         Versions that are loaded already serve until the new ones are ready, and stay when those fail.
         Raises `ServerError` with the reason.
         """
-        async with self._busy[source.name]:
-            old = self._slots.get(source.name, {})
-            serving = any(slot.model is not None for slot in old.values())
+        async with self._loading(source.name):
+            await self._load(source)
+
+    async def require(self, source: ModelSource) -> None:
+        """Load a model unless it is loaded; waits for a load that is under way. Raises `ServerError`."""
+        async with self._loading(source.name):
+            if not any(slot.model is not None for slot in self._slots.get(source.name, {}).values()):
+                await self._load(source)
+
+    @asynccontextmanager
+    async def _loading(self, name: str) -> AsyncIterator[None]:
+        """The right to change a model. Raises `InvalidArgument` where a model would wait for itself."""
+        parent = _being_loaded.get()
+        if parent:
+            self._wait(parent, name)
+        token = _being_loaded.set(name)
+        try:
+            async with self._busy[name]:
+                yield
+        finally:
+            _being_loaded.reset(token)
+            self._waits_for.pop(parent, None)
+
+    def _wait(self, parent: str, name: str) -> None:
+        chain = [parent, name]
+        while chain[-1] in self._waits_for and chain[-1] != parent:
+            chain.append(self._waits_for[chain[-1]])
+        if chain[-1] == parent:
+            raise InvalidArgument(f"models depend on each other in a circle: {' -> '.join(chain)}")
+        self._waits_for[parent] = name
+
+    async def _load(self, source: ModelSource) -> None:
+        old = self._slots.get(source.name, {})
+        serving = any(slot.model is not None for slot in old.values())
+        if not serving:
+            newest = (find_versions(source.directory) or [0])[-1]
+            self._slots[source.name] = {newest: VersionSlot(ModelState.LOADING)}
+        try:
+            fresh = await self._load_all(source, keep_old=serving)
+        except asyncio.CancelledError:
             if not serving:
-                newest = (find_versions(source.directory) or [0])[-1]
-                self._slots[source.name] = {newest: VersionSlot(ModelState.LOADING)}
-            try:
-                fresh = await self._load_all(source, keep_old=serving)
-            except asyncio.CancelledError:
-                if not serving:
-                    self._slots.pop(source.name, None)
-                raise
-            self._swap(source, old, fresh)
-            self._raise_failures(source.name, fresh)
+                self._slots.pop(source.name, None)
+            raise
+        self._swap(source, old, fresh)
+        self._raise_failures(source.name, fresh)
 
     def fail(self, name: str, reason: str) -> None:
         """Note that a model cannot even be found."""

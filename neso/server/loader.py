@@ -11,7 +11,7 @@ from typing import Any
 
 from neso.server.backend import Backend, find_backend
 from neso.server.errors import InvalidArgument
-from neso.server.model_config import check_config, complete_config, config_from_json, read_config
+from neso.server.model_config import check_config, complete_config, config_from_json, is_ensemble, read_config
 from neso.server.options import ServerOptions
 from neso.server.repository import choose_versions, find_versions
 
@@ -48,14 +48,10 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     complete_config(config, source.name, newest)
     check_config(config, source.name)
     chosen = choose_versions(versions, config.version_policy, source.name)
-    backend = find_backend(config.backend)
+    backend = find_backend("ensemble" if is_ensemble(config) else config.backend)
     if not options.disable_auto_complete_config:
         backend.auto_complete(config, source.directory, source.directory / str(chosen[-1]))
         check_config(config, source.name)
-    if config.HasField("dynamic_batching"):
-        logger.warning(
-            "model '%s': dynamic batching is not here yet, requests are executed as they come", source.name
-        )
     return ModelPlan(
         source, config, backend, {version: source.directory / str(version) for version in chosen}
     )

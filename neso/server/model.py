@@ -13,6 +13,7 @@ from neso.server.backend import Backend, ModelContext
 from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
+from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.signature import Signature
 from neso.server.statistics import FailureReason, ModelStatistics, Timeline
 
@@ -43,6 +44,7 @@ class Model:
         self.metric_labels = {"model": self.name, "version": self.version}
         self.metric_labels.update({f"_{key}": value for key, value in self.config.metric_tags.items()})
         self._backend = backend
+        self._batcher = self._make_batcher()
         self._in_flight: set[ResponseStream] = set()
         self._generating = 0
         self._idle = asyncio.Event()
@@ -89,7 +91,10 @@ class Model:
         self._in_flight.add(stream)
         self._idle.clear()
         try:
-            self._backend.submit(stream)
+            if self._batcher is not None:
+                self._batcher.submit(stream)
+            else:
+                self._backend.submit(stream)
         except ServerError as error:
             stream.fail(error)
         except Exception as error:
@@ -149,9 +154,22 @@ class Model:
             for stream in tuple(self._in_flight):
                 stream.cancel()
                 stream.fail(Unavailable(f"model '{self.name}' is unloaded, the request did not end in time"))
+        if self._batcher is not None:
+            self._batcher.close()
         await self._backend.unload()
         for stream in tuple(self._in_flight):
             stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
+
+    def _make_batcher(self) -> DynamicBatcher | None:
+        if not (self.config.HasField("dynamic_batching") and self.config.max_batch_size):
+            return None
+        if not self._backend.batches:
+            logger.warning(
+                "model '%s': its backend batches by itself or not at all, dynamic_batching has no effect",
+                self.name,
+            )
+            return None
+        return DynamicBatcher(self.config, self.signature, self._backend.execute, self._backend.num_instances)
 
     def _after_retirement(self) -> Model:
         if self._successor is None:
@@ -182,7 +200,7 @@ class Model:
     def _count(self, timeline: Timeline, batch_size: int, failure: FailureReason | None) -> None:
         if failure is None:
             self.statistics.record_success(timeline, batch_size)
-            if not self._backend.counts_executions:
+            if self._batcher is None and not self._backend.counts_executions:
                 self.statistics.record_execution(batch_size, timeline)
         else:
             self.statistics.record_failure(timeline, failure)

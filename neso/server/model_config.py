@@ -69,17 +69,22 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
     return value
 
 
+def is_ensemble(config: ModelConfig) -> bool:
+    """Whether the model is made of others."""
+    return bool(config.platform == "ensemble")
+
+
 def complete_config(config: ModelConfig, name: str, version_directory: Path) -> None:
     """Fill in what follows without the backend: name, backend, file name, policy, instance group."""
     if not config.name:
         config.name = name
-    if not config.backend and config.platform != "ensemble":
+    if not config.backend and not is_ensemble(config):
         config.backend = _infer_backend(config, version_directory)
     if config.backend == "python" and not config.default_model_filename:
         config.default_model_filename = "model.py"
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
-    if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
+    if is_ensemble(config) or config.HasField("ensemble_scheduling"):
         return
     if not config.instance_group:
         config.instance_group.add()
@@ -111,7 +116,7 @@ def check_config(config: ModelConfig, name: str) -> None:
             "directory name must equal model name"
         )
     _check_schedulers(config)
-    if not config.backend:
+    if not config.backend and not is_ensemble(config):
         raise InvalidArgument(f"must specify 'platform' or 'backend' for '{name}'")
     if config.max_batch_size < 0:
         raise InvalidArgument(f"'max_batch_size' must be non-negative value for {name}")
@@ -126,8 +131,14 @@ def check_config(config: ModelConfig, name: str) -> None:
 
 def _check_schedulers(config: ModelConfig) -> None:
     scheduler = config.WhichOneof("scheduling_choice")
-    if scheduler == "ensemble_scheduling" or config.platform == "ensemble":
-        raise Unsupported(f"ensemble scheduling is not supported yet, for {config.name}")
+    if (scheduler == "ensemble_scheduling") != (config.platform == "ensemble"):
+        raise InvalidArgument(
+            f"ensemble scheduling must be set for ensemble {config.name} whose platform is ensemble"
+            if config.platform == "ensemble"
+            else f"ensemble scheduling cannot be set for model '{config.name}' whose platform is not ensemble"
+        )
+    if is_ensemble(config) and config.instance_group:
+        raise InvalidArgument(f"instance group should not be specified for ensemble '{config.name}'")
     if scheduler == "sequence_batching":
         raise Unsupported(f"sequence batching is not supported yet, for {config.name}")
 

@@ -55,6 +55,11 @@ class Signature:
         self.inputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.input}
         self.outputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.output}
         self._required = sum(not spec.optional for spec in self.inputs.values())
+        self._has_optional = self._required < len(self.inputs)
+        # Inputs that may differ from request to request, and must not within a batch.
+        self._variable = [
+            tensor.name for tensor in config.input if -1 in tensor.dims and not tensor.allow_ragged_batch
+        ]
         self._reshaped_outputs = {name for name, spec in self.outputs.items() if spec.reshape is not None}
 
     def metadata(self, specs: dict[str, TensorSpec]) -> list[TensorMetadata]:
@@ -79,6 +84,16 @@ class Signature:
             if spec.reshape is not None:
                 request.inputs[name] = self._reshape(request.inputs[name], spec.dims, spec.reshape)
         return batch_size
+
+    def batches_with(self, request: InferenceRequest, other: InferenceRequest) -> bool:
+        """Whether two checked requests can be executed as one batch: the same inputs, in the same shapes."""
+        if self._has_optional and request.inputs.keys() != other.inputs.keys():
+            return False
+        return all(
+            request.inputs[name].shape[1:] == other.inputs[name].shape[1:]
+            for name in self._variable
+            if name in request.inputs
+        )
 
     def restore(self, outputs: list[Tensor]) -> list[Tensor]:
         """Outputs of the backend in the shapes that clients expect."""

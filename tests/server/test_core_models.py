@@ -103,7 +103,7 @@ async def test_backends_that_are_not_there(repository, start_core):
     (repository.add("ensemble") / "config.pbtxt").write_text('platform: "ensemble"')
     core = await start_core()
     assert "unable to find backend 'tensorflow'" in index_of(core, "other")[0].reason
-    assert "ensemble scheduling is not supported yet" in index_of(core, "ensemble")[0].reason
+    assert "ensemble scheduling must be set for ensemble" in index_of(core, "ensemble")[0].reason
 
 
 async def test_a_backend_that_cannot_be_imported(repository, start_core, monkeypatch):

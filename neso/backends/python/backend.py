@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from neso.backends.python import model_config
-from neso.backends.python.instance import ModelInstance, WorkQueue
+from neso.backends.python.instance import ModelInstance, Work, WorkQueue
 from neso.backends.python.model_module import forget_model_class, load_model_class
 from neso.backends.python.response_sender import ModelOutputs
 from neso.server.backend import Backend
@@ -16,6 +18,7 @@ from neso.server.datatypes import DataType
 from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.model_config import config_to_dict, config_to_json
+from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,8 @@ FINALIZE_TIMEOUT = 30.0
 
 class PythonBackend(Backend):
     """Runs each instance of the model in a thread of its own; the server's loop never waits for one."""
+
+    batches = True
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -63,8 +68,29 @@ class PythonBackend(Backend):
         """Queue the request for the first instance that is free."""
         if not self.ready():
             raise Unavailable(f"no instance of model '{self.context.name}' is alive")
-        self._work.put(request)
+        self._work.put(Work([request]))
         request.request.on_cancel(lambda: _leave_queue(request))
+
+    def execute(self, batch: list[ResponseStream], done: Callable[[], None]) -> None:
+        """Queue requests for the first instance that is free, as one call of `execute`."""
+        if not self.ready():
+            for stream in batch:
+                stream.fail(Unavailable(f"no instance of model '{self.context.name}' is alive"))
+            done()
+            return
+        loop, statistics = asyncio.get_running_loop(), self.context.statistics
+        size = sum(stream.batch_size for stream in batch)
+
+        def executed(timeline: Timeline | None) -> None:
+            if timeline is not None:
+                statistics.record_execution(size, timeline)
+            done()
+
+        def tell(timeline: Timeline | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(executed, timeline)
+
+        self._work.put(Work(batch, tell))
 
     async def unload(self) -> None:
         """End the threads: requests that are queued are executed first, then `finalize` runs."""

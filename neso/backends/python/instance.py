@@ -8,8 +8,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,25 @@ from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import ModelOutputs, Responder
 from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_response import ResponseStream
+from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)
 
-WorkQueue = queue.SimpleQueue[ResponseStream | None]
-"""Requests for the instances of a model; None tells one of them to end."""
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests for one call of `execute`.
+
+    `executed` is called in the instance's thread when it is free again, with the times of the execution, or None
+    where nothing was executed or it failed.
+    """
+
+    streams: list[ResponseStream]
+    executed: Callable[[Timeline | None], None] | None = None
+
+
+WorkQueue = queue.SimpleQueue[Work | None]
+"""For the instances of a model; None tells one of them to end."""
 
 
 class ModelInstance:
@@ -76,51 +91,76 @@ class ModelInstance:
         if inspect.iscoroutinefunction(model.execute):
             self._loop = _start_loop(self._outputs.instance, self._path.parent)
         self.started.set_result(None)
-        while (stream := self._work.get()) is not None:
-            self._execute(model, stream)
-            del stream  # a request that the model let go of must not live on in this frame
+        while (work := self._work.get()) is not None:
+            timeline = self._execute(model, work.streams)
+            executed = work.executed
+            del work  # requests that the model let go of must not live on in this frame
+            if executed is not None:
+                executed(timeline)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         if hasattr(model, "finalize"):
             model.finalize()
         forget_model_class(model_class)
 
-    def _execute(self, model: Any, stream: ResponseStream) -> None:
-        responder = Responder(stream, self._outputs)
-        if responder.cancelled:
-            responder.fail(Cancelled("the request was cancelled before it was executed"))  # or was already
-            return
-        stream.timeline.compute_start = time.monotonic_ns()
+    def _execute(self, model: Any, streams: list[ResponseStream]) -> Timeline | None:
+        """Execute requests together; the times of it, None when nothing was executed or it failed."""
+        responders = self._still_wanted(streams)
+        if not responders:
+            return None
+        started = time.monotonic_ns()
+        for responder in responders:
+            responder.stream.timeline.compute_start = started
+        timeline = responders[0].stream.timeline
         try:
-            request = InferenceRequest.from_server(responder, list(self._outputs.datatypes))
-            stream.timeline.input_end = time.monotonic_ns()
-            result = model.execute([request])
-            del request
+            requests = [
+                InferenceRequest.from_server(responder, list(self._outputs.datatypes))
+                for responder in responders
+            ]
+            input_end = time.monotonic_ns()
+            for responder in responders:
+                responder.stream.timeline.input_end = input_end
+            result = model.execute(requests)
+            del requests
             if inspect.iscoroutine(result):
-                self._await(result, responder)
+                self._await(result, responders)
             else:
-                self._finish(result, responder)
+                self._finish(result, responders)
         except Exception as error:
-            self._fail(error, responder)
+            self._fail(error, responders)
+            return None
+        return timeline
 
-    def _await(self, coroutine: Coroutine[Any, Any, Any], responder: Responder) -> None:
+    def _still_wanted(self, streams: list[ResponseStream]) -> list[Responder]:
+        wanted = []
+        for stream in streams:
+            responder = Responder(stream, self._outputs)
+            if responder.cancelled:
+                responder.fail(
+                    Cancelled("the request was cancelled before it was executed")
+                )  # or was already
+            else:
+                wanted.append(responder)
+        return wanted
+
+    def _await(self, coroutine: Coroutine[Any, Any, Any], responders: list[Responder]) -> None:
         """Run a coroutine on the model's loop; other requests go on meanwhile when the model is decoupled."""
         if self._loop is None:
             self._loop = _start_loop(self._outputs.instance, self._path.parent)
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         if not self._outputs.decoupled:
-            self._finish(running.result(), responder)
+            self._finish(running.result(), responders)
             return
 
-        def done(future: Future[Any], responder: Responder = responder) -> None:
+        def done(future: Future[Any], responders: list[Responder] = responders) -> None:
             try:
-                self._finish(future.result(), responder)
+                self._finish(future.result(), responders)
             except Exception as error:
-                self._fail(error, responder)
+                self._fail(error, responders)
 
         running.add_done_callback(done)
 
-    def _finish(self, result: Any, responder: Responder) -> None:
+    def _finish(self, result: Any, responders: list[Responder]) -> None:
         """Send what `execute` returned. Raises `TritonModelException` for what it must not return."""
         if self._outputs.decoupled:
             if result is not None:
@@ -133,30 +173,40 @@ class ModelInstance:
             raise TritonModelException(
                 f"Expected a list in the execute return, found type '{type(result).__name__}'."
             )
-        if len(result) != 1:
+        if len(result) != len(responders):
             raise TritonModelException(
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
-                f"InferenceRequest(s) size is:1, and InferenceResponse(s) size is:{len(result)}"
+                f"InferenceRequest(s) size is:{len(responders)}, and InferenceResponse(s) size is:{len(result)}"
             )
-        (response,) = result
-        responder.stream.timeline.output_start = time.monotonic_ns()
-        if isinstance(response, InferenceResponse):
-            responder.send(response, final=True)
-        elif response is not None:  # None: the model answers through the request's sender
-            raise TritonModelException(
-                "Expected an 'InferenceResponse' object in the execute function return list, found type "
-                f"'{type(response).__name__}'."
-            )
+        for response in result:
+            if response is not None and not isinstance(response, InferenceResponse):
+                raise TritonModelException(
+                    "Expected an 'InferenceResponse' object in the execute function return list, found type "
+                    f"'{type(response).__name__}'."
+                )
+        output_start = time.monotonic_ns()
+        for response, responder in zip(result, responders, strict=True):
+            responder.stream.timeline.output_start = output_start
+            if response is not None:  # None: the model answers through the request's sender
+                self._answer(response, responder)
 
-    def _fail(self, error: Exception, responder: Responder) -> None:
+    def _answer(self, response: InferenceResponse, responder: Responder) -> None:
+        """Send the response of one request; what is wrong with it concerns no other."""
+        try:
+            responder.send(response, final=True)
+        except Exception as error:
+            self._fail(error, [responder])
+
+    def _fail(self, error: Exception, responders: list[Responder]) -> None:
         logger.error("execute of '%s' failed", self._outputs.instance, exc_info=error)
         text = str(error) if isinstance(error, TritonModelException) else f"{type(error).__name__}: {error}"
-        responder.fail(
-            InternalError(
-                f"Failed to process the request(s) for model instance '{self._outputs.instance}', "
-                f"message: {text}"
+        for responder in responders:
+            responder.fail(
+                InternalError(
+                    f"Failed to process the request(s) for model instance '{self._outputs.instance}', "
+                    f"message: {text}"
+                )
             )
-        )
 
 
 def _start_loop(name: str, folder: Path) -> asyncio.AbstractEventLoop:

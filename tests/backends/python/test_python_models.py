@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -409,3 +410,65 @@ async def test_many_requests(serve):
         (response,) = await collect(stream)
         assert response.output("OUT").array[0] == i
     assert model.statistics.success.count == 300 and model.in_flight_count == 0
+
+
+BATCHED = (
+    HEAD
+    + """
+    def execute(self, requests):
+        time.sleep(0.05)
+        values = [request.inputs()[0].as_numpy().sum() for request in requests]
+        if sum(values) > 1000:
+            raise pb_utils.TritonModelException("too much")
+        return [
+            pb_utils.InferenceResponse(error=pb_utils.TritonError("negative"))
+            if value < 0
+            else pb_utils.InferenceResponse(
+                [pb_utils.Tensor("OUT", np.full((len(request.inputs()[0].as_numpy()), 1), len(requests), np.float32))]
+            )
+            for value, request in zip(values, requests)
+        ]
+"""
+)
+BATCHING = IDENTITY_TENSORS + "max_batch_size: 4 dynamic_batching { }"
+
+
+def rows(*values: float) -> np.ndarray:
+    return np.array([[value] for value in values], np.float32)
+
+
+async def test_requests_are_executed_together_with_dynamic_batching(serve):
+    model = await serve(BATCHED, BATCHING)
+    streams = [ask(model, IN=rows(1)) for _ in range(3)] + [ask(model, IN=rows(1, 2))]
+    responses = [(await collect(stream))[0] for stream in streams]
+    assert [response.output("OUT").array[0, 0] for response in responses] == [3, 3, 3, 1]
+    statistics = model.statistics.snapshot()
+    assert (statistics["inference_count"], statistics["execution_count"]) == (5, 2)
+    assert [batch["batch_size"] for batch in statistics["batch_stats"]] == [2, 3]
+
+
+async def test_an_error_in_a_batch_is_that_of_its_request(serve):
+    model = await serve(BATCHED, BATCHING)
+    good, bad = ask(model, IN=rows(1)), ask(model, IN=rows(-1))
+    assert (await collect(good))[0].error is None
+    error = (await collect(bad))[0].error
+    assert error is not None and error.message == "negative"
+
+
+async def test_an_exception_fails_its_batch_and_no_other(serve):
+    model = await serve(BATCHED, BATCHING)
+    batch = [ask(model, IN=rows(1)), ask(model, IN=rows(2000))]
+    for stream in batch:
+        (response,) = await collect(stream)
+        assert response.error is not None and "too much" in response.error.message
+    (response,) = await collect(ask(model, IN=rows(1)))
+    assert response.error is None
+
+
+async def test_batches_go_to_all_instances(serve):
+    model = await serve(BATCHED, BATCHING + " instance_group { count: 2 }")
+    started = time.monotonic()
+    streams = [ask(model, IN=rows(1, 2, 3, 4)) for _ in range(4)]
+    for stream in streams:
+        await collect(stream)
+    assert time.monotonic() - started < 0.19, "one after the other takes 0.2 s"

@@ -1,0 +1,62 @@
+"""The backend of models with `ensemble_scheduling`: sends requests through other models of the server."""
+
+from __future__ import annotations
+
+from neso.backends.ensemble.graph import EnsembleGraph
+from neso.backends.ensemble.run import EnsembleRun
+from neso.server.backend import Backend, ModelContext
+from neso.server.errors import InvalidArgument, ServerError
+from neso.server.inference_response import ResponseStream
+
+
+class EnsembleBackend(Backend):
+    """Ready as long as the models of its steps are."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._graph = EnsembleGraph(context.config)
+        self._decoupled = bool(context.config.model_transaction_policy.decoupled)
+
+    async def load(self) -> None:
+        """Load the models of the steps that are not loaded yet, and check that the tensors fit them."""
+        for name in dict.fromkeys(step.model for step in self._graph.steps):
+            try:
+                await self.context.core.require_model(name)
+            except ServerError as error:
+                raise InvalidArgument(
+                    f"ensemble '{self.context.name}' depends on '{name}' which has no loaded version: {error.message}"
+                ) from None
+        for step in self._graph.steps:
+            self._check_step(step.index)
+
+    def submit(self, request: ResponseStream) -> None:
+        EnsembleRun(self._graph, request, self.context.core.model, self._decoupled).start()
+
+    async def unload(self) -> None:
+        """Nothing: the models of the steps are the server's."""
+
+    def ready(self) -> bool:
+        return all(self._step_is_ready(step.model, step.version) for step in self._graph.steps)
+
+    def _step_is_ready(self, name: str, version: str) -> bool:
+        try:
+            return self.context.core.model(name, version).ready()
+        except ServerError:
+            return False
+
+    def _check_step(self, index: int) -> None:
+        """Raises `InvalidArgument` for names that the step's model does not have, or inputs that it lacks."""
+        step = self._graph.steps[index]
+        model = self.context.core.model(step.model, step.version)
+        where = f"in ensemble '{self.context.name}', step {index}: model '{step.model}'"
+        for name in step.inputs.keys() - model.signature.inputs.keys():
+            raise InvalidArgument(f"{where} has no input '{name}'")
+        for name in step.outputs.keys() - model.signature.outputs.keys():
+            raise InvalidArgument(f"{where} has no output '{name}'")
+        required = {name for name, spec in model.signature.inputs.items() if not spec.optional}
+        for name in sorted(required - step.inputs.keys()):
+            raise InvalidArgument(f"{where} needs the input '{name}', which is not in the input_map")
+        if model.decoupled and not self._decoupled:
+            raise InvalidArgument(
+                f"{where} is decoupled; the ensemble must have model_transaction_policy {{ decoupled: true }} as well"
+            )

@@ -1,0 +1,260 @@
+"""Ensembles of Python models in a running core."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "server"))
+
+from core_requests import ask, collect
+from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS, RepositoryBuilder
+
+from neso.server.core import Core
+from neso.server.errors import Cancelled
+from neso.server.inference_request import InferenceRequest
+from neso.server.options import ModelControlMode, ServerOptions
+from neso.server.tensor import Tensor
+
+ADD = """
+import time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            time.sleep({seconds})
+            total = sum(tensor.as_numpy() for tensor in request.inputs())
+            if total.max() > 1000:
+                raise pb_utils.TritonModelException("too large")
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", total + np.float32({plus}))]))
+        return responses
+"""
+ADD_TENSORS = """
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] },
+        { name: "MORE" data_type: TYPE_FP32 dims: [ -1 ] optional: true } ]
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+TO_FLOAT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy().astype(np.float32))])
+            for r in requests
+        ]
+"""
+TO_FLOAT_TENSORS = """
+input { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
+"""
+
+
+def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
+    maps = [f"input_map {{ key: '{k}' value: '{v}' }}" for k, v in inputs.items()]
+    maps += [f"output_map {{ key: '{k}' value: '{v}' }}" for k, v in outputs.items()]
+    return f"step {{ model_name: '{model}' model_version: -1 {' '.join(maps)} }}"
+
+
+@pytest.fixture
+async def cores():
+    running: list[Core] = []
+    yield running
+    for core in running:
+        await core.stop()
+
+
+class Server:
+    """A repository with three adders, and what a test adds."""
+
+    def __init__(self, path: Path, cores: list[Core]) -> None:
+        self._cores = cores
+        self.repository = RepositoryBuilder(path)
+        for name, plus, seconds in (("plus1", 1, 0), ("plus10", 10, 0), ("slow", 100, 0.2)):
+            self.repository.add(name, ADD.format(plus=plus, seconds=seconds), ADD_TENSORS)
+
+    def add_ensemble(
+        self, *steps: str, name: str = "all", tensors: str = IDENTITY_TENSORS, extra: str = ""
+    ) -> None:
+        folder = self.repository.add(name)
+        (folder / "1" / "model.py").unlink()
+        scheduling = f"ensemble_scheduling {{ {' '.join(steps)} }}"
+        (folder / "config.pbtxt").write_text(f'platform: "ensemble" {tensors} {scheduling} {extra}')
+
+    async def start(self, **options) -> Core:
+        core = Core(ServerOptions((self.repository.path,), exit_timeout=1, **options))
+        self._cores.append(core)
+        await core.start()
+        return core
+
+
+@pytest.fixture
+def server(tmp_path: Path, cores: list[Core]) -> Server:
+    return Server(tmp_path / "models", cores)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def reason(core: Core, name: str = "all") -> str:
+    return next(entry.reason for entry in core.repository_index() if entry.name == name)
+
+
+async def test_tensors_flow_from_step_to_step(server: Server) -> None:
+    server.add_ensemble(
+        step("plus1", {"IN": "IN"}, {"OUT": "first"}),
+        step("plus10", {"IN": "first", "MORE": "IN"}, {"OUT": "OUT"}),
+    )
+    model = (await server.start()).model("all")
+    (response,) = await collect(ask(model, id="7", IN=floats(1, 2)))
+    assert response.error is None and response.final
+    assert (response.model_name, response.id) == ("all", "7")
+    assert response.output("OUT").array.tolist() == [13, 15]
+    assert model.statistics.snapshot()["inference_stats"]["success"]["count"] == 1
+
+
+async def test_steps_run_at_the_same_time_where_their_data_allow(server: Server) -> None:
+    server.repository.add("slow too", ADD.format(plus=0, seconds=0.2), ADD_TENSORS)
+    server.add_ensemble(
+        step("slow", {"IN": "IN"}, {"OUT": "a"}),
+        step("slow too", {"IN": "IN"}, {"OUT": "b"}),
+        step("plus1", {"IN": "a", "MORE": "b"}, {"OUT": "OUT"}),
+    )
+    model = (await server.start()).model("all")
+    started = asyncio.get_running_loop().time()
+    (response,) = await collect(ask(model, IN=floats(1)))
+    assert response.output("OUT").array.tolist() == [103]
+    assert asyncio.get_running_loop().time() - started < 0.38, "one after the other takes 0.4 s"
+
+
+async def test_only_what_is_asked_for_is_computed(server: Server) -> None:
+    tensors = IDENTITY_TENSORS + 'output { name: "SLOW" data_type: TYPE_FP32 dims: [ -1 ] }'
+    server.add_ensemble(
+        step("plus1", {"IN": "IN"}, {"OUT": "OUT"}),
+        step("slow", {"IN": "IN"}, {"OUT": "SLOW"}),
+        tensors=tensors,
+    )
+    core = await server.start()
+    before = core.model("slow").statistics.inference_count
+    request = InferenceRequest("all", {"IN": Tensor.from_numpy("IN", floats(1))}, requested_outputs=("OUT",))
+    (response,) = await collect(core.model("all").submit(request))
+    assert [tensor.name for tensor in response.outputs] == ["OUT"]
+    assert core.model("slow").statistics.inference_count == before
+
+
+async def test_an_optional_input_that_is_left_out(server: Server) -> None:
+    server.add_ensemble(step("plus1", {"IN": "IN", "MORE": "MORE"}, {"OUT": "OUT"}), tensors=ADD_TENSORS)
+    model = (await server.start()).model("all")
+    for arrays, expected in (({"IN": floats(1)}, [2]), ({"IN": floats(1), "MORE": floats(5)}, [7])):
+        (response,) = await collect(ask(model, **arrays))
+        assert response.output("OUT").array.tolist() == expected
+
+
+async def test_what_follows_a_decoupled_step_runs_for_each_response(server: Server) -> None:
+    server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
+    server.repository.add("to_float", TO_FLOAT, TO_FLOAT_TENSORS)
+    tensors = """
+    input [ { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }, { name: "IN" data_type: TYPE_FP32 dims: [ 1 ] } ]
+    output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
+    """
+    for limit in ("", "max_inflight_requests: 1"):
+        server.add_ensemble(
+            step("repeat", {"COUNT": "COUNT"}, {"OUT": "number"}),
+            step("to_float", {"IN": "number"}, {"OUT": "float"}),
+            step("slow", {"IN": "IN"}, {"OUT": "late"}),
+            step("plus1", {"IN": "float", "MORE": "late"}, {"OUT": "OUT"}),
+            tensors=tensors,
+            extra="model_transaction_policy { decoupled: true }",
+        )
+        path = server.repository.path / "all" / "config.pbtxt"
+        path.write_text(path.read_text().replace("ensemble_scheduling {", f"ensemble_scheduling {{ {limit}"))
+        core = await server.start()
+        assert reason(core) == ""
+        responses = await collect(ask(core.model("all"), COUNT=np.array([5], np.int32), IN=floats(0)))
+        values = sorted(r.output("OUT").array[0] for r in responses if r.outputs)
+        assert values == [101, 102, 103, 104, 105]
+        assert responses[-1].flag_only and all(r.error is None for r in responses)
+        await core.stop()
+
+
+async def test_a_step_that_fails_fails_the_request_only(server: Server) -> None:
+    server.add_ensemble(
+        step("plus1", {"IN": "IN"}, {"OUT": "first"}), step("plus10", {"IN": "first"}, {"OUT": "OUT"})
+    )
+    model = (await server.start()).model("all")
+    bad, good = ask(model, IN=floats(5000)), ask(model, IN=floats(1))
+    (response,) = await collect(bad)
+    assert response.error is not None
+    assert "in ensemble 'all', Failed to process" in response.error.message
+    assert "too large" in response.error.message
+    (response,) = await collect(good)
+    assert response.output("OUT").array.tolist() == [12]
+
+
+async def test_cancelling_reaches_the_steps(server: Server) -> None:
+    server.add_ensemble(step("slow", {"IN": "IN"}, {"OUT": "a"}), step("plus1", {"IN": "a"}, {"OUT": "OUT"}))
+    core = await server.start()
+    stream = ask(core.model("all"), IN=floats(1))
+    await asyncio.sleep(0.05)
+    stream.cancel()
+    (response,) = await asyncio.wait_for(collect(stream), 0.1)
+    assert isinstance(response.error, Cancelled)
+    await asyncio.sleep(0.3)
+    assert core.model("plus1").statistics.inference_count == 0
+    assert core.model("slow").in_flight_count == 0
+
+
+async def test_loading_an_ensemble_loads_its_steps(server: Server) -> None:
+    server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}))
+    core = await server.start(model_control_mode=ModelControlMode.EXPLICIT)
+    await core.load_model("all")
+    assert {model.name for model in core.models()} == {"all", "plus1"}
+    assert core.model("all").ready()
+    await core.unload_model("plus1")
+    assert not core.model("all").ready()
+    (response,) = await collect(ask(core.model("all"), IN=floats(1)))
+    assert response.error is not None and "'plus1' has no available versions" in response.error.message
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([step("nope", {"IN": "IN"}, {"OUT": "OUT"})], "depends on 'nope' which has no loaded version"),
+        ([step("plus1", {"WHAT": "IN"}, {"OUT": "OUT"})], "model 'plus1' has no input 'WHAT'"),
+        ([step("plus1", {"IN": "IN"}, {"WHAT": "OUT"})], "model 'plus1' has no output 'WHAT'"),
+        ([step("plus1", {"MORE": "IN"}, {"OUT": "OUT"})], "needs the input 'IN'"),
+        ([step("all", {"IN": "IN"}, {"OUT": "OUT"})], "in a circle: all -> all"),
+        ([step("plus1", {"IN": "x"}, {"OUT": "OUT"})], "is no input of the ensemble"),
+    ],
+)
+async def test_an_ensemble_that_does_not_fit_is_unavailable(
+    server: Server, steps: list[str], message: str
+) -> None:
+    server.add_ensemble(*steps)
+    core = await asyncio.wait_for(server.start(), 10)
+    assert message in reason(core)
+    assert core.model("plus1").ready()
+
+
+async def test_ensembles_that_need_each_other_do_not_wait_for_ever(server: Server) -> None:
+    server.add_ensemble(step("other", {"IN": "IN"}, {"OUT": "OUT"}))
+    server.add_ensemble(step("all", {"IN": "IN"}, {"OUT": "OUT"}), name="other")
+    core = await asyncio.wait_for(server.start(), 10)
+    assert "in a circle" in reason(core) + reason(core, "other")
+    assert not any(model.name in ("all", "other") for model in core.models())
+
+
+async def test_ensembles_of_ensembles(server: Server) -> None:
+    server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), name="inner")
+    server.add_ensemble(step("inner", {"IN": "IN"}, {"OUT": "a"}), step("inner", {"IN": "a"}, {"OUT": "OUT"}))
+    (response,) = await collect(ask((await server.start()).model("all"), IN=floats(1)))
+    assert response.output("OUT").array.tolist() == [3]

@@ -1,0 +1,292 @@
+"""The dynamic batcher before a backend whose instances end their executions when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from neso.server.errors import Cancelled, InvalidArgument, Unavailable
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.schedulers.dynamic_batcher import DynamicBatcher
+from neso.server.signature import Signature
+from neso.server.statistics import FailureReason
+from neso.server.tensor import Tensor
+
+TENSORS = """
+name: "m" max_batch_size: 8
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+
+
+class Instances:
+    """Records the batches, and ends them one by one."""
+
+    def __init__(self, batching: str = "", count: int = 1, tensors: str = TENSORS) -> None:
+        config = ModelConfig()
+        text_format.Parse(f"{tensors} dynamic_batching {{ {batching} }}", config)
+        self.signature = Signature(config)
+        self.running: list[tuple[list[ResponseStream], Callable[[], None]]] = []
+        self.batches: list[list[str]] = []
+        self.batcher = DynamicBatcher(config, self.signature, self.execute, count)
+
+    def execute(self, batch: list[ResponseStream], done: Callable[[], None]) -> None:
+        for stream in batch:
+            assert not stream.closed
+            stream.timeline.compute_start = 1
+        self.running.append((batch, done))
+        self.batches.append([stream.request.id for stream in batch])
+
+    def submit(self, name: str, rows: int = 1, width: int = 2, **options: Any) -> ResponseStream:
+        tensor = Tensor.from_numpy("IN", np.zeros((rows, width), np.float32))
+        request = InferenceRequest("m", {"IN": tensor}, id=name, **options)
+        stream = ResponseStream(request, batch_size=self.signature.check(request))
+        self.batcher.submit(stream)
+        return stream
+
+    def finish(self, index: int = 0) -> None:
+        batch, done = self.running.pop(index)
+        for stream in batch:
+            stream.send(InferenceResponse("m", "1"), final=True)
+        done()
+
+
+async def settle(seconds: float = 0.0) -> None:
+    await asyncio.sleep(seconds)
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def error_of(stream: ResponseStream) -> Any:
+    response = await asyncio.wait_for(anext(stream), 2)
+    assert response.final
+    return response.error
+
+
+async def test_what_comes_together_is_executed_together() -> None:
+    instances = Instances()
+    for name in "abc":
+        instances.submit(name)
+    await settle()
+    assert instances.batches == [["a", "b", "c"]]
+
+
+async def test_what_comes_while_the_instance_is_busy_makes_the_next_batch() -> None:
+    instances = Instances()
+    instances.submit("a")
+    await settle()
+    for name in "bcd":
+        instances.submit(name)
+    await settle()
+    assert instances.batches == [["a"]]
+    instances.finish()
+    await settle()
+    assert instances.batches == [["a"], ["b", "c", "d"]]
+
+
+async def test_batches_are_no_larger_than_the_model_takes() -> None:
+    instances = Instances(count=3)
+    for name, rows in (("a", 3), ("b", 4), ("c", 2), ("d", 8)):
+        instances.submit(name, rows)
+    await settle()
+    assert instances.batches == [["a", "b"], ["c"], ["d"]]
+
+
+async def test_preferred_sizes_are_met_where_they_can_be() -> None:
+    instances = Instances("preferred_batch_size: [2, 4]", count=3)
+    for name in "abcdefg":
+        instances.submit(name)
+    await settle()
+    assert instances.batches == [["a", "b", "c", "d"], ["e", "f"], ["g"]]
+
+
+async def test_a_batch_that_may_grow_waits_for_its_delay_and_no_longer() -> None:
+    instances = Instances("max_queue_delay_microseconds: 30000 preferred_batch_size: 4")
+    instances.submit("a")
+    await settle(0.01)
+    assert instances.batches == []
+    instances.submit("b")
+    await settle(0.04)
+    assert instances.batches == [["a", "b"]]
+
+
+async def test_a_full_batch_does_not_wait() -> None:
+    instances = Instances("max_queue_delay_microseconds: 10000000 preferred_batch_size: 4")
+    for name in "abcd":
+        instances.submit(name)
+    await settle()
+    assert instances.batches == [["a", "b", "c", "d"]]
+
+
+async def test_inputs_of_other_shapes_go_into_another_batch() -> None:
+    instances = Instances(count=4)
+    for name, width in (("a", 2), ("b", 2), ("c", 3), ("d", 2)):
+        instances.submit(name, width=width)
+    await settle()
+    assert instances.batches == [["a", "b"], ["c"], ["d"]]
+
+
+async def test_ragged_inputs_may_differ() -> None:
+    instances = Instances(
+        tensors=TENSORS.replace("dims: [ -1 ] }", "dims: [ -1 ] allow_ragged_batch: true }", 1)
+    )
+    for name, width in (("a", 2), ("b", 3)):
+        instances.submit(name, width=width)
+    await settle()
+    assert instances.batches == [["a", "b"]]
+
+
+async def test_priorities_go_first() -> None:
+    instances = Instances("priority_levels: 3 default_priority_level: 2")
+    instances.submit("first")
+    await settle()
+    for name, priority in (("low", 3), ("default", 0), ("high", 1), ("high too", 1)):
+        instances.submit(name, rows=4, priority=priority)
+    for _ in range(3):
+        instances.finish()
+        await settle()
+    assert instances.batches[1:] == [["high", "high too"], ["default", "low"]]
+
+
+async def test_a_priority_that_there_is_not_is_refused() -> None:
+    instances = Instances("priority_levels: 2 default_priority_level: 1")
+    error = await error_of(instances.submit("a", priority=3))
+    assert isinstance(error, InvalidArgument) and "between 1 and 2, got 3" in error.message
+
+
+async def test_a_queue_that_is_full_refuses() -> None:
+    instances = Instances("default_queue_policy { max_queue_size: 2 }")
+    instances.submit("running")
+    await settle()
+    instances.submit("a")
+    instances.submit("b")
+    stream = instances.submit("c")
+    error = await error_of(stream)
+    assert isinstance(error, Unavailable) and "Exceeds maximum queue size" in error.message
+    assert stream.failure is FailureReason.REJECTED
+    instances.finish()
+    await settle()
+    assert instances.batches == [["running"], ["a", "b"]]
+
+
+async def test_who_waits_too_long_is_refused() -> None:
+    instances = Instances("default_queue_policy { default_timeout_microseconds: 20000 }")
+    instances.submit("running")
+    await settle()
+    stream = instances.submit("late")
+    error = await error_of(stream)
+    assert isinstance(error, Unavailable) and "Request timeout expired" in error.message
+    instances.finish()
+    await settle()
+    assert instances.batches == [["running"]]
+
+
+async def test_who_waits_too_long_goes_last_where_the_policy_says_so() -> None:
+    instances = Instances(
+        "default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 20000 }"
+    )
+    instances.submit("running")
+    await settle()
+    instances.submit("late", rows=8)
+    await settle(0.03)
+    instances.submit("punctual", rows=8)
+    for _ in range(2):
+        instances.finish()
+        await settle()
+    assert instances.batches == [["running"], ["punctual"], ["late"]]
+
+
+@pytest.mark.parametrize(
+    ("overridable", "asked", "refused"),
+    [("true", 10_000, True), ("true", 10**9, False), ("false", 10_000, False)],
+)
+async def test_a_request_may_have_less_patience_if_the_policy_lets_it(
+    overridable: str, asked: int, refused: bool
+) -> None:
+    instances = Instances(
+        f"default_queue_policy {{ default_timeout_microseconds: 5000000 allow_timeout_override: {overridable} }}"
+    )
+    instances.submit("running")
+    await settle()
+    stream = instances.submit("a", timeout_us=asked)
+    await settle(0.03)
+    assert stream.closed is refused
+    instances.batcher.close()
+
+
+async def test_a_cancelled_request_leaves_the_queue() -> None:
+    instances = Instances()
+    instances.submit("running")
+    await settle()
+    stream = instances.submit("gone")
+    instances.submit("stays")
+    stream.cancel()
+    assert isinstance(await error_of(stream), Cancelled)
+    instances.finish()
+    await settle()
+    assert instances.batches == [["running"], ["stays"]]
+
+
+async def test_responses_keep_the_order_of_requests_where_the_model_wants_it() -> None:
+    instances = Instances("preserve_ordering: true", count=2)
+    first, second = instances.submit("a", rows=8), instances.submit("b", rows=8)
+    await settle()
+    instances.finish(1)
+    await settle()
+    waiting = asyncio.ensure_future(anext(second))
+    await settle()
+    assert not waiting.done()
+    instances.finish(0)
+    assert (await anext(first)).id == "a"
+    assert (await asyncio.wait_for(waiting, 2)).id == "b"
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 10_000), count=st.integers(1, 3), ordered=st.booleans(), preferred=st.booleans())
+def test_every_request_is_answered_once_whatever_happens(
+    seed: int, count: int, ordered: bool, preferred: bool
+) -> None:
+    async def play() -> None:
+        rng = random.Random(seed)
+        batching = "priority_levels: 2 default_priority_level: 2 "
+        batching += "preserve_ordering: true " if ordered else ""
+        batching += "preferred_batch_size: [3, 5] " if preferred else ""
+        instances = Instances(batching, count)
+        streams = []
+        for number in range(40):
+            action = rng.random()
+            if action < 0.6:
+                options = {
+                    "rows": rng.randint(1, 8),
+                    "width": rng.randint(1, 2),
+                    "priority": rng.randint(0, 2),
+                }
+                streams.append(instances.submit(str(number), **options))
+            elif action < 0.8 and instances.running:
+                instances.finish(rng.randrange(len(instances.running)))
+            elif streams:
+                rng.choice(streams).cancel()
+            assert len(instances.running) <= count
+            if rng.random() < 0.5:
+                await settle()
+        while any(not stream.closed for stream in streams):
+            await settle()
+            if instances.running:
+                instances.finish()
+        for stream in streams:
+            responses = [response async for response in stream]
+            assert [response.final for response in responses] == [True]
+            executed = sum(stream.request.id in batch for batch in instances.batches)
+            assert executed == (responses[0].error is None)
+
+    asyncio.run(asyncio.wait_for(play(), 20))
