@@ -78,10 +78,12 @@ inline void gemm(const Input& input, const Matrix& matrix, const GemmRange& rang
         gemm_quantized(input, matrix, range, out, stride, accumulate);
         return;
     }
+    // A thread goes through its panels in their order.
+    const char* after = range.last_panel < matrix.panels ? matrix.panel(range.last_panel) : nullptr;
     switch (matrix.kind) {
-        case WeightKind::f32: gemm_dense<FloatPanel<float>>(input, matrix, range, out, stride, accumulate); return;
-        case WeightKind::f16: gemm_dense<FloatPanel<f16>>(input, matrix, range, out, stride, accumulate); return;
-        case WeightKind::bf16: gemm_bf16(input, matrix, range, out, stride, accumulate); return;
+        case WeightKind::f32: gemm_dense<FloatPanel<float>>(input, matrix, range, out, stride, accumulate, after); return;
+        case WeightKind::f16: gemm_dense<FloatPanel<f16>>(input, matrix, range, out, stride, accumulate, after); return;
+        case WeightKind::bf16: gemm_bf16(input, matrix, range, out, stride, accumulate, after); return;
         default: gemm_unpacked(input, matrix, range, out, stride, accumulate);
     }
 }

@@ -37,7 +37,7 @@ NESO_INLINE void gemm_panels(const Input& input, const Matrix& matrix, const Gem
     });
 }
 
-// `after`: what is read from memory after these panels, if it is known.
+// `after`: what is likely read from memory after these panels; no more than a guess.
 template <typename Panel>
 void gemm_dense(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                 bool accumulate, const char* after = nullptr) {

@@ -38,7 +38,9 @@ void await_change(const std::atomic<uint32_t>& value, uint32_t old) {
 
 }  // namespace
 
-ThreadTeam::ThreadTeam(int num_threads) : num_threads_(num_threads) {
+thread_local int ThreadTeam::current_thread_ = 0;
+
+ThreadTeam::ThreadTeam(int num_threads) : num_threads_(num_threads), shares_(num_threads) {
     for (int thread = 1; thread < num_threads; ++thread) {
         workers_.emplace_back([this, thread] { serve(thread); });
     }
@@ -53,6 +55,7 @@ ThreadTeam::~ThreadTeam() {
 
 void ThreadTeam::run(const std::function<void(int)>& work) {
     work_ = &work;
+    current_thread_ = 0;
     call_.fetch_add(1, std::memory_order_release);
     call_.notify_all();
     work(0);
@@ -63,7 +66,7 @@ void ThreadTeam::barrier() {
     const uint32_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
         // All have left the loop that ended here, none has begun the next.
-        next_chunk_.store(0, std::memory_order_relaxed);
+        for (Share& share : shares_) share.taken.store(0, std::memory_order_relaxed);
         arrived_.store(0, std::memory_order_relaxed);
         round_.fetch_add(1, std::memory_order_release);
         round_.notify_all();
@@ -74,6 +77,7 @@ void ThreadTeam::barrier() {
 
 void ThreadTeam::serve(int thread) {
     uint32_t call = 0;
+    current_thread_ = thread;
     while (true) {
         await_change(call_, call);
         ++call;

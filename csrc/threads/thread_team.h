@@ -1,8 +1,11 @@
 // A team of threads that walk the same code together (single program, multiple data).
 //
-// A step of the engine is one call of `run`: every thread goes through all layers, takes its share of each loop from
-// a common counter (`for_each`), and waits for the others at the end of it. So a step costs one wake-up, not one for
-// each operation, and a thread that the operating system took off its core holds up only the chunk that it has.
+// A step of the engine is one call of `run`: every thread goes through all layers, takes its share of each loop
+// (`for_each`), and waits for the others at the end of it. So a step costs one wake-up, not one for each operation.
+//
+// A thread's share are neighbours, which it takes one by one: what it reads from memory is one stream, that can be
+// fetched ahead. Who is through with its own helps the others, so that a thread that the operating system took off its
+// core holds up only the chunk that it has.
 #pragma once
 
 #include <atomic>
@@ -30,9 +33,15 @@ class ThreadTeam {
     // Inside `run`, by all threads: share chunks 0 to count - 1 among them, then wait for each other.
     template <typename Work>
     void for_each(int count, const Work& work) {
-        for (int chunk = next_chunk_.fetch_add(1, std::memory_order_relaxed); chunk < count;
-             chunk = next_chunk_.fetch_add(1, std::memory_order_relaxed)) {
-            work(chunk);
+        for (int turn = 0; turn < num_threads_; ++turn) {
+            const int owner = (current_thread_ + turn) % num_threads_;
+            const int begin = int(int64_t(count) * owner / num_threads_);
+            const int end = int(int64_t(count) * (owner + 1) / num_threads_);
+            std::atomic<int>& taken = shares_[owner].taken;
+            while (begin + taken.load(std::memory_order_relaxed) < end) {
+                const int chunk = begin + taken.fetch_add(1, std::memory_order_relaxed);
+                if (chunk < end) work(chunk);
+            }
         }
         barrier();
     }
@@ -41,12 +50,18 @@ class ThreadTeam {
     void barrier();
 
    private:
+    // Apart from each other, as these are written all the time.
+    struct alignas(64) Share {
+        std::atomic<int> taken{0};
+    };
+
     void serve(int thread);
+
+    static thread_local int current_thread_;
 
     const int num_threads_;
     const std::function<void(int)>* work_ = nullptr;
-    // Apart from each other: these are written by all threads all the time.
-    alignas(64) std::atomic<int> next_chunk_{0};
+    std::vector<Share> shares_;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> round_{0};  // counts barriers passed
     alignas(64) std::atomic<uint32_t> call_{0};   // counts calls of run
