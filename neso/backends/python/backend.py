@@ -13,6 +13,7 @@ from neso.backends.python import model_config
 from neso.backends.python.instance import ModelInstance, Work, WorkQueue
 from neso.backends.python.model_module import forget_model_class, load_model_class
 from neso.backends.python.response_sender import ModelOutputs
+from neso.backends.python.server_access import ServerAccess
 from neso.server.backend import Backend
 from neso.server.datatypes import DataType
 from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError, Unavailable
@@ -117,6 +118,7 @@ class PythonBackend(Backend):
         outputs = {
             t["name"]: DataType.from_config(t["data_type"]) for t in config_to_dict(context.config)["output"]
         }
+        access = ServerAccess(context.core, asyncio.get_running_loop())
         instances = []
         for group in kinds:
             for index in range(group["count"]):
@@ -131,7 +133,7 @@ class PythonBackend(Backend):
                     "model_name": context.name,
                 }
                 link = ModelOutputs(asyncio.get_running_loop(), name, decoupled, outputs)
-                instances.append(ModelInstance(path, args, link, self._work))
+                instances.append(ModelInstance(path, args, link, self._work, access))
         return instances
 
 

@@ -42,6 +42,11 @@ class TritonError:
     def __str__(self) -> str:
         return self._message
 
+    @classmethod
+    def from_server(cls, error: ServerError) -> TritonError:
+        """From an error of the server."""
+        return cls(error.message, next(number for number, code in _CODES.items() if code is error.code))
+
     def to_server(self) -> ServerError:
         """As the server's own error."""
         return ServerError(self._message, _CODES.get(self._code, ErrorCode.INTERNAL))

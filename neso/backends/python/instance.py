@@ -19,6 +19,7 @@ from neso.backends.python.model_module import forget_model_class, load_model_cla
 from neso.backends.python.request import InferenceRequest
 from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import ModelOutputs, Responder
+from neso.backends.python.server_access import ServerAccess, server_access
 from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_response import ResponseStream
 from neso.server.statistics import Timeline
@@ -48,13 +49,16 @@ class ModelInstance:
     A model whose `execute` is `async def` has an event loop in a second thread.
     """
 
-    def __init__(self, path: Path, args: dict[str, str], outputs: ModelOutputs, work: WorkQueue) -> None:
+    def __init__(
+        self, path: Path, args: dict[str, str], outputs: ModelOutputs, work: WorkQueue, access: ServerAccess
+    ) -> None:
         self.started: Future[None] = Future()
         self.ended: Future[None] = Future()
         self._path = path
         self._args = args
         self._outputs = outputs
         self._work = work
+        self._access = access
         self._loop: asyncio.AbstractEventLoop | None = None
         # A daemon: a model that never returns from execute must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"model-{outputs.instance}", daemon=True)
@@ -68,7 +72,7 @@ class ModelInstance:
 
     def _run(self) -> None:
         try:
-            with model_folder(self._path.parent):
+            with model_folder(self._path.parent), server_access(self._access):
                 self._live()
         except Exception as error:
             logger.exception("instance '%s' of a Python model failed", self._outputs.instance)
@@ -89,7 +93,7 @@ class ModelInstance:
             self.started.set_exception(error)
             return
         if inspect.iscoroutinefunction(model.execute):
-            self._loop = _start_loop(self._outputs.instance, self._path.parent)
+            self._loop = _start_loop(self._outputs.instance, self._path.parent, self._access)
         self.started.set_result(None)
         while (work := self._work.get()) is not None:
             timeline = self._execute(model, work.streams)
@@ -146,7 +150,7 @@ class ModelInstance:
     def _await(self, coroutine: Coroutine[Any, Any, Any], responders: list[Responder]) -> None:
         """Run a coroutine on the model's loop; other requests go on meanwhile when the model is decoupled."""
         if self._loop is None:
-            self._loop = _start_loop(self._outputs.instance, self._path.parent)
+            self._loop = _start_loop(self._outputs.instance, self._path.parent, self._access)
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         if not self._outputs.decoupled:
             self._finish(running.result(), responders)
@@ -209,11 +213,11 @@ class ModelInstance:
             )
 
 
-def _start_loop(name: str, folder: Path) -> asyncio.AbstractEventLoop:
+def _start_loop(name: str, folder: Path, access: ServerAccess) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        with model_folder(folder):
+        with model_folder(folder), server_access(access):
             loop.run_forever()
         for task in asyncio.all_tasks(loop):
             task.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from neso.backends.python.datatypes import (
     deserialize_bytes_tensor,
@@ -22,7 +22,9 @@ from neso.backends.python.request import (
 )
 from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import TRITONSERVER_RESPONSE_COMPLETE_FINAL, ResponseSender
+from neso.backends.python.server_access import current_access
 from neso.backends.python.tensor import Tensor
+from neso.server.errors import ServerError
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -90,16 +92,32 @@ def get_model_dir() -> str:
     return current_folder()
 
 
-def load_model(model_name: str, config: str = "", files: Any = None) -> NoReturn:
-    raise TritonModelException("loading models from a model (load_model) is not supported yet")
+def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
+    """Load a model, or replace it; `config` is JSON, `files` ("file:1/model.py") replace the model's folder.
+
+    Raises `TritonModelException`, also unless the server is in explicit mode.
+    """
+    access = current_access()
+    access.run(access.core.load_model(model_name, config or None, files or None))
 
 
-def unload_model(model_name: str, unload_dependents: bool = False) -> NoReturn:
-    raise TritonModelException("unloading models from a model (unload_model) is not supported yet")
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Unload a model when its requests in flight have ended. Raises `TritonModelException`."""
+    access = current_access()
+    access.run(access.core.unload_model(model_name, unload_dependents))
 
 
-def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
-    raise TritonModelException("asking for other models (is_model_ready) is not supported yet")
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    """Whether requests for a model are accepted."""
+    access = current_access()
+
+    async def ask() -> bool:
+        try:
+            return access.core.model(model_name, model_version).ready()
+        except ServerError:
+            return False
+
+    return access.run(ask())
 
 
 class MetricFamily:

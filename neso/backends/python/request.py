@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from neso.backends.python.errors import TritonModelException
+from neso.backends.python.model_call import AsyncResponseIterator, ResponseIterator
+from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import Responder, ResponseSender
+from neso.backends.python.server_access import current_access
 from neso.backends.python.tensor import Tensor
+from neso.server.inference_request import InferenceRequest as ServerRequest
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
@@ -106,11 +110,34 @@ class InferenceRequest:
             )
         return ResponseSender(self._responder)
 
-    def exec(self, decoupled: bool = False) -> NoReturn:
-        raise TritonModelException("calling other models (InferenceRequest.exec) is not supported yet")
+    def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
+        """Have another model execute this request, and wait: its response, or with `decoupled` an iterator.
 
-    def async_exec(self, decoupled: bool = False) -> NoReturn:
-        raise TritonModelException("calling other models (InferenceRequest.async_exec) is not supported yet")
+        What goes wrong is in the response. Raises `TritonModelException` when there is no model's name.
+        """
+        responses = ResponseIterator(current_access(), self._to_server(), decoupled)
+        return responses if decoupled else next(responses)
+
+    async def async_exec(self, decoupled: bool = False) -> InferenceResponse | AsyncResponseIterator:
+        """The same for coroutines; other coroutines go on meanwhile."""
+        responses = AsyncResponseIterator(current_access(), self._to_server(), decoupled)
+        return responses if decoupled else await anext(responses)
+
+    def _to_server(self) -> ServerRequest:
+        if not self._model_name:
+            raise TritonModelException("InferenceRequest needs a model_name to be executed")
+        return ServerRequest(
+            self._model_name,
+            {tensor.name(): tensor.to_server() for tensor in self._inputs},
+            "" if self._model_version < 1 else str(self._model_version),
+            self._request_id,
+            tuple(self._requested_output_names),
+            dict(self._parameters),
+            timeout_us=self._timeout,
+            sequence_id=self._correlation_id,
+            sequence_start=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
+            sequence_end=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
+        )
 
     def set_release_flags(self, flags: int) -> NoReturn:
         raise TritonModelException("rescheduling requests (set_release_flags) is not supported yet")

@@ -89,7 +89,7 @@ def test_a_request_of_ones_own():
     )
     assert (request.model_name(), request.requested_output_names()) == ("other", ["O"])
     assert not request.is_cancelled()
-    with pytest.raises(pb_utils.TritonModelException, match="not supported yet"):
+    with pytest.raises(pb_utils.TritonModelException, match="which server to ask"):
         request.exec()
     with pytest.raises(pb_utils.TritonModelException):
         request.get_response_sender()

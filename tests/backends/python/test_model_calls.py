@@ -1,0 +1,209 @@
+"""Business logic scripting: Python models that call others, load them and ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from core_requests import ask, collect
+from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS, SLOW, RepositoryBuilder
+
+from neso.server.core import Core
+from neso.server.options import ModelControlMode, ServerOptions
+
+HEAD = """
+import asyncio, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def call(model, name="IN", value=(1,), kind=np.float32, **options):
+    return pb_utils.InferenceRequest(
+        model_name=model, requested_output_names=["OUT"],
+        inputs=[pb_utils.Tensor(name, np.array(value, kind))], **options)
+
+def answer(*values):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array(values, np.float32))])
+
+def values(response):
+    if response.has_error():
+        raise pb_utils.TritonModelException(f"{response.error().code()}: {response.error().message()}")
+    return [float(v) for t in response.output_tensors() for v in t.as_numpy()]
+
+class TritonPythonModel:
+"""
+DOUBLE = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy() * 2)]) for r in requests
+        ]
+"""
+
+
+@pytest.fixture
+async def serve(tmp_path: Path):
+    """`await serve(code, decoupled=False)`: the core; the code is that of the model "caller"."""
+    cores: list[Core] = []
+
+    async def start(code: str, decoupled: bool = False, **options: Any) -> Core:
+        repository = RepositoryBuilder(tmp_path / f"models{len(cores)}")
+        repository.add("double", DOUBLE)
+        repository.add("repeat", REPEAT, REPEAT_TENSORS)
+        repository.add("slow", SLOW)
+        policy = "model_transaction_policy { decoupled: true }" if decoupled else ""
+        repository.add("caller", HEAD + code, IDENTITY_TENSORS + policy)
+        core = Core(ServerOptions((repository.path,), exit_timeout=1, **options))
+        cores.append(core)
+        await core.start()
+        reasons = [entry.reason for entry in core.repository_index() if entry.reason]
+        assert not reasons, reasons
+        return core
+
+    yield start
+    for core in cores:
+        await core.stop()
+
+
+async def outcome(core: Core, *values: float) -> list[float] | str:
+    """What the caller answers to a request: its values, or the message of its error."""
+    stream = ask(core.model("caller"), IN=np.array(values or (1,), np.float32))
+    found: list[float] = []
+    for response in await asyncio.wait_for(collect(stream), 10):
+        if response.error is not None:
+            return response.error.message
+        for output in response.outputs:
+            found += output.array.tolist()
+    return found
+
+
+async def test_exec_gives_the_response_of_another_model(serve):
+    core = await serve("""
+    def execute(self, requests):
+        return [answer(*values(call("double", value=r.inputs()[0].as_numpy()).exec())) for r in requests]
+""")
+    assert await outcome(core, 3, 4) == [6, 8]
+    assert core.model("double").statistics.inference_count == 1
+
+
+async def test_async_exec_in_coroutines_that_run_at_the_same_time(serve):
+    core = await serve("""
+    async def execute(self, requests):
+        calls = [call("double", value=[i]).async_exec() for i in range(5)]
+        responses = await asyncio.gather(*calls)
+        return [answer(*(values(r)[0] for r in responses))]
+""")
+    assert await outcome(core) == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ('call("nope")', "2: Request for unknown model: 'nope' is not found"),
+        ('call("double", model_version=7)', "'double' version 7 is not found"),
+        ('call("double", name="WHAT")', "3: [request id: <id_unknown>] unexpected inference input 'WHAT'"),
+        ('call("double", kind=np.int8)', "inference input data-type is 'INT8', model expects 'FP32'"),
+        ('call("repeat", "COUNT", [3], np.int32)', "Please use 'decoupled=True'"),
+        ('call("")', "needs a model_name"),
+    ],
+)
+async def test_what_goes_wrong_is_told_to_the_caller(serve, wrong, message):
+    core = await serve(f"""
+    def execute(self, requests):
+        return [answer(*values({wrong}.exec()))]
+""")
+    assert message in await outcome(core)
+
+
+async def test_responses_of_a_decoupled_model_come_one_by_one(serve):
+    core = await serve(
+        """
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for response in call("repeat", "COUNT", [4], np.int32).exec(decoupled=True):
+                if response.output_tensors():
+                    sender.send(answer(*values(response)))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+""",
+        decoupled=True,
+    )
+    assert await outcome(core) == [0, 1, 2, 3]
+
+
+async def test_decoupled_responses_in_a_coroutine(serve):
+    core = await serve("""
+    async def execute(self, requests):
+        found = []
+        async for response in await call("repeat", "COUNT", [3], np.int32).async_exec(decoupled=True):
+            found += values(response)
+        return [answer(*found)]
+""")
+    assert await outcome(core) == [0, 1, 2]
+
+
+async def test_cancelling_a_call(serve):
+    core = await serve("""
+    def execute(self, requests):
+        responses = call("slow").exec(decoupled=True)
+        threading.Timer(0.05, responses.cancel).start()
+        response, = responses
+        return [answer(response.error().code())]
+""")
+    started = time.monotonic()
+    assert await outcome(core) == [7]
+    assert time.monotonic() - started < 5
+
+
+async def test_a_thread_of_the_model_may_call(serve):
+    core = await serve("""
+    def execute(self, requests):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(call("double").exec()))
+        thread.start()
+        thread.join()
+        return [answer(*values(found[0]))]
+""")
+    assert await outcome(core) == [2]
+
+
+async def test_ids_and_parameters_go_along(serve):
+    core = await serve("""
+    def execute(self, requests):
+        request = requests[0]
+        if request.parameters() != "{}":
+            import json
+            told = json.loads(request.parameters())
+            return [answer(told["x"], request.correlation_id(), request.flags(), len(request.request_id()))]
+        other = call("caller2", parameters={"x": 5}, correlation_id=7, flags=3, request_id="abc")
+        return [answer(*values(other.exec()))]
+""")
+    source = core.options.model_repository[0] / "caller"
+    RepositoryBuilder(core.options.model_repository[0]).add(
+        "caller2", (source / "1" / "model.py").read_text()
+    )
+    await core.stop()
+    again = Core(ServerOptions(core.options.model_repository, exit_timeout=1))
+    await again.start()
+    assert await outcome(again) == [5, 7, 3, 3]
+    await again.stop()
+
+
+async def test_a_model_loads_and_unloads_another(serve):
+    code = """
+    def execute(self, requests):
+        states = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "1")]
+        pb_utils.load_model("double")
+        states += [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "2")]
+        value = values(call("double").exec())
+        pb_utils.unload_model("double")
+        return [answer(*states, *value, pb_utils.is_model_ready("double"))]
+"""
+    options = {"model_control_mode": ModelControlMode.EXPLICIT, "startup_models": ("caller",)}
+    assert await outcome(await serve(code, **options)) == [0, 0, 1, 0, 2, 0]
+    assert "explicit model load / unload is not allowed" in await outcome(await serve(code))
