@@ -82,16 +82,14 @@ class PythonBackend(Backend):
         loop, statistics = asyncio.get_running_loop(), self.context.statistics
         size = sum(stream.batch_size for stream in batch)
 
-        def executed(timeline: Timeline | None) -> None:
-            if timeline is not None:
-                statistics.record_execution(size, timeline)
-            done()
-
-        def tell(timeline: Timeline | None) -> None:
+        def post(call: Callable[..., None], *arguments: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(executed, timeline)
+                loop.call_soon_threadsafe(call, *arguments)
 
-        self._work.put(Work(batch, tell))
+        def executed(timeline: Timeline) -> None:
+            post(statistics.record_execution, size, timeline)
+
+        self._work.put(Work(batch, executed, lambda: post(done)))
 
     async def unload(self) -> None:
         """End the threads: requests that are queued are executed first, then `finalize` runs."""

@@ -27,16 +27,20 @@ from neso.server.statistics import Timeline
 logger = logging.getLogger(__name__)
 
 
+Executed = Callable[[Timeline], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Requests for one call of `execute`.
 
-    `executed` is called in the instance's thread when it is free again, with the times of the execution, or None
-    where nothing was executed or it failed.
+    Called in the instance's thread: `executed` with the times of an execution that did not fail, before its responses
+    leave; `free` when the instance can take the next.
     """
 
     streams: list[ResponseStream]
-    executed: Callable[[Timeline | None], None] | None = None
+    executed: Executed | None = None
+    free: Callable[[], None] | None = None
 
 
 WorkQueue = queue.SimpleQueue[Work | None]
@@ -96,26 +100,24 @@ class ModelInstance:
             self._loop = _start_loop(self._outputs.instance, self._path.parent, self._access)
         self.started.set_result(None)
         while (work := self._work.get()) is not None:
-            timeline = self._execute(model, work.streams)
-            executed = work.executed
+            self._execute(model, work)
+            free = work.free
             del work  # requests that the model let go of must not live on in this frame
-            if executed is not None:
-                executed(timeline)
+            if free is not None:
+                free()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         if hasattr(model, "finalize"):
             model.finalize()
         forget_model_class(model_class)
 
-    def _execute(self, model: Any, streams: list[ResponseStream]) -> Timeline | None:
-        """Execute requests together; the times of it, None when nothing was executed or it failed."""
-        responders = self._still_wanted(streams)
+    def _execute(self, model: Any, work: Work) -> None:
+        responders = self._still_wanted(work.streams)
         if not responders:
-            return None
+            return
         started = time.monotonic_ns()
         for responder in responders:
             responder.stream.timeline.compute_start = started
-        timeline = responders[0].stream.timeline
         try:
             requests = [
                 InferenceRequest.from_server(responder, list(self._outputs.datatypes))
@@ -127,13 +129,11 @@ class ModelInstance:
             result = model.execute(requests)
             del requests
             if inspect.iscoroutine(result):
-                self._await(result, responders)
+                self._await(result, responders, work.executed)
             else:
-                self._finish(result, responders)
+                self._finish(result, responders, work.executed)
         except Exception as error:
             self._fail(error, responders)
-            return None
-        return timeline
 
     def _still_wanted(self, streams: list[ResponseStream]) -> list[Responder]:
         wanted = []
@@ -147,25 +147,38 @@ class ModelInstance:
                 wanted.append(responder)
         return wanted
 
-    def _await(self, coroutine: Coroutine[Any, Any, Any], responders: list[Responder]) -> None:
+    def _await(
+        self, coroutine: Coroutine[Any, Any, Any], responders: list[Responder], executed: Executed | None
+    ) -> None:
         """Run a coroutine on the model's loop; other requests go on meanwhile when the model is decoupled."""
         if self._loop is None:
             self._loop = _start_loop(self._outputs.instance, self._path.parent, self._access)
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         if not self._outputs.decoupled:
-            self._finish(running.result(), responders)
+            self._finish(running.result(), responders, executed)
             return
 
         def done(future: Future[Any], responders: list[Responder] = responders) -> None:
             try:
-                self._finish(future.result(), responders)
+                self._finish(future.result(), responders, executed)
             except Exception as error:
                 self._fail(error, responders)
 
         running.add_done_callback(done)
 
-    def _finish(self, result: Any, responders: list[Responder]) -> None:
+    def _finish(self, result: Any, responders: list[Responder], executed: Executed | None) -> None:
         """Send what `execute` returned. Raises `TritonModelException` for what it must not return."""
+        self._check_result(result, len(responders))
+        output_start = time.monotonic_ns()
+        for responder in responders:
+            responder.stream.timeline.output_start = output_start
+        if executed is not None:
+            executed(responders[0].stream.timeline)
+        for response, responder in zip(result or (), responders, strict=False):
+            if response is not None:  # None: the model answers through the request's sender
+                self._answer(response, responder)
+
+    def _check_result(self, result: Any, count: int) -> None:
         if self._outputs.decoupled:
             if result is not None:
                 raise TritonModelException(
@@ -177,10 +190,10 @@ class ModelInstance:
             raise TritonModelException(
                 f"Expected a list in the execute return, found type '{type(result).__name__}'."
             )
-        if len(result) != len(responders):
+        if len(result) != count:
             raise TritonModelException(
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
-                f"InferenceRequest(s) size is:{len(responders)}, and InferenceResponse(s) size is:{len(result)}"
+                f"InferenceRequest(s) size is:{count}, and InferenceResponse(s) size is:{len(result)}"
             )
         for response in result:
             if response is not None and not isinstance(response, InferenceResponse):
@@ -188,11 +201,6 @@ class ModelInstance:
                     "Expected an 'InferenceResponse' object in the execute function return list, found type "
                     f"'{type(response).__name__}'."
                 )
-        output_start = time.monotonic_ns()
-        for response, responder in zip(result, responders, strict=True):
-            responder.stream.timeline.output_start = output_start
-            if response is not None:  # None: the model answers through the request's sender
-                self._answer(response, responder)
 
     def _answer(self, response: InferenceResponse, responder: Responder) -> None:
         """Send the response of one request; what is wrong with it concerns no other."""

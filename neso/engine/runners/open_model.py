@@ -6,6 +6,7 @@ from neso.engine.runners.base import Runner, RunnerOptions
 from neso.engine.runners.registry import UnknownRunner, runner_class
 from neso.engine.specs.errors import UnsupportedModel
 from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.source import WeightSource
 
 
@@ -23,8 +24,8 @@ def open_model(source: WeightSource, runner: str, options: RunnerOptions) -> Run
             raise
         try:
             return _with_transformers(source, options)
-        except UnknownRunner as missing:
-            raise UnsupportedModel(f"{unsupported}; {missing}") from None
+        except (UnknownRunner, UnsupportedModel, CheckpointError) as error:
+            raise UnsupportedModel(f"{unsupported}; {error}") from None
     return runner_class(runner).load(spec, source, options)
 
 

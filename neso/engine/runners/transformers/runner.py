@@ -65,7 +65,9 @@ class TransformersRunner(DeviceRunner):
         except UnsupportedModel:
             raise
         except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{source.directory}: transformers cannot load it: {error}") from error
+            # The rest of such messages are hints on how to install other versions.
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"{source.directory}: transformers cannot load it: {reason}") from error
         logger.info("transformers runner: %s, %s", type(model).__name__, device)
         return cls(model.eval().to(device), config, device)
 
