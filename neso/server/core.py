@@ -128,10 +128,14 @@ class Core:
     async def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Unload a model once its requests in flight have ended. One that is not loaded stays so.
 
-        `unload_dependents` has no effect: no model depends on another yet.
+        With `unload_dependents` the models of an ensemble's steps go with it, but for those that another one needs.
         """
         self._check_control()
+        needed = {step for model in self.models() if model.name == name for step in model.dependencies}
         await asyncio.shield(asyncio.ensure_future(self._lifecycle.unload(name, self.options.unload_timeout)))
+        for step in sorted(needed) if unload_dependents else ():
+            if not any(step in model.dependencies for model in self.models()):
+                await self.unload_model(step, unload_dependents=True)
 
     def add_model(self, name: str, config: Any, directory: Path) -> None:
         """Serve a folder that is in no repository. Loaded by `start` or `load_model`."""

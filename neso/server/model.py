@@ -41,6 +41,7 @@ class Model:
         self.signature = Signature(context.config)
         self.load_duration: float = 0.0
         self.source: object = None  # kept alive as long as the model: it may own a temporary folder
+        self.dependencies = frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
         self.metric_labels = {"model": self.name, "version": self.version}
         self.metric_labels.update({f"_{key}": value for key, value in self.config.metric_tags.items()})
         self._backend = backend

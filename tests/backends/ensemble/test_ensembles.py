@@ -225,6 +225,20 @@ async def test_loading_an_ensemble_loads_its_steps(server: Server) -> None:
     assert response.error is not None and "'plus1' has no available versions" in response.error.message
 
 
+async def test_steps_go_with_their_ensemble_if_that_is_wanted_and_nobody_else_needs_them(
+    server: Server,
+) -> None:
+    server.add_ensemble(
+        step("plus1", {"IN": "IN"}, {"OUT": "a"}), step("plus10", {"IN": "a"}, {"OUT": "OUT"}), name="both"
+    )
+    server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), name="one")
+    core = await server.start(model_control_mode=ModelControlMode.EXPLICIT, startup_models=("both", "one"))
+    await core.unload_model("both", unload_dependents=True)
+    assert {model.name for model in core.models()} == {"one", "plus1"}
+    await core.unload_model("one")
+    assert {model.name for model in core.models()} == {"plus1"}
+
+
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
