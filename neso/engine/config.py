@@ -13,7 +13,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `model` is a checkpoint directory or a GGUF file. `max_model_len` None takes the model's own limit.
     `kv_cache_memory` is in bytes; None takes what `max_num_seqs` sequences of full length need, at most a quarter of
-    the free memory.
+    the free memory, on a GPU 85 % of its own.
     `runner` "auto" is the fastest that this machine has; see `RunnerOptions` for dtype, quantization, num_threads.
     """
 

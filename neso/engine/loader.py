@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from neso.engine.config import EngineConfig
@@ -14,8 +13,6 @@ from neso.engine.runners.open_model import open_model
 from neso.engine.specs.errors import UnsupportedModel
 from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.open_source import open_source
-
-SHARE_OF_FREE_MEMORY = 0.25
 
 
 def load_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
@@ -63,14 +60,9 @@ def _num_blocks(config: EngineConfig, runner: Runner, max_model_len: int) -> int
     per_block = runner.cache_bytes_per_block(block_size)
     memory = config.kv_cache_memory
     if memory is None:
-        memory = int(_free_memory() * SHARE_OF_FREE_MEMORY)
+        memory = runner.free_cache_memory()
     useful = config.scheduler.max_num_seqs * -(-max_model_len // block_size)
     num_blocks = min(memory // per_block, useful)
     if num_blocks < 2:
         raise EngineError(f"kv_cache_memory {memory} bytes holds less than two blocks of {per_block} bytes")
     return num_blocks
-
-
-def _free_memory() -> int:
-    """Bytes that can be allocated without swapping."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

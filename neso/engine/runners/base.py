@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
     from neso.engine.specs.decoder_spec import DecoderSpec
     from neso.engine.weights.source import WeightSource
+
+SHARE_OF_FREE_MEMORY = 0.25
+"""Of what can be allocated on the host without swapping, for the cache: other processes want some too."""
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
@@ -91,6 +95,11 @@ class Runner(ABC):
     @abstractmethod
     def cache_bytes_per_block(self, block_size: int) -> int:
         """Memory of one block over all layers, in bytes; what the cache is sized by."""
+
+    def free_cache_memory(self) -> int:
+        """Bytes that the cache may take if nobody says how many."""
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(free * SHARE_OF_FREE_MEMORY)
 
     @abstractmethod
     def step(self, plan: StepPlan) -> Logits:

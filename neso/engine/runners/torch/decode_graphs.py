@@ -17,11 +17,11 @@ from torch import Tensor
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.torch.step_inputs import (
     StepInputs,
-    copy_together,
     known_tokens,
     step_inputs,
     wants_every_row,
 )
+from neso.engine.runners.torch.transfer import send_together
 
 BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
 
@@ -105,7 +105,7 @@ class DecodeGraphs:
         computed = np.concatenate([plan.num_computed, padding])
         tokens = np.concatenate([plan.token_ids, padding])
         # One new token each: its position is the number of those before it.
-        vectors = copy_together(
+        vectors = send_together(
             [np.stack([tokens, computed, slots, computed]), plan.block_tables], self._device
         )
         inputs = self._inputs

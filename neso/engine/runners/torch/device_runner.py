@@ -14,8 +14,11 @@ from neso.engine.runners.base import CacheLayout, Logits, Runner
 from neso.engine.runners.torch.device_logits import DeviceLogits
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.sampling import choose
-from neso.engine.runners.torch.step_inputs import copy_together
+from neso.engine.runners.torch.transfer import send_together
 from neso.engine.sampling.random_choice import Draws
+
+# The rest is for activations, logits and graphs.
+_SHARE_OF_GPU = 0.85
 
 
 class DeviceRunner(Runner):
@@ -46,6 +49,12 @@ class DeviceRunner(Runner):
     def cache_bytes_per_block(self, block_size: int) -> int:
         return bytes_per_block(self.heads, block_size, self.dtype)
 
+    def free_cache_memory(self) -> int:
+        if self.device.type != "cuda":
+            return super().free_cache_memory()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free * _SHARE_OF_GPU)
+
     def step(self, plan: StepPlan) -> Logits:
         return DeviceLogits(self._logits(plan))
 
@@ -65,7 +74,7 @@ class DeviceRunner(Runner):
         if self._cache is None:
             raise RuntimeError("allocate_cache must come before the first step")
         if len(plan.block_copies):
-            self._cache.copy_blocks(copy_together([plan.block_copies], self.device)[0])
+            self._cache.copy_blocks(send_together([plan.block_copies], self.device)[0])
         return self.forward(plan, self._cache, self._chosen)
 
 

@@ -61,7 +61,7 @@ class Float8Linear:
 
 def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes e4m3[rows, columns] and scales float32[rows, 1] of x[rows, columns]: the largest becomes 448."""
-    if x.is_cuda:
+    if _multiplies_float8(x.device):
         from neso.engine.runners.torch.kernels.float8 import round_rows
 
         return round_rows(x)

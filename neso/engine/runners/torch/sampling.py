@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neso.engine.runners.torch.transfer import send
 from neso.engine.sampling.random_choice import BROKEN, Draws
 
 
@@ -17,14 +18,14 @@ def choose(logits: Tensor, draws: Draws) -> Tensor:
     random = np.flatnonzero(draws.temperature > 0)
     if len(random):
         chosen = draws.rows(random)
-        rows = torch.from_numpy(random).to(logits.device)
+        rows = send(random, logits.device)
         tokens[rows] = _draw(_kept(_exponentials(logits[rows], chosen), chosen), chosen)
     return torch.where(broken, BROKEN, tokens).int()
 
 
 def _exponentials(logits: Tensor, draws: Draws) -> Tensor:
     """Probabilities over that of the most likely token, float32[R, V]."""
-    temperature = torch.from_numpy(draws.temperature).to(logits.device)
+    temperature = send(draws.temperature, logits.device)
     return ((logits - logits.amax(dim=1, keepdim=True)) * (1 / temperature)[:, None]).exp()
 
 
@@ -33,9 +34,9 @@ def _kept(weights: Tensor, draws: Draws) -> Tensor:
     if not (draws.top_k.any() or (draws.top_p < 1).any() or draws.min_p.any()):
         return weights
     device, vocab = weights.device, weights.shape[1]
-    top_k = torch.from_numpy(np.where(draws.top_k > 0, draws.top_k, vocab)).to(device)
-    top_p = torch.from_numpy(draws.top_p).to(device, torch.float64)[:, None]
-    min_p = torch.from_numpy(draws.min_p).to(device)
+    top_k = send(np.where(draws.top_k > 0, draws.top_k, vocab), device)
+    top_p = send(draws.top_p, device).double()[:, None]
+    min_p = send(draws.min_p, device)
     ordered, order = weights.sort(dim=1, descending=True, stable=True)
     in_top_k = torch.arange(vocab, device=device) < top_k[:, None]
     mass = ordered.masked_fill(~in_top_k, 0).cumsum(dim=1, dtype=torch.float64)
@@ -48,6 +49,6 @@ def _kept(weights: Tensor, draws: Draws) -> Tensor:
 def _draw(weights: Tensor, draws: Draws) -> Tensor:
     """Index drawn from each row by the inverse of its distribution function, int64[R]."""
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
-    targets = torch.from_numpy(draws.uniforms).to(weights.device)[:, None] * cumulative[:, -1:]
+    targets = send(draws.uniforms, weights.device)[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     return found.clamp(max=weights.shape[1] - 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.runners.torch.transfer import send_together
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -64,7 +65,7 @@ def step_inputs(
         "prefills": _prefill_tiles(lengths),
         "logits_rows": plan.logits_rows,
     }
-    tensors = dict(zip(arrays, copy_together(list(arrays.values()), device), strict=True))
+    tensors = dict(zip(arrays, send_together(list(arrays.values()), device), strict=True))
     tensors["token_ids"] = known_tokens(plan, tensors["token_ids"], chosen)
     if wants_every_row(plan):
         del tensors["logits_rows"]
@@ -83,15 +84,6 @@ def known_tokens(plan: StepPlan, token_ids: Tensor, chosen: Tensor | None) -> Te
 def wants_every_row(plan: StepPlan) -> bool:
     """Whether the logits of all new tokens are wanted, in their order."""
     return np.array_equal(plan.logits_rows, np.arange(plan.num_tokens))
-
-
-def copy_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as int32 tensors on the device: views of one buffer."""
-    packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    pieces = packed.split([array.size for array in arrays])
-    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
 
 
 def _prefill_tiles(lengths: Int32Array) -> npt.NDArray[np.int64]:
