@@ -69,8 +69,9 @@ struct Kernels {
 
     // The first of the largest; -1 when there is a NaN.
     int (*argmax)(const float* logits, int count);
-    // out[i] = exp((logits[i] - maximum) / temperature)
-    void (*exponentials)(const float* logits, int count, float maximum, float temperature, float* out);
+    // See softmax.h.
+    int (*weigh_logits)(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
+                        int32_t* ids, double* total);
 
     void (*rms_norm)(const float* x, const float* weight, float eps, int count, float* out);
     // out[i] = activation(gate[i]) * up[i]

@@ -1,4 +1,4 @@
-// Over a row of logits: the largest, and exponentials.
+// Over a row of logits: the largest, and the weights of those that may be drawn.
 #pragma once
 
 #include "kernels/vector.h"
@@ -7,39 +7,77 @@ namespace neso::NESO_ISA {
 
 // The index of the largest logit, the first of equal ones; -1 when there is a NaN.
 inline int argmax(const float* logits, int count) {
-    F32 peak = splat(logits[0]);
+    // The row is read once: then only the block of the largest is searched.
+    constexpr int kBlock = 512;
+    float best = -__builtin_inff();
+    int best_block = 0;
     I32 nan{};
-    int i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-        const F32 v = load<F32>(logits + i);
-        peak = max(v, peak);
-        nan |= v != v;
+    bool broken = false;
+    for (int block = 0; block < count; block += kBlock) {
+        const int end = block + kBlock < count ? block + kBlock : count;
+        F32 peak = splat(-__builtin_inff());
+        int i = block;
+        for (; i + kLanes <= end; i += kLanes) {
+            const F32 v = load<F32>(logits + i);
+            peak = max(v, peak);
+            nan |= v != v;
+        }
+        float largest_here = largest(peak);
+        for (; i < end; ++i) {
+            broken |= logits[i] != logits[i];
+            largest_here = logits[i] > largest_here ? logits[i] : largest_here;
+        }
+        if (largest_here > best) {
+            best = largest_here;
+            best_block = block;
+        }
     }
-    float best = largest(peak);
-    bool broken = best != best;
     for (int lane = 0; lane < kLanes; ++lane) broken |= nan[lane] != 0;
-    for (; i < count; ++i) {
-        broken |= logits[i] != logits[i];
-        best = logits[i] > best ? logits[i] : best;
-    }
     if (broken) return -1;
-    int index = 0;
-    for (; index + kLanes <= count; index += kLanes) {
-        const I32 equal = load<F32>(logits + index) == best;
-        int any = 0;
-        for (int lane = 0; lane < kLanes; ++lane) any |= equal[lane];
-        if (any) break;
-    }
-    while (index < count && logits[index] != best) ++index;
+    int index = best_block;
+    while (index < count - 1 && logits[index] != best) ++index;
     return index;
 }
 
-// out[i] = exp((logits[i] - maximum) / temperature)
-inline void exponentials(const float* logits, int count, float maximum, float temperature, float* out) {
+// weight = exp((logit - maximum) / temperature). Those of at least `floor` go to weights and ids, which have room for
+// `count`, in order of their ids; returns how many. `total` becomes the sum of all weights.
+inline int weigh_logits(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
+                        int32_t* ids, double* total) {
     const float inverse = 1.0f / temperature;
-    int i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(out + i, exp((load<F32>(logits + i) - maximum) * inverse));
-    for (; i < count; ++i) out[i] = exp(splat((logits[i] - maximum) * inverse))[0];
+    int kept = 0, i = 0;
+    double sum_of_all = 0;
+    const auto keep = [&](float weight, int id) {
+        weights[kept] = weight;
+        ids[kept] = id;
+        kept += weight >= floor;
+    };
+    for (; i + kLanes <= count; i += kLanes) {
+        const F32 weight = exp((load<F32>(logits + i) - maximum) * inverse);
+        sum_of_all += sum(weight);
+        if (floor <= 0.0f) {
+            store(weights + i, weight);
+            for (int lane = 0; lane < kLanes; ++lane) ids[i + lane] = i + lane;
+            kept = i + kLanes;
+            continue;
+        }
+#if defined(__AVX512F__)
+        const __mmask16 wanted = _mm512_cmp_ps_mask((__m512)weight, _mm512_set1_ps(floor), _CMP_GE_OQ);
+        const __m512i numbers = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
+                                                                                        10, 11, 12, 13, 14, 15));
+        _mm512_storeu_ps(weights + kept, _mm512_maskz_compress_ps(wanted, (__m512)weight));
+        _mm512_storeu_si512(ids + kept, _mm512_maskz_compress_epi32(wanted, numbers));
+        kept += __builtin_popcount(wanted);
+#else
+        for (int lane = 0; lane < kLanes; ++lane) keep(weight[lane], i + lane);
+#endif
+    }
+    for (; i < count; ++i) {
+        const float weight = exp(splat((logits[i] - maximum) * inverse))[0];
+        sum_of_all += weight;
+        keep(weight, i);
+    }
+    *total = sum_of_all;
+    return kept;
 }
 
 }  // namespace neso::NESO_ISA

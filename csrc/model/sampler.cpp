@@ -21,36 +21,61 @@ int RowSampler::choose(const Kernels& kernels, const float* logits, int count, c
     const int best = kernels.argmax(logits, count);
     if (best < 0 || draw.temperature <= 0) return best;
     weights_.resize(count);
-    kernels.exponentials(logits, count, logits[best], draw.temperature, weights_.data());
-    Edge edge{0.0f, count};
+    ids_.resize(count);
+    double mass = 0;
+    const int kept = kernels.weigh_logits(logits, count, logits[best], draw.temperature, floor_of(count, draw),
+                                          weights_.data(), ids_.data(), &mass);
+    weights_.resize(kept);
     const bool filtered = (draw.top_k > 0 && draw.top_k < count) || draw.top_p < 1.0f || draw.min_p > 0.0f;
-    if (filtered) edge = nucleus(count, draw);
-    double total = 0;
-    int at_edge = edge.kept_at_edge;
-    for (float& weight : weights_) {
-        if (weight < edge.weight || (weight == edge.weight && at_edge-- <= 0)) weight = 0;
-        total += weight;
-    }
-    const double target = draw.uniform * total;
+    if (filtered) mass = keep_above(nucleus(mass, draw));
+    const double target = draw.uniform * mass;
     double reached = 0;
-    for (int token = 0; token < count; ++token) {
-        reached += weights_[token];
-        if (reached > target) return token;
+    for (size_t i = 0; i < weights_.size(); ++i) {
+        reached += weights_[i];
+        if (reached > target) return ids_[i];
     }
     return best;  // rounding left the end short of the target
 }
 
-RowSampler::Edge RowSampler::nucleus(int count, const Draw& draw) {
+// Weights below it are dropped for certain. All that are below (1 - top_p) / count have less than 1 - top_p together, and
+// the most likely token alone has 1: the others reach the share top_p without them. Not beside top_k, whose mass they
+// may be part of.
+float RowSampler::floor_of(int count, const Draw& draw) {
+    if (draw.top_p >= 1.0f) return draw.min_p;
+    if (draw.top_k > 0 && draw.top_k < count) return 0.0f;
+    return std::max(draw.min_p, 0.999f * (1.0f - draw.top_p) / float(count));
+}
+
+double RowSampler::keep_above(const Edge& edge) {
+    int kept = 0, at_edge = edge.kept_at_edge;
+    double mass = 0;
+    for (size_t i = 0; i < weights_.size(); ++i) {
+        const float weight = weights_[i];
+        if (weight > edge.weight || (weight == edge.weight && at_edge-- > 0)) {
+            weights_[kept] = weight;
+            ids_[kept++] = ids_[i];
+            mass += weight;
+        }
+    }
+    weights_.resize(kept);
+    return mass;
+}
+
+// `mass`: of all weights, also of those that were dropped.
+RowSampler::Edge RowSampler::nucleus(double mass, const Draw& draw) {
+    const int count = int(weights_.size());
     Edge edge{0.0f, count};
     const int most = draw.top_k > 0 ? std::min(draw.top_k, count) : count;
-    if (most < count) edge = edge_of(count, most, INFINITY);
+    if (most < count) edge = edge_of(most, INFINITY);
     if (draw.top_p < 1.0f) {
-        double total = 0;
-        int at_edge = edge.kept_at_edge;
-        for (float weight : weights_) {
-            if (weight > edge.weight || (weight == edge.weight && at_edge-- > 0)) total += weight;
+        if (most < count) {
+            mass = 0;
+            int at_edge = edge.kept_at_edge;
+            for (float weight : weights_) {
+                if (weight > edge.weight || (weight == edge.weight && at_edge-- > 0)) mass += weight;
+            }
         }
-        const Edge inner = edge_of(count, most, draw.top_p * total);
+        const Edge inner = edge_of(most, draw.top_p * mass);
         if (inner.weight > edge.weight || (inner.weight == edge.weight && inner.kept_at_edge < edge.kept_at_edge)) {
             edge = inner;
         }
@@ -60,7 +85,7 @@ RowSampler::Edge RowSampler::nucleus(int count, const Draw& draw) {
     return edge;
 }
 
-RowSampler::Edge RowSampler::edge_of(int count, int most, double mass) {
+RowSampler::Edge RowSampler::edge_of(int most, double mass) {
     bucket_mass_.assign(kBuckets, 0.0);
     bucket_count_.assign(kBuckets, 0);
     for (float weight : weights_) {
@@ -80,7 +105,7 @@ RowSampler::Edge RowSampler::edge_of(int count, int most, double mass) {
         if (bucket_of(weight) == bucket) edge_weights_.push_back(weight);
     }
     std::sort(edge_weights_.begin(), edge_weights_.end(), std::greater<>());
-    Edge edge{0.0f, count};
+    Edge edge{0.0f, int(weights_.size())};
     for (size_t i = 0; i < edge_weights_.size(); ++i) {
         // The token that reaches the mass is kept; the most likely one always.
         if (edge.weight != edge_weights_[i]) edge = {edge_weights_[i], 0};

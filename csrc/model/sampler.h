@@ -28,11 +28,16 @@ class RowSampler {
         int kept_at_edge;
     };
 
-    Edge nucleus(int count, const Draw& draw);
+    static float floor_of(int count, const Draw& draw);
+    // Drop the others; the mass of what is left.
+    double keep_above(const Edge& edge);
+    Edge nucleus(double mass, const Draw& draw);
     // The edge of the most likely tokens: at most `most` of them, and as few as reach `mass`.
-    Edge edge_of(int count, int most, double mass);
+    Edge edge_of(int most, double mass);
 
+    // Those that may be drawn, in order of their ids.
     std::vector<float> weights_;
+    std::vector<int32_t> ids_;
     std::vector<double> bucket_mass_;
     std::vector<int> bucket_count_;
     std::vector<float> edge_weights_;
