@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import neso
+from neso.server.custom_metrics import CustomMetrics
 from neso.server.errors import InternalError, NotFound, ServerError, Unavailable
 from neso.server.lifecycle import ModelLifecycle
 from neso.server.loader import ModelSource, override_source
@@ -37,6 +38,8 @@ class Core:
         self.options = options
         self.metrics = MetricsRegistry()
         self.metrics.register(ModelCollector(self.models))
+        self.custom_metrics = CustomMetrics(self.metrics.taken)
+        self.metrics.register(self.custom_metrics)
         self._repository = ModelRepository(options.model_repository)
         self._lifecycle = ModelLifecycle(self)
         self._added: dict[str, ModelSource] = {}

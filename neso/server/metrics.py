@@ -67,6 +67,10 @@ class MetricsRegistry(CollectorRegistry):
 
         return unwatch
 
+    def taken(self, name: str) -> bool:
+        """Whether a family of the server or of a backend has that name."""
+        return name in self._families or any(name == family for family, *_ in _FAMILIES)
+
     def render(self) -> bytes:
         """The text exposition format, with the names that the families were given."""
         lines: list[str] = []
@@ -185,8 +189,8 @@ _FAMILIES: list[tuple[str, str, str, Reader]] = [
 
 def _render(metric: Metric) -> Iterator[str]:
     # prometheus_client's own writer puts `_total` on every counter; Triton's counters have no suffix.
-    samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
     name = metric.name
+    samples = [sample for sample in metric.samples if sample.name != f"{name}_created"]
     if metric.type == "counter" and any(sample.name == f"{name}_total" for sample in samples):
         name += "_total"
     yield f"# HELP {name} {_escape(metric.documentation)}\n"
