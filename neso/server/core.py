@@ -18,6 +18,7 @@ from neso.server.metrics import MetricsRegistry, ModelCollector
 from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.repository import ModelRepository, check_model_name
+from neso.server.response_cache import ResponseCache
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ class Core:
         self.metrics.register(ModelCollector(self.models))
         self.custom_metrics = CustomMetrics(self.metrics.taken)
         self.metrics.register(self.custom_metrics)
+        self.response_cache = (
+            ResponseCache(options.response_cache_size) if options.response_cache_size else None
+        )
         self._repository = ModelRepository(options.model_repository)
         self._lifecycle = ModelLifecycle(self)
         self._added: dict[str, ModelSource] = {}

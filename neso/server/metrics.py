@@ -117,6 +117,10 @@ def _failures(model: Model) -> Iterator[tuple[Mapping[str, str], float]]:
         yield {"reason": reason.value}, count
 
 
+def _cache(read: Callable[[Model], float]) -> Reader:
+    return lambda model: [({}, read(model))] if model.uses_cache else []
+
+
 _FAMILIES: list[tuple[str, str, str, Reader]] = [
     (
         "nv_inference_request_success",
@@ -177,6 +181,30 @@ _FAMILIES: list[tuple[str, str, str, Reader]] = [
         "gauge",
         "Instantaneous number of pending requests awaiting execution per-model.",
         _one(lambda model: model.pending_count),
+    ),
+    (
+        "nv_cache_num_hits_per_model",
+        "counter",
+        "Number of cache hits per model",
+        _cache(lambda model: model.statistics.cache_hit.count),
+    ),
+    (
+        "nv_cache_num_misses_per_model",
+        "counter",
+        "Number of cache misses per model",
+        _cache(lambda model: model.statistics.cache_miss.count),
+    ),
+    (
+        "nv_cache_hit_duration_per_model",
+        "counter",
+        "Total cache hit duration per model, in microseconds",
+        _cache(lambda model: model.statistics.cache_hit.ns // 1000),
+    ),
+    (
+        "nv_cache_miss_duration_per_model",
+        "counter",
+        "Total cache miss duration per model, in microseconds",
+        _cache(lambda model: model.statistics.cache_miss.ns // 1000),
     ),
     (
         "nv_model_load_duration_secs",
