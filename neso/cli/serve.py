@@ -66,6 +66,17 @@ def serve(
         list[str] | None,
         _option("Setting of a backend, as BACKEND,KEY=VALUE. May be given several times.", MODELS),
     ] = None,
+    cache_config: Annotated[
+        list[str] | None,
+        _option(
+            "Cache the responses of models that enable it, in so many bytes: local,size=BYTES.",
+            MODELS,
+            show_default="no cache",
+        ),
+    ] = None,
+    response_cache_byte_size: Annotated[
+        int | None, _option("The same as --cache-config=local,size=BYTES.", MODELS, show_default="no cache")
+    ] = None,
     strict_readiness: Annotated[
         Switch, _option("Ready only while every model that was to be loaded is ready.", MODELS)
     ] = Switch.true,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import neso
+from neso.server.custom_metrics import CustomMetrics
 from neso.server.errors import InternalError, NotFound, ServerError, Unavailable
 from neso.server.lifecycle import ModelLifecycle
 from neso.server.loader import ModelSource, override_source
@@ -17,6 +18,7 @@ from neso.server.metrics import MetricsRegistry, ModelCollector
 from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.repository import ModelRepository, check_model_name
+from neso.server.response_cache import ResponseCache
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,11 @@ class Core:
         self.options = options
         self.metrics = MetricsRegistry()
         self.metrics.register(ModelCollector(self.models))
+        self.custom_metrics = CustomMetrics(self.metrics.taken)
+        self.metrics.register(self.custom_metrics)
+        self.response_cache = (
+            ResponseCache(options.response_cache_size) if options.response_cache_size else None
+        )
         self._repository = ModelRepository(options.model_repository)
         self._lifecycle = ModelLifecycle(self)
         self._added: dict[str, ModelSource] = {}

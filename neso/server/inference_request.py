@@ -16,6 +16,7 @@ class InferenceRequest:
 
     `model_version` "" asks for the newest that is ready. `requested_outputs` empty asks for all. `parameters`
     holds what the client added beyond the protocol's own (those have fields here). `timeout_us` 0: none.
+    `cacheable` is False where the inputs may change once the request was made, as in shared memory.
     """
 
     model_name: str
@@ -29,6 +30,7 @@ class InferenceRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
+    cacheable: bool = True
     _cancelled: bool = field(default=False, repr=False)
     _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
 

@@ -19,6 +19,7 @@ from neso.server.metadata import IndexEntry, ModelState
 from neso.server.model import Model
 from neso.server.repository import find_versions
 from neso.server.statistics import ModelStatistics
+from neso.server.warmup import warm_up
 
 if TYPE_CHECKING:
     from neso.server.core import Core
@@ -227,7 +228,9 @@ class ModelLifecycle:
         backend = plan.backend(context)
         try:
             await backend.load()
-            return Model(context, backend)
+            model = Model(context, backend)
+            await warm_up(context, backend, model.signature)
+            return model
         except BaseException:
             await backend.unload()
             raise

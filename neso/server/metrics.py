@@ -67,6 +67,10 @@ class MetricsRegistry(CollectorRegistry):
 
         return unwatch
 
+    def taken(self, name: str) -> bool:
+        """Whether a family of the server or of a backend has that name."""
+        return name in self._families or any(name == family for family, *_ in _FAMILIES)
+
     def render(self) -> bytes:
         """The text exposition format, with the names that the families were given."""
         lines: list[str] = []
@@ -111,6 +115,10 @@ def _one(read: Callable[[Model], float]) -> Reader:
 def _failures(model: Model) -> Iterator[tuple[Mapping[str, str], float]]:
     for reason, count in model.statistics.failures.items():
         yield {"reason": reason.value}, count
+
+
+def _cache(read: Callable[[Model], float]) -> Reader:
+    return lambda model: [({}, read(model))] if model.uses_cache else []
 
 
 _FAMILIES: list[tuple[str, str, str, Reader]] = [
@@ -175,6 +183,30 @@ _FAMILIES: list[tuple[str, str, str, Reader]] = [
         _one(lambda model: model.pending_count),
     ),
     (
+        "nv_cache_num_hits_per_model",
+        "counter",
+        "Number of cache hits per model",
+        _cache(lambda model: model.statistics.cache_hit.count),
+    ),
+    (
+        "nv_cache_num_misses_per_model",
+        "counter",
+        "Number of cache misses per model",
+        _cache(lambda model: model.statistics.cache_miss.count),
+    ),
+    (
+        "nv_cache_hit_duration_per_model",
+        "counter",
+        "Total cache hit duration per model, in microseconds",
+        _cache(lambda model: model.statistics.cache_hit.ns // 1000),
+    ),
+    (
+        "nv_cache_miss_duration_per_model",
+        "counter",
+        "Total cache miss duration per model, in microseconds",
+        _cache(lambda model: model.statistics.cache_miss.ns // 1000),
+    ),
+    (
         "nv_model_load_duration_secs",
         "gauge",
         "Model load time in seconds",
@@ -185,8 +217,8 @@ _FAMILIES: list[tuple[str, str, str, Reader]] = [
 
 def _render(metric: Metric) -> Iterator[str]:
     # prometheus_client's own writer puts `_total` on every counter; Triton's counters have no suffix.
-    samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
     name = metric.name
+    samples = [sample for sample in metric.samples if sample.name != f"{name}_created"]
     if metric.type == "counter" and any(sample.name == f"{name}_total" for sample in samples):
         name += "_total"
     yield f"# HELP {name} {_escape(metric.documentation)}\n"

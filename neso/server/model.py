@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from neso.generation import InvalidParameter
 from neso.server.backend import Backend, ModelContext
+from neso.server.cached_model import CachedModel
 from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
@@ -46,6 +47,7 @@ class Model:
         self.metric_labels.update({f"_{key}": value for key, value in self.config.metric_tags.items()})
         self._backend = backend
         self._batcher = self._make_batcher()
+        self._cached = CachedModel.of(context)
         self._in_flight: set[ResponseStream] = set()
         self._generating = 0
         self._idle = asyncio.Event()
@@ -57,6 +59,11 @@ class Model:
     def language_model(self) -> LanguageModel | None:
         """The model's text face, if it has one."""
         return self._backend.language_model
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether responses are cached."""
+        return self._cached is not None
 
     @property
     def pending_count(self) -> int:
@@ -89,6 +96,8 @@ class Model:
         batch_size = self.signature.check(request)
         request.model_version = self.version
         stream = ResponseStream(request, self._observe, batch_size)
+        if self._cached is not None and (hit := self._cached.find(stream)) is not None:
+            return hit
         self._in_flight.add(stream)
         self._idle.clear()
         try:
@@ -183,6 +192,8 @@ class Model:
             response.model_name, response.model_version = self.name, self.version
         if response.outputs:
             self._shape_outputs(stream, response)
+        if self._cached is not None:
+            self._cached.observe(stream.request, response)
         if response.error is not None and stream.failure is None:
             stream.failure = _reason(response.error, stream.request)
         if response.final:

@@ -28,7 +28,8 @@ class ServerOptions:
     is ready only while every model that was to be loaded is. `exit_on_error` is for the process around the
     core: the core itself goes on when a model fails. `exit_timeout` and `unload_timeout` (seconds) bound how
     long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
-    `backend_config` holds settings by backend name. Raises `ServerError` for options that cannot be served.
+    `backend_config` holds settings by backend name. `response_cache_size` (bytes) is that of the response cache of
+    all models that enable it; 0: there is none. Raises `ServerError` for options that cannot be served.
     """
 
     model_repository: tuple[Path, ...] = ()
@@ -41,9 +42,14 @@ class ServerOptions:
     unload_timeout: float = 300.0
     disable_auto_complete_config: bool = False
     backend_config: dict[str, dict[str, str]] = field(default_factory=dict)
+    response_cache_size: int = 0
 
     def __post_init__(self) -> None:
         if self.model_control_mode is ModelControlMode.POLL:
             raise Unsupported("model control mode 'poll' is not supported yet, use 'none' or 'explicit'")
+        if self.response_cache_size < 0:
+            raise InvalidArgument(
+                f"the size of the response cache must not be negative: {self.response_cache_size}"
+            )
         if self.startup_models and self.model_control_mode is not ModelControlMode.EXPLICIT:
             raise InvalidArgument("startup models can be named in model control mode 'explicit' only")

@@ -97,6 +97,14 @@ class ModelStatistics:
         self.inference_count += batch_size
         self.last_inference_ms = time.time_ns() // 1_000_000
 
+    def record_cache_hit(self, timeline: Timeline, ns: int) -> None:
+        """A request was answered by the response cache, which took `ns`: no inference, nothing computed."""
+        total = time.monotonic_ns() - timeline.queue_start
+        self.success.add(total)
+        self.queue.add(max(total - ns, 0))
+        self.cache_hit.add(ns)
+        self.last_inference_ms = time.time_ns() // 1_000_000
+
     def record_failure(self, timeline: Timeline, reason: FailureReason) -> None:
         """A request has ended badly."""
         self.fail.add(time.monotonic_ns() - timeline.queue_start)

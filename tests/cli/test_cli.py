@@ -9,7 +9,7 @@ import pytest
 
 import neso
 from neso.cli.serve_options import ModelArgument, ServeOptions
-from neso.server.errors import InvalidArgument
+from neso.server.errors import InvalidArgument, ServerError
 from neso.server.options import ModelControlMode
 
 
@@ -127,3 +127,30 @@ def test_options_reach_their_places(tmp_path):
 def test_engine_options_are_for_named_models():
     options = parse("m=neso-pilot", "--max-model-len=512", "--max-num-seqs=4")
     assert options.engine == {"runner": "auto", "max_model_len": "512", "max_num_seqs": "4"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        ([], 0),
+        (["--cache-config=local,size=1048576"], 1 << 20),
+        (["--cache-config", "local,size=5"], 5),
+        (["--response-cache-byte-size=7"], 7),
+    ],
+)
+def test_size_of_the_response_cache(arguments, size):
+    assert parse(*arguments).server.response_cache_size == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache-config=redis,host=x"], "the only cache there is is 'local'"),
+        (["--cache-config=local,size=1G"], "expected local,size=BYTES"),
+        (["--cache-config=local"], "expected local,size=BYTES"),
+        (["--cache-config=local,size=1", "--response-cache-byte-size=1"], "cannot be given together"),
+    ],
+)
+def test_bad_cache_configurations(arguments, message):
+    with pytest.raises(ServerError, match=message):
+        parse(*arguments)

@@ -13,6 +13,7 @@ from neso.backends.python.datatypes import (
 )
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.logger import Logger, LogLevel
+from neso.backends.python.metrics import Metric, MetricFamily
 from neso.backends.python.model_config import ModelConfig
 from neso.backends.python.model_module import current_folder
 from neso.backends.python.request import (
@@ -36,6 +37,7 @@ __all__ = [
     "InferenceResponse",
     "LogLevel",
     "Logger",
+    "Metric",
     "MetricFamily",
     "ModelConfig",
     "ResponseSender",
@@ -118,17 +120,6 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
             return False
 
     return access.run(ask())
-
-
-class MetricFamily:
-    """Custom metrics, not supported yet: making one raises."""
-
-    COUNTER = 0
-    GAUGE = 1
-    HISTOGRAM = 2
-
-    def __init__(self, name: str = "", description: str = "", kind: int = COUNTER) -> None:
-        raise TritonModelException("custom metrics (MetricFamily) are not supported yet")
 
 
 def _tensor_config(model_config: dict[str, Any], kind: str, name: str) -> dict[str, Any] | None:

@@ -152,7 +152,6 @@ async def test_outputs_that_are_not_declared_are_dropped(serve, caplog):
         ("return [None]", "let go of a request without a final response"),
         ("return [pb_utils.InferenceResponse([3])]", "must hold pb_utils.Tensor objects, got int"),
         ("return [pb_utils.InferenceResponse(error='x')]", "must be a pb_utils.TritonError"),
-        ("pb_utils.MetricFamily('a', 'b')", "not supported yet"),
         ("requests[0].set_release_flags(1)", "not supported yet"),
         ("pb_utils.Tensor('OUT', [1])", "must be made from a numpy array"),
         ("pb_utils.Tensor('OUT', np.array([1j]))", "no KServe datatype"),

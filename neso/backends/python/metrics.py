@@ -1,0 +1,77 @@
+"""`pb_utils.MetricFamily` and its metrics: a model's own entries in /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from neso.backends.python.errors import TritonModelException
+from neso.backends.python.server_access import current_access
+from neso.server.custom_metrics import CustomFamily, CustomMetric, MetricKind
+from neso.server.errors import ServerError
+
+
+class Metric:
+    """One metric of a family; it leaves /metrics with the last reference to it. Made by `MetricFamily.Metric`."""
+
+    def __init__(self, metric: CustomMetric) -> None:
+        self._metric = metric
+
+    def increment(self, value: float) -> None:
+        """Add to a counter or a gauge. Raises `TritonModelException` for a counter that would sink."""
+        with _told_to_the_model():
+            self._metric.increment(value)
+
+    def set(self, value: float) -> None:
+        """Replace the value of a gauge. Raises `TritonModelException` for other kinds."""
+        with _told_to_the_model():
+            self._metric.set(value)
+
+    def observe(self, value: float) -> None:
+        """Count a value in a histogram. Raises `TritonModelException` for other kinds."""
+        with _told_to_the_model():
+            self._metric.observe(value)
+
+    def value(self) -> float:
+        """The value of a counter or a gauge. Raises `TritonModelException` for a histogram."""
+        with _told_to_the_model():
+            return self._metric.value()
+
+
+class MetricFamily:
+    """Metrics of one name. Families of one name and kind, of whatever model, are the same.
+
+    Raises `TritonModelException` for a name that is taken by another kind or by the server, or is no name.
+    """
+
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+    def __init__(self, name: str = "", description: str = "", kind: int = COUNTER) -> None:
+        kinds = {self.COUNTER: MetricKind.COUNTER, self.GAUGE: MetricKind.GAUGE}
+        kinds[self.HISTOGRAM] = MetricKind.HISTOGRAM
+        if kind not in kinds:
+            raise TritonModelException(f"unknown kind {kind!r} of metric family '{name}'")
+        with _told_to_the_model():
+            self._family: CustomFamily = current_access().core.custom_metrics.family(
+                name, description, kinds[kind]
+            )
+
+    def Metric(
+        self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
+    ) -> Metric:
+        """The family's metric with these labels; a histogram needs `buckets`, its increasing upper bounds.
+
+        Raises `TritonModelException`.
+        """
+        with _told_to_the_model():
+            return Metric(self._family.metric(labels, buckets))
+
+
+@contextmanager
+def _told_to_the_model() -> Iterator[None]:
+    try:
+        yield
+    except ServerError as error:
+        raise TritonModelException(error.message) from None

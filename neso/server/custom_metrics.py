@@ -1,0 +1,190 @@
+"""Metrics that models make for themselves: families whose metrics each have labels of their own.
+
+A family and a metric live as long as someone holds them; those that nobody holds are not rendered any more.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from itertools import pairwise
+from weakref import WeakValueDictionary
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
+
+from neso.server.errors import AlreadyExists, InvalidArgument, Unsupported
+
+Labels = tuple[tuple[str, str], ...]
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+class MetricKind(str, Enum):
+    """Kinds by Prometheus' names."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class CustomMetric:
+    """One counter, gauge or histogram. Safe to use from any thread.
+
+    `buckets` are the upper bounds of a histogram's buckets, without the infinite one.
+    """
+
+    def __init__(self, family: CustomFamily, labels: Labels, buckets: tuple[float, ...]) -> None:
+        self.family = family  # a family lives as long as its metrics
+        self.labels = labels
+        self.buckets = buckets
+        self._lock = threading.Lock()
+        self._value = 0.0
+        self._counts = [0] * (len(buckets) + 1)
+
+    def increment(self, value: float) -> None:
+        """Add; gauges only take what is negative. Raises `InvalidArgument`, `Unsupported` for a histogram."""
+        self._check("increment", MetricKind.COUNTER, MetricKind.GAUGE)
+        if value < 0 and self.family.kind is MetricKind.COUNTER:
+            raise InvalidArgument("TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically")
+        with self._lock:
+            self._value += value
+
+    def set(self, value: float) -> None:
+        """Replace the value of a gauge. Raises `Unsupported` for the others."""
+        self._check("set", MetricKind.GAUGE)
+        with self._lock:
+            self._value = float(value)
+
+    def observe(self, value: float) -> None:
+        """Count a value in a histogram. Raises `Unsupported` for the others."""
+        self._check("observe", MetricKind.HISTOGRAM)
+        with self._lock:
+            self._counts[bisect_left(self.buckets, value)] += 1
+            self._value += value
+
+    def value(self) -> float:
+        """What a counter or a gauge has come to. Raises `Unsupported` for a histogram, which has no one value."""
+        self._check("value", MetricKind.COUNTER, MetricKind.GAUGE)
+        with self._lock:
+            return self._value
+
+    def samples(self) -> Iterator[Sample]:
+        """The lines of the text format."""
+        name, labels = self.family.name, dict(self.labels)
+        with self._lock:
+            value, counts = self._value, list(self._counts)
+        if self.family.kind is not MetricKind.HISTOGRAM:
+            yield Sample(name, labels, value)
+            return
+        total = 0
+        for bound, count in zip((*self.buckets, float("inf")), counts, strict=True):
+            total += count
+            text = floatToGoString(bound)  # type: ignore[no-untyped-call]
+            yield Sample(f"{name}_bucket", {**labels, "le": text}, total)
+        yield Sample(f"{name}_count", labels, total)
+        yield Sample(f"{name}_sum", labels, value)
+
+    def _check(self, what: str, *kinds: MetricKind) -> None:
+        if self.family.kind not in kinds:
+            raise Unsupported(
+                f"TRITONSERVER_METRIC_KIND_{self.family.kind.name} does not support {what.capitalize()}"
+            )
+
+
+class CustomFamily:
+    """Metrics of one name and kind. Metrics with the same labels are one."""
+
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        self.name = name
+        self.description = description
+        self.kind = kind
+        self._lock = threading.Lock()
+        self._metrics: WeakValueDictionary[Labels, CustomMetric] = WeakValueDictionary()
+
+    def metric(
+        self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
+    ) -> CustomMetric:
+        """The metric with these labels. Raises `InvalidArgument`; `AlreadyExists` for other buckets."""
+        bounds = self._check_buckets(buckets)
+        key = self._check_labels(labels or {})
+        with self._lock:
+            found = self._metrics.get(key)
+            if found is None:
+                found = self._metrics[key] = CustomMetric(self, key, bounds)
+        if found.buckets != bounds:
+            raise AlreadyExists(f"metric '{self.name}' exists already with other buckets")
+        return found
+
+    def collect(self) -> Metric | None:
+        """All metrics that are held, None if there are none."""
+        with self._lock:
+            metrics = list(self._metrics.values())
+        if not metrics:
+            return None
+        result = Metric(self.name, self.description, self.kind.value)
+        for metric in metrics:
+            result.samples.extend(metric.samples())
+        return result
+
+    def _check_buckets(self, buckets: Sequence[float] | None) -> tuple[float, ...]:
+        if self.kind is not MetricKind.HISTOGRAM:
+            if buckets is not None:
+                raise InvalidArgument(f"Unexpected buckets found for {self.kind.value} '{self.name}'")
+            return ()
+        if buckets is None:
+            raise InvalidArgument(f"Must provide buckets for histogram metric '{self.name}'")
+        bounds = tuple(float(bound) for bound in buckets if bound != float("inf"))
+        if any(not low < high for low, high in pairwise(bounds)):
+            raise InvalidArgument(f"buckets of '{self.name}' must be monotonically increasing")
+        return bounds
+
+    def _check_labels(self, labels: Mapping[str, str]) -> Labels:
+        for name, value in labels.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise InvalidArgument(f"labels of metric '{self.name}' must be text, got {name!r}: {value!r}")
+            if not _LABEL.fullmatch(name) or (name == "le" and self.kind is MetricKind.HISTOGRAM):
+                raise InvalidArgument(f"invalid label name '{name}' for metric '{self.name}'")
+        return tuple(sorted(labels.items()))
+
+
+class CustomMetrics(Collector):
+    """The families of all models of a server. `taken` tells the names that are the server's own."""
+
+    def __init__(self, taken: Callable[[str], bool]) -> None:
+        self._taken = taken
+        self._lock = threading.Lock()
+        self._families: WeakValueDictionary[str, CustomFamily] = WeakValueDictionary()
+
+    def family(self, name: str, description: str, kind: MetricKind) -> CustomFamily:
+        """The family of that name, made by the first who asks. Safe to call from any thread.
+
+        Raises `InvalidArgument` for a bad name, `AlreadyExists` where the name has another kind.
+        """
+        if not _NAME.fullmatch(name):
+            raise InvalidArgument(f"invalid metric name '{name}'")
+        if self._taken(name):
+            raise AlreadyExists(f"metric '{name}' is one of the server's own")
+        with self._lock:
+            found = self._families.get(name)
+            if found is None:
+                found = self._families[name] = CustomFamily(name, description, kind)
+        if found.kind is not kind:
+            raise AlreadyExists(
+                f"metric family '{name}' already exists with kind '{found.kind.value}', not '{kind.value}'"
+            )
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            families = list(self._families.values())
+        for family in families:
+            metric = family.collect()
+            if metric is not None:
+                yield metric
