@@ -38,10 +38,10 @@ class OutputFormat:
 
 
 def read_infer_request(request: Request, model: Model, version: str) -> tuple[InferenceRequest, OutputFormat]:
-    """The inference request that a client sent, and the form of its answer. Raises `ServerError`."""
-    encoding = request.header("content-encoding")
-    if encoding not in (None, "", "identity"):
-        raise Unsupported("Unsupported compression type")
+    """The inference request that a client sent, and the form of its answer. Raises `ServerError`.
+
+    The body is no longer compressed here.
+    """
     body = request.body
     header_length = _header_length(request)
     if header_length == 0 and HEADER_LENGTH.lower().encode() in request.headers:
