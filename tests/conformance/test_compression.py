@@ -1,9 +1,11 @@
-"""Compressed requests and responses against a real server: `tritonclient` over HTTP, and curl."""
+"""Compressed requests and responses against a real server: `tritonclient` over HTTP and gRPC, and curl."""
 
 from __future__ import annotations
 
 import gzip
+import queue
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 import zlib
@@ -11,10 +13,12 @@ import zlib
 import numpy as np
 import orjson
 import pytest
+import tritonclient.grpc as grpc_client
 import tritonclient.http as client
 from server_process import ServerProcess
 from test_doc_examples import IDENTITY, IDENTITY_CONFIG
 from tritonclient.utils import InferenceServerException
+from wire_counter import WireCounter
 
 LIMIT = 1 << 20
 INFER = "/v2/models/identity/infer"
@@ -176,3 +180,58 @@ def test_errors_are_readable_by_the_client(triton):
             request_compression_algorithm="gzip",
             response_compression_algorithm="gzip",
         )
+
+
+def grpc_infer(counter: WireCounter, coding: str | None = None) -> tuple[int, int]:
+    """Bytes sent and received for one inference on 256 KiB of zeros."""
+    zeros = np.zeros((1, 1 << 16), np.float32)
+    tensor = grpc_client.InferInput("INPUT", list(zeros.shape), "FP32")
+    tensor.set_data_from_numpy(zeros)
+    with grpc_client.InferenceServerClient(f"127.0.0.1:{counter.port}") as triton:
+        assert triton.is_server_live()
+        sent, received = counter.sent, counter.received
+        result = triton.infer("identity", [tensor], compression_algorithm=coding)
+        np.testing.assert_array_equal(result.as_numpy("OUTPUT"), zeros)
+        return counter.sent - sent, counter.received - received
+
+
+@pytest.mark.parametrize("coding", [None, "gzip", "deflate"])
+def test_grpc_requests(served, coding):
+    with WireCounter(served.ports["grpc"]) as counter:
+        sent, received = grpc_infer(counter, coding)
+    assert (sent < 1 << 14) == (coding is not None)
+    assert received > 1 << 18, "the server does not compress unless told so"
+
+
+@pytest.mark.parametrize("level", ["none", "low", "medium", "high"])
+def test_grpc_responses(repository, level):
+    option = f"--grpc-infer-response-compression-level={level}"
+    with (
+        ServerProcess(f"--model-repository={repository}", option) as server,
+        WireCounter(server.ports["grpc"]) as counter,
+    ):
+        _, received = grpc_infer(counter)
+        assert (received < 1 << 14) == (level != "none")
+        grpc_infer(counter, "gzip")
+
+
+def test_grpc_stream_is_compressed_too(repository):
+    option = "--grpc-infer-response-compression-level=high"
+    results: queue.Queue = queue.Queue()
+    tensor = grpc_client.InferInput("INPUT", [1, 1 << 16], "FP32")
+    tensor.set_data_from_numpy(np.zeros((1, 1 << 16), np.float32))
+    with (
+        ServerProcess(f"--model-repository={repository}", option) as server,
+        WireCounter(server.ports["grpc"]) as counter,
+        grpc_client.InferenceServerClient(f"127.0.0.1:{counter.port}") as triton,
+    ):
+        triton.start_stream(lambda result, error: results.put(error or result), compression_algorithm="gzip")
+        triton.async_stream_infer("identity", [tensor])
+        assert results.get(timeout=30).as_numpy("OUTPUT").shape == (1, 1 << 16)
+        triton.stop_stream()
+        assert counter.sent < 1 << 14 and counter.received < 1 << 14
+
+
+def test_unknown_level_is_refused():
+    command = [sys.executable, "-m", "neso.cli", "serve", "--grpc-infer-response-compression-level=most"]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 2
