@@ -135,8 +135,8 @@ def _read_outputs(inference: InferenceRequest, outputs: list[Any], output_format
         parameters = read_object_member("parameters", entry.get("parameters", {}))
         if "shared_memory_region" in parameters:
             raise Unsupported("shared memory is not supported")
-        if read_unsigned("classification", parameters.get("classification", 0)):
-            raise Unsupported("the classification extension is not supported")
+        if classes := read_unsigned("classification", parameters.get("classification", 0)):
+            inference.classification[name] = classes
         # As in Triton: a requested output is JSON unless it says otherwise itself, whatever the default.
         output_format.binary[name] = read_bool("binary_data", parameters.get("binary_data", False))
         names.append(name)

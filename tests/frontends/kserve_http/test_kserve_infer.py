@@ -273,7 +273,8 @@ async def test_what_is_not_there(client) -> None:
     entry = {"name": "IN_BOOL", "datatype": "BOOL", "shape": [1], "parameters": shared}
     assert (await client.post("/v2/models/identity/infer", {"inputs": [entry]})).status == 501
     body["outputs"] = [{"name": "OUT_BOOL", "parameters": {"classification": 2}}]
-    assert (await client.post("/v2/models/identity/infer", body)).status == 501
+    reply = await client.post("/v2/models/identity/infer", body)
+    assert reply.status == 400 and "unsupported type 'BOOL'" in reply.error
 
 
 async def test_outputs_that_json_cannot_carry(client) -> None:
