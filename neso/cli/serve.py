@@ -21,6 +21,15 @@ class ControlMode(str, Enum):
     explicit = "explicit"
 
 
+class CompressionLevel(str, Enum):
+    """Values of --grpc-infer-response-compression-level."""
+
+    none = "none"
+    low = "low"
+    medium = "medium"
+    high = "high"
+
+
 class Switch(str, Enum):
     """true or false, written out as tritonserver takes them."""
 
@@ -122,6 +131,9 @@ def serve(
     http_max_input_size: Annotated[int, _option("Largest request body, in bytes.", PORTS)] = 64 << 20,
     grpc_address: Annotated[str, _option("Where gRPC listens.", PORTS)] = "0.0.0.0",
     grpc_port: Annotated[int, _option("KServe over gRPC.", PORTS)] = 8001,
+    grpc_infer_response_compression_level: Annotated[
+        CompressionLevel, _option("Compress gRPC responses; any level but none is gzip.", PORTS)
+    ] = CompressionLevel.none,
     metrics_address: Annotated[str, _option("Where the metrics listen.", PORTS)] = "0.0.0.0",
     metrics_port: Annotated[int, _option("Prometheus metrics.", PORTS)] = 8002,
     openai_address: Annotated[str, _option("Where OpenAI's API listens.", PORTS)] = "0.0.0.0",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from neso.frontends.http import HttpServerOptions
-from neso.frontends.kserve_grpc.options import GrpcOptions
+from neso.frontends.kserve_grpc.options import GrpcOptions, ResponseCompression
 from neso.frontends.kserve_http.options import HttpOptions
 from neso.frontends.metrics import MetricsOptions
 from neso.frontends.openai import OpenAIOptions
@@ -85,7 +85,15 @@ class ServeOptions:
             http=HttpOptions(values["http_address"], values["http_port"], values["http_max_input_size"])
             if values["allow_http"]
             else None,
-            grpc=GrpcOptions(values["grpc_address"], values["grpc_port"]) if values["allow_grpc"] else None,
+            grpc=GrpcOptions(
+                values["grpc_address"],
+                values["grpc_port"],
+                response_compression=ResponseCompression(
+                    values["grpc_infer_response_compression_level"].value
+                ),
+            )
+            if values["allow_grpc"]
+            else None,
             metrics=MetricsOptions(values["metrics_address"], values["metrics_port"])
             if values["allow_metrics"]
             else None,

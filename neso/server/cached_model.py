@@ -62,7 +62,8 @@ class CachedModel:
         Otherwise `observe` is to see the responses to the request, which has been checked.
         """
         request = stream.request
-        if request.sequence_id or not request.cacheable:
+        # Classes are made of outputs that the key does not tell apart.
+        if request.sequence_id or request.classification or not request.cacheable:
             return None
         started = time.monotonic_ns()
         key = request_key(self._scope, request.inputs, request.requested_outputs, request.parameters)

@@ -27,6 +27,7 @@ EXTENSIONS = (
     "model_repository(unload_dependents)",
     "model_configuration",
     "binary_tensor_data",
+    "classification",
     "parameters",
     "statistics",
 )

@@ -14,8 +14,9 @@ ParameterValue = bool | int | float | str
 class InferenceRequest:
     """Inputs and parameters for one execution of a model.
 
-    `model_version` "" asks for the newest that is ready. `requested_outputs` empty asks for all. `parameters`
-    holds what the client added beyond the protocol's own (those have fields here). `timeout_us` 0: none.
+    `model_version` "" asks for the newest that is ready. `requested_outputs` empty asks for all.
+    `classification`: outputs that are to be answered as their so many largest values. `parameters` holds what
+    the client added beyond the protocol's own (those have fields here). `timeout_us` 0: none.
     `cacheable` is False where the inputs may change once the request was made, as in shared memory.
     """
 
@@ -31,6 +32,7 @@ class InferenceRequest:
     sequence_start: bool = False
     sequence_end: bool = False
     cacheable: bool = True
+    classification: dict[str, int] = field(default_factory=dict)
     _cancelled: bool = field(default=False, repr=False)
     _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
 

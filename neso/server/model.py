@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from neso.generation import InvalidParameter
 from neso.server.backend import Backend, ModelContext
 from neso.server.cached_model import CachedModel
+from neso.server.classification import Classifier
 from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
@@ -40,6 +41,7 @@ class Model:
         self.decoupled = bool(context.config.model_transaction_policy.decoupled)
         self.statistics: ModelStatistics = context.statistics
         self.signature = Signature(context.config)
+        self._classifier = Classifier(context.config, context.directory)
         self.load_duration: float = 0.0
         self.source: object = None  # kept alive as long as the model: it may own a temporary folder
         self.dependencies = frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
@@ -206,6 +208,8 @@ class Model:
             response.outputs = [tensor for tensor in response.outputs if tensor.name in wanted]
         try:
             response.outputs = self.signature.restore(response.outputs)
+            if stream.request.classification:
+                response.outputs = self._classifier.classify(response.outputs, stream.request.classification)
         except ServerError as error:
             response.outputs, response.error = [], InternalError(error.message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from neso.server.classification import check_datatype
 from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -111,6 +112,9 @@ class Signature:
         for name in request.requested_outputs:
             if name not in self.outputs:
                 raise InvalidArgument(f"unexpected inference output '{name}' for model '{self.model}'")
+        for name in request.classification:
+            if name in self.outputs:
+                check_datatype(self.outputs[name].datatype)
         given, most = len(request.inputs), len(self.inputs)
         absent = [n for n, spec in self.inputs.items() if not spec.optional and n not in request.inputs]
         missing = f", missing are {', '.join(absent)}" if absent else ""

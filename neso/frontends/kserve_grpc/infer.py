@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neso.frontends.kserve_grpc.decoding import InferMessage
 from neso.frontends.kserve_grpc.parameters import RequestParameters, read_parameters
-from neso.frontends.kserve_grpc.tensors import read_inputs, read_requested_outputs
+from neso.frontends.kserve_grpc.tensors import read_classification, read_inputs, read_requested_outputs
 from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
@@ -20,6 +20,7 @@ def read_request(infer: InferMessage) -> tuple[InferenceRequest, RequestParamete
         model_version=message.model_version,
         id=message.id,
         requested_outputs=read_requested_outputs(message) if message.outputs else (),
+        classification=read_classification(message) if message.outputs else {},
         parameters=parameters.custom,
         priority=parameters.priority,
         timeout_us=parameters.timeout_us,

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 INT_MAX = 2**31 - 1
+
+
+class ResponseCompression(str, Enum):
+    """How hard to compress responses, by Triton's names. Python's gRPC has gzip only, at one level."""
+
+    none = "none"
+    low = "low"
+    medium = "medium"
+    high = "high"
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class GrpcOptions:
     http2_max_ping_strikes: int = 2
     max_connection_age_ms: int = 0
     max_connection_age_grace_ms: int = 0
+    response_compression: ResponseCompression = ResponseCompression.none
 
     @property
     def address(self) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import grpc.aio
 
 from neso.frontends.kserve_grpc.calls import Calls
 from neso.frontends.kserve_grpc.health import health_handler
-from neso.frontends.kserve_grpc.options import GrpcOptions
+from neso.frontends.kserve_grpc.options import GrpcOptions, ResponseCompression
 from neso.frontends.kserve_grpc.servicer import Servicer, add_to_server
 from neso.server.core import Core
 from neso.server.errors import Unavailable
@@ -32,7 +33,11 @@ class KServeGrpc:
     async def start(self) -> None:
         """Listen. Raises `Unavailable` when the address cannot be had."""
         servicer = Servicer(self._core)
-        server = grpc.aio.server(options=self.options.channel_arguments())
+        compressed = self.options.response_compression is not ResponseCompression.none
+        server = grpc.aio.server(
+            options=self.options.channel_arguments(),
+            compression=grpc.Compression.Gzip if compressed else grpc.Compression.NoCompression,
+        )
         add_to_server(servicer, server)
         server.add_generic_rpc_handlers((health_handler(self._core),))
         try:

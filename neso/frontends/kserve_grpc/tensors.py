@@ -67,9 +67,23 @@ def read_requested_outputs(message: Any) -> tuple[str, ...]:
         names.append(wire.name)
         if wire.parameters:
             _refuse_shared_memory("output", wire)
-            if "classification" in wire.parameters:
-                raise Unsupported(f"classification of output '{wire.name}' is not supported")
     return tuple(names)
+
+
+def read_classification(message: Any) -> dict[str, int]:
+    """How many classes the client wants of which outputs. Raises `InvalidArgument`."""
+    wanted: dict[str, int] = {}
+    for wire in message.outputs:
+        if "classification" in wire.parameters:
+            parameter = wire.parameters["classification"]
+            if parameter.WhichOneof("parameter_choice") != "int64_param" or parameter.int64_param < 0:
+                raise InvalidArgument(
+                    "invalid value type for 'classification' parameter, expected int64_param that is not "
+                    f"negative, for output '{wire.name}'"
+                )
+            if parameter.int64_param:
+                wanted[wire.name] = parameter.int64_param
+    return wanted
 
 
 def _from_contents(name: str, datatype: DataType, shape: tuple[int, ...], wire: Any) -> Tensor:

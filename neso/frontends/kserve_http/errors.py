@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neso.frontends.http import Response, error_response
+from neso.frontends.http.response import Headers
 from neso.server.errors import ErrorCode, ServerError
 
 _STATUS = {
@@ -22,6 +23,6 @@ def status_of(error: ServerError) -> int:
     return _STATUS[error.code]
 
 
-def respond(error: ServerError) -> Response:
+def respond(error: ServerError, headers: Headers = ()) -> Response:
     """The response that tells a client of an error."""
-    return error_response(status_of(error), error.message)
+    return error_response(status_of(error), error.message, headers)

@@ -102,7 +102,8 @@ class KServeHttp:
     def _route(self, core: Core) -> None:
         add = self._router.add
         health, metadata = HealthEndpoints(core), MetadataEndpoints(core)
-        infer, generate, repository = InferEndpoint(core), GenerateEndpoint(core), RepositoryEndpoints(core)
+        infer = InferEndpoint(core, self.options.max_input_size)
+        generate, repository = GenerateEndpoint(core), RepositoryEndpoints(core)
         add("GET", "/v2", metadata.server)
         add("GET", "/v2/health/live", health.live)
         add("GET", "/v2/health/ready", health.ready)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from neso.frontends.http import Request, Response
+from neso.frontends.kserve_http.compression import (
+    ACCEPTED,
+    IDENTITY,
+    UnsupportedEncoding,
+    accepted_encoding,
+    compress,
+    decompress,
+)
+from neso.frontends.kserve_http.errors import respond
 from neso.frontends.kserve_http.infer_request import read_infer_request
 from neso.frontends.kserve_http.infer_response import write_infer_response
 from neso.server.core import Core
@@ -13,14 +24,24 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 class InferEndpoint:
     """`POST /v2/models/{model}[/versions/{version}]/infer`."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, max_input_size: int) -> None:
         self._core = core
+        self._max_input_size = max_input_size  # bytes, of a body that is decompressed
 
     async def __call__(self, request: Request) -> Response:
         version = request.params.get("version", "")
         model = self._core.model(request.params["model"], version)
         if model.decoupled:
             raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+        encoding = request.header("content-encoding")
+        if encoding not in (None, "", IDENTITY):
+            try:
+                # In a thread: decompressing megabytes would keep every other request waiting.
+                request.body = await asyncio.to_thread(
+                    decompress, request.body, encoding, self._max_input_size
+                )
+            except UnsupportedEncoding as error:
+                return respond(error, ACCEPTED)
         inference, output_format = read_infer_request(request, model, version)
         stream = model.submit(inference)
         try:
@@ -29,7 +50,9 @@ class InferEndpoint:
             stream.cancel()  # of no effect unless this was cancelled: the client has gone
         if response.error is not None:
             raise response.error
-        return write_infer_response(response, output_format)
+        answer = write_infer_response(response, output_format)
+        accepted = accepted_encoding(request.header("accept-encoding"))
+        return answer if accepted == IDENTITY else await asyncio.to_thread(compress, answer, accepted)
 
 
 async def single_response(stream: ResponseStream) -> InferenceResponse:

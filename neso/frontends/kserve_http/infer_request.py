@@ -38,10 +38,10 @@ class OutputFormat:
 
 
 def read_infer_request(request: Request, model: Model, version: str) -> tuple[InferenceRequest, OutputFormat]:
-    """The inference request that a client sent, and the form of its answer. Raises `ServerError`."""
-    encoding = request.header("content-encoding")
-    if encoding not in (None, "", "identity"):
-        raise Unsupported("Unsupported compression type")
+    """The inference request that a client sent, and the form of its answer. Raises `ServerError`.
+
+    The body is no longer compressed here.
+    """
     body = request.body
     header_length = _header_length(request)
     if header_length == 0 and HEADER_LENGTH.lower().encode() in request.headers:
@@ -135,8 +135,8 @@ def _read_outputs(inference: InferenceRequest, outputs: list[Any], output_format
         parameters = read_object_member("parameters", entry.get("parameters", {}))
         if "shared_memory_region" in parameters:
             raise Unsupported("shared memory is not supported")
-        if read_unsigned("classification", parameters.get("classification", 0)):
-            raise Unsupported("the classification extension is not supported")
+        if classes := read_unsigned("classification", parameters.get("classification", 0)):
+            inference.classification[name] = classes
         # As in Triton: a requested output is JSON unless it says otherwise itself, whatever the default.
         output_format.binary[name] = read_bool("binary_data", parameters.get("binary_data", False))
         names.append(name)

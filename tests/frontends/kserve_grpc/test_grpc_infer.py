@@ -206,13 +206,6 @@ async def test_bytes_that_are_no_message(server, data):
             {"inputs": [one_input(parameters={"shared_memory_region": {"string_param": "r"}})]},
             "shared memory for input 'IN_FP32'",
         ),
-        (
-            {
-                "inputs": [one_input()],
-                "outputs": [{"name": "Y", "parameters": {"classification": {"int64_param": 2}}}],
-            },
-            "classification of output 'Y'",
-        ),
     ],
 )
 async def test_what_is_not_supported_is_unimplemented(stub, fields, words):

@@ -266,13 +266,15 @@ async def test_what_is_not_there(client) -> None:
     assert (await client.get("/v2/models/identity/infer")).error == "Method Not Allowed"
     reply = await client.post("/v2/models/decoupled/infer", body)
     assert reply.error == "HTTP end point doesn't support models with decoupled transaction policy"
-    reply = await client.post("/v2/models/identity/infer", body, Content_Encoding="gzip")
+    reply = await client.post("/v2/models/identity/infer", body, Content_Encoding="br")
     assert (reply.status, reply.error) == (501, "Unsupported compression type")
+    assert reply.headers["accept-encoding"] == "gzip, deflate"
     shared = {"shared_memory_region": "r", "shared_memory_byte_size": 1}
     entry = {"name": "IN_BOOL", "datatype": "BOOL", "shape": [1], "parameters": shared}
     assert (await client.post("/v2/models/identity/infer", {"inputs": [entry]})).status == 501
     body["outputs"] = [{"name": "OUT_BOOL", "parameters": {"classification": 2}}]
-    assert (await client.post("/v2/models/identity/infer", body)).status == 501
+    reply = await client.post("/v2/models/identity/infer", body)
+    assert reply.status == 400 and "unsupported type 'BOOL'" in reply.error
 
 
 async def test_outputs_that_json_cannot_carry(client) -> None:
