@@ -76,6 +76,7 @@ class ServeOptions:
                 exit_timeout=values["exit_timeout_secs"],
                 disable_auto_complete_config=values["disable_auto_complete_config"],
                 backend_config=_backend_config(values["backend_config"] or []),
+                allow_client_shm=bool(values["allow_client_shm"]),
             ),
             models=tuple(ModelArgument.parse(name) for name in names),
             engine=engine,

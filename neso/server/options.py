@@ -28,7 +28,8 @@ class ServerOptions:
     is ready only while every model that was to be loaded is. `exit_on_error` is for the process around the
     core: the core itself goes on when a model fails. `exit_timeout` and `unload_timeout` (seconds) bound how
     long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
-    `backend_config` holds settings by backend name. Raises `ServerError` for options that cannot be served.
+    `backend_config` holds settings by backend name. `allow_client_shm`: clients may have tensors read from and
+    written to system shared memory. Raises `ServerError` for options that cannot be served.
     """
 
     model_repository: tuple[Path, ...] = ()
@@ -41,6 +42,7 @@ class ServerOptions:
     unload_timeout: float = 300.0
     disable_auto_complete_config: bool = False
     backend_config: dict[str, dict[str, str]] = field(default_factory=dict)
+    allow_client_shm: bool = False
 
     def __post_init__(self) -> None:
         if self.model_control_mode is ModelControlMode.POLL:

@@ -21,7 +21,7 @@ class InferEndpoint:
         model = self._core.model(request.params["model"], version)
         if model.decoupled:
             raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
-        inference, output_format = read_infer_request(request, model, version)
+        inference, output_format = read_infer_request(request, model, version, self._core.shared_memory)
         stream = model.submit(inference)
         try:
             response = await single_response(stream)
