@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,17 +22,18 @@ from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 SIZE = 8192
 MODEL = """
+import time
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse([
-                pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(request, "X").as_numpy() * 2),
-                pb_utils.Tensor("T", pb_utils.get_input_tensor_by_name(request, "S").as_numpy()),
-            ])
-            for request in requests
-        ]
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
+        s = pb_utils.get_input_tensor_by_name(request, "S").as_numpy()
+        time.sleep(float(x[0]))  # seconds
+        return pb_utils.InferenceResponse([pb_utils.Tensor("Y", x * 2), pb_utils.Tensor("T", s)])
 """
 CONFIG = """
 backend: "python"
@@ -147,9 +150,11 @@ def status_of(client: Any, name: str = "") -> list[dict[str, Any]]:
     ]
 
 
-def refused(protocol: str, message: str, http: str, grpc: str) -> Any:
-    status = http if protocol == "http" else f"StatusCode.{grpc}"
-    return pytest.raises(InferenceServerException, match=message, check=lambda e: e.status() == status)
+@contextmanager
+def refused(protocol: str, message: str, http: str, grpc: str) -> Iterator[None]:
+    with pytest.raises(InferenceServerException, match=message) as caught:
+        yield
+    assert caught.value.status() == (http if protocol == "http" else f"StatusCode.{grpc}")
 
 
 def test_register_status_unregister(triton, memory, process):
@@ -282,6 +287,42 @@ async def test_with_the_asyncio_clients(protocol, aio, process, memory):
         result = await client.infer("double", region_inputs(aio), outputs=region_outputs(aio))
         check_outputs(memory, result)
         await client.unregister_system_shared_memory("region")
+
+
+@pytest.mark.parametrize(("protocol", "aio"), [("http", http_aio), ("grpc", grpc_aio)])
+async def test_a_request_in_flight_keeps_what_is_unregistered(protocol, aio, process, memory):
+    numbers = np.array([1, 1, 1, 1], np.float32)
+    shm.set_shared_memory_region(memory, [numbers])
+    async with aio.InferenceServerClient(process.address(protocol)) as client:
+        await client.register_system_shared_memory("region", key(memory), SIZE)
+        answer = asyncio.ensure_future(
+            client.infer("double", region_inputs(aio), outputs=region_outputs(aio))
+        )
+        await asyncio.sleep(0.4)
+        await client.unregister_system_shared_memory("region")
+        assert not answer.done()
+        await answer
+    assert shm.get_contents_as_numpy(memory, np.float32, [4], 4096).tolist() == [2, 2, 2, 2]
+    assert shm.get_contents_as_numpy(memory, np.object_, [3], 6000).tolist() == STRINGS.tolist()
+
+
+def test_large_tensors(triton, module, protocol):
+    count = 1 << 20
+    numbers = np.arange(count, dtype=np.float32)
+    large = shm.create_shared_memory_region("large", f"/neso_large_{protocol}_{os.getpid()}", 8 * count)
+    try:
+        shm.set_shared_memory_region(large, [numbers])
+        triton.register_system_shared_memory("large", key(large), 8 * count)
+        inputs = [module.InferInput("X", [count], "FP32"), plain_inputs(module)[1]]
+        inputs[0].set_shared_memory("large", 4 * count)
+        output = module.InferRequestedOutput("Y")
+        output.set_shared_memory("large", 4 * count, offset=4 * count)
+        triton.infer("double", inputs, outputs=[output])
+        result = shm.get_contents_as_numpy(large, np.float32, [count], 4 * count)
+        assert np.array_equal(result, numbers * 2)
+        del result
+    finally:
+        shm.destroy_shared_memory_region(large)
 
 
 @pytest.mark.parametrize("protocol", ["grpc"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory as Memory
 from pathlib import Path
 
@@ -42,8 +43,11 @@ def is_mapped(memory: Memory) -> int:
     return maps.count(key(memory)) - 1
 
 
-def refused(code: ErrorCode, message: str):
-    return pytest.raises(ServerError, match=message, check=lambda error: error.code is code)
+@contextmanager
+def refused(code: ErrorCode, message: str) -> Iterator[None]:
+    with pytest.raises(ServerError, match=message) as caught:
+        yield
+    assert caught.value.code is code
 
 
 def test_status_has_what_was_registered(manager, memory):
