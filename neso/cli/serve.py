@@ -144,6 +144,9 @@ def serve(
     allow_openai: Annotated[
         Switch, _option("Serve OpenAI's API, on its own port and under /v1.", PORTS)
     ] = Switch.true,
+    allow_client_shm: Annotated[
+        Switch, _option("Let clients have tensors read from and written to system shared memory.", PORTS)
+    ] = Switch.false,
     tool_call_parser: Annotated[
         str, _option("Format in which the models write tool calls.", PORTS)
     ] = "hermes",

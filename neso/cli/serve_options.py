@@ -79,6 +79,7 @@ class ServeOptions:
                 response_cache_size=_cache_size(
                     values["cache_config"] or [], values["response_cache_byte_size"]
                 ),
+                allow_client_shm=bool(values["allow_client_shm"]),
             ),
             models=tuple(ModelArgument.parse(name) for name in names),
             engine=engine,

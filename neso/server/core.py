@@ -19,6 +19,7 @@ from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.repository import ModelRepository, check_model_name
 from neso.server.response_cache import ResponseCache
+from neso.server.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Core:
         self.response_cache = (
             ResponseCache(options.response_cache_size) if options.response_cache_size else None
         )
+        self.shared_memory = SharedMemory(options.allow_client_shm)
         self._repository = ModelRepository(options.model_repository)
         self._lifecycle = ModelLifecycle(self)
         self._added: dict[str, ModelSource] = {}
@@ -72,6 +74,7 @@ class Core:
         if self._loads:
             await asyncio.wait(tuple(self._loads))
         await self._lifecycle.unload_all(self.options.exit_timeout)
+        self.shared_memory.close()
 
     def live(self) -> bool:
         """Whether the server can answer at all."""
@@ -85,7 +88,8 @@ class Core:
 
     def metadata(self) -> ServerMetadata:
         """Name, version and extensions."""
-        return ServerMetadata(self.options.server_id, neso.__version__, EXTENSIONS)
+        extensions = (*EXTENSIONS, "system_shared_memory") if self.shared_memory.enabled else EXTENSIONS
+        return ServerMetadata(self.options.server_id, neso.__version__, extensions)
 
     def model(self, name: str, version: str = "") -> Model:
         """The model that serves a name; version "" is the newest that is ready. Raises `ServerError`."""

@@ -29,7 +29,8 @@ class ServerOptions:
     core: the core itself goes on when a model fails. `exit_timeout` and `unload_timeout` (seconds) bound how
     long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
     `backend_config` holds settings by backend name. `response_cache_size` (bytes) is that of the response cache of
-    all models that enable it; 0: there is none. Raises `ServerError` for options that cannot be served.
+    all models that enable it; 0: there is none. `allow_client_shm`: clients may have tensors read from and written
+    to system shared memory. Raises `ServerError` for options that cannot be served.
     """
 
     model_repository: tuple[Path, ...] = ()
@@ -43,6 +44,7 @@ class ServerOptions:
     disable_auto_complete_config: bool = False
     backend_config: dict[str, dict[str, str]] = field(default_factory=dict)
     response_cache_size: int = 0
+    allow_client_shm: bool = False
 
     def __post_init__(self) -> None:
         if self.model_control_mode is ModelControlMode.POLL:

@@ -101,6 +101,7 @@ def test_defaults():
     ports = (options.http.port, options.grpc.port, options.metrics.port, options.openai_http.port)
     assert ports == (8000, 8001, 8002, 9000)
     assert not options.server.exit_on_error and options.server.strict_readiness
+    assert not options.server.allow_client_shm
 
 
 def test_options_reach_their_places(tmp_path):

@@ -50,7 +50,8 @@ def served(tmp_path_factory):
     (repository / "identity" / "1").mkdir(parents=True)
     (repository / "identity" / "config.pbtxt").write_text(IDENTITY_CONFIG)
     (repository / "identity" / "1" / "model.py").write_text(IDENTITY)
-    with ServerProcess("neso-pilot", f"--model-repository={repository}") as server:
+    arguments = ("neso-pilot", f"--model-repository={repository}", "--allow-client-shm=true")
+    with ServerProcess(*arguments) as server:
         yield server
 
 

@@ -7,6 +7,7 @@ through protobuf, then the tensors' own memory is joined on: one copy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,23 +17,26 @@ from neso.frontends.kserve_grpc.parameters import FINAL_RESPONSE, write_paramete
 from neso.server.datatypes import DataType
 from neso.server.errors import ServerError
 from neso.server.inference_response import InferenceResponse
+from neso.server.shared_memory_window import SharedMemoryWindow
 from neso.server.tensor import Tensor
 
 # A field's tag is its number << 3 | 2: what follows has a length.
 _RAW_OUTPUT_CONTENTS = bytes([6 << 3 | 2])
 _INFER_RESPONSE = bytes([2 << 3 | 2])
 
+Windows = Mapping[str, SharedMemoryWindow]
+
 _SMALL = 64 * 1024  # below, a copy is cheaper than a view
 
 
-def encode_response(response: InferenceResponse) -> bytes:
-    """A `ModelInferResponse`."""
-    return b"".join(_parts(response, final=None))
+def encode_response(response: InferenceResponse, windows: Windows) -> bytes:
+    """A `ModelInferResponse`. Outputs that have a window go there. Raises `ServerError` if they do not fit."""
+    return b"".join(_parts(response, windows, final=None))
 
 
-def encode_stream_response(response: InferenceResponse, *, final: bool) -> bytes:
-    """A `ModelStreamInferResponse` that says whether it is the last one of its request."""
-    parts = _parts(response, final=final)
+def encode_stream_response(response: InferenceResponse, windows: Windows, *, final: bool) -> bytes:
+    """A `ModelStreamInferResponse` that says whether it is the last one of its request. Else the same."""
+    parts = _parts(response, windows, final=final)
     return b"".join((_INFER_RESPONSE, _varint(sum(map(len, parts))), *parts))
 
 
@@ -45,7 +49,7 @@ def encode_stream_error(model_name: str, request_id: str, error: ServerError, *,
     return message.SerializeToString()  # type: ignore[no-any-return]
 
 
-def _parts(response: InferenceResponse, *, final: bool | None) -> list[Any]:
+def _parts(response: InferenceResponse, windows: Windows, *, final: bool | None) -> list[Any]:
     head = service_pb2.ModelInferResponse(
         model_name=response.model_name, model_version=response.model_version, id=response.id
     )
@@ -54,10 +58,14 @@ def _parts(response: InferenceResponse, *, final: bool | None) -> list[Any]:
     if final is not None:
         head.parameters[FINAL_RESPONSE].bool_param = final
     for tensor in response.outputs:
-        head.outputs.add(name=tensor.name, datatype=tensor.datatype.value, shape=tensor.shape)
+        output = head.outputs.add(name=tensor.name, datatype=tensor.datatype.value, shape=tensor.shape)
+        if tensor.name in windows:
+            window = windows[tensor.name]
+            write_parameters(output.parameters, window.parameters(window.write(tensor)))
     parts = [head.SerializeToString()]
     for tensor in response.outputs:
-        data = _data(tensor)
+        # One for each output: clients count them. What is in shared memory is empty here.
+        data = b"" if tensor.name in windows else _data(tensor)
         parts += (_RAW_OUTPUT_CONTENTS, _varint(len(data)), data)
     return parts
 

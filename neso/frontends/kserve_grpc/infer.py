@@ -5,18 +5,24 @@ from __future__ import annotations
 from neso.frontends.kserve_grpc.decoding import InferMessage
 from neso.frontends.kserve_grpc.parameters import RequestParameters, read_parameters
 from neso.frontends.kserve_grpc.tensors import read_classification, read_inputs, read_requested_outputs
+from neso.frontends.kserve_grpc.windows import read_output_windows
 from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.shared_memory import SharedMemory
 
 
-def read_request(infer: InferMessage) -> tuple[InferenceRequest, RequestParameters]:
+def read_request(
+    infer: InferMessage, shared_memory: SharedMemory
+) -> tuple[InferenceRequest, RequestParameters]:
     """What the message asks for. Raises `ServerError`."""
     message = infer.request
     parameters = read_parameters(message.parameters)
+    if message.outputs:
+        parameters.output_windows = read_output_windows(message, shared_memory)
     request = InferenceRequest(
         message.model_name,
-        read_inputs(message, infer.raw_inputs),
+        read_inputs(message, infer.raw_inputs, shared_memory),
         model_version=message.model_version,
         id=message.id,
         requested_outputs=read_requested_outputs(message) if message.outputs else (),
@@ -27,6 +33,7 @@ def read_request(infer: InferMessage) -> tuple[InferenceRequest, RequestParamete
         sequence_id=parameters.sequence_id,
         sequence_start=parameters.sequence_start,
         sequence_end=parameters.sequence_end,
+        cacheable=not any("shared_memory_region" in wire.parameters for wire in message.inputs),
     )
     return request, parameters
 

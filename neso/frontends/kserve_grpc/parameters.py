@@ -8,6 +8,7 @@ from typing import Any
 
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import ParameterValue
+from neso.server.shared_memory_window import SharedMemoryWindow
 
 EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
 FINAL_RESPONSE = "triton_final_response"
@@ -18,7 +19,10 @@ _KINDS = {bool: ("bool_param",), int: ("int64_param", "uint64_param"), str: ("st
 
 @dataclass(slots=True)
 class RequestParameters:
-    """The parameters of a request, the protocol's own apart from the client's (`custom`)."""
+    """The parameters of a request, the protocol's own apart from the client's (`custom`).
+
+    `output_windows`: where in shared memory outputs go, by their names.
+    """
 
     sequence_id: int | str = 0
     sequence_start: bool = False
@@ -27,6 +31,7 @@ class RequestParameters:
     timeout_us: int = 0
     empty_final_response: bool = False
     custom: dict[str, ParameterValue] = field(default_factory=dict)
+    output_windows: dict[str, SharedMemoryWindow] = field(default_factory=dict)
 
 
 def read_parameters(parameters: Mapping[str, Any]) -> RequestParameters:

@@ -19,6 +19,7 @@ from neso.frontends.kserve_grpc.repository import (
     read_unload_dependents,
     refuse_repository_name,
 )
+from neso.frontends.kserve_grpc.shared_memory import SharedMemoryMethods
 from neso.frontends.kserve_grpc.stream import InferStream
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unsupported
@@ -45,7 +46,7 @@ def add_to_server(servicer: Servicer, server: grpc.aio.Server) -> None:
     )
 
 
-class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Reads a request message, asks the core, writes the reply."""
 
     def __init__(self, core: Core) -> None:
@@ -128,13 +129,13 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         model = self.core.model(message.request.model_name, message.request.model_version)
         if model.decoupled:
             raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        request, _ = read_request(message)
+        request, parameters = read_request(message, self.core.shared_memory)
         responses = model.submit(request)
         try:
             response = await only_response(responses)
         finally:
             responses.cancel()  # the client is gone, or the model broke its promise; else it does nothing
-        return encode_response(response)
+        return encode_response(response, parameters.output_windows)
 
     @rpc
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
@@ -145,11 +146,5 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         finally:
             self.calls.forget(stream.drain)
 
-    SystemSharedMemoryStatus = refuses("system shared memory")
-    SystemSharedMemoryRegister = refuses("system shared memory")
-    SystemSharedMemoryUnregister = refuses("system shared memory")
-    CudaSharedMemoryStatus = refuses("CUDA shared memory")
-    CudaSharedMemoryRegister = refuses("CUDA shared memory")
-    CudaSharedMemoryUnregister = refuses("CUDA shared memory")
     TraceSetting = refuses("changing trace settings")
     LogSettings = refuses("changing log settings")

@@ -18,6 +18,7 @@ from neso.frontends.kserve_grpc.decoding import decode_infer_message
 from neso.frontends.kserve_grpc.encoding import encode_stream_error, encode_stream_response
 from neso.frontends.kserve_grpc.errors import as_server_error
 from neso.frontends.kserve_grpc.infer import only_response, read_request
+from neso.frontends.kserve_grpc.parameters import RequestParameters
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
@@ -68,35 +69,37 @@ class InferStream:
             try:
                 message = decode_infer_message(data)
                 model_name, request_id = message.request.model_name, message.request.id
-                request, parameters = read_request(message)
+                request, parameters = read_request(message, self._core.shared_memory)
                 model = self._core.model(request.model_name, request.model_version)
                 responses = model.submit(request)
             except Exception as failure:
                 await self._fail(model_name, request_id, as_server_error(failure, "ModelStreamInfer"))
                 continue
-            task = asyncio.create_task(
-                self._answer(responses, model.decoupled, parameters.empty_final_response)
-            )
+            task = asyncio.create_task(self._answer(responses, model.decoupled, parameters))
             self._in_flight[task] = responses
             task.add_done_callback(self._answer_ended)
 
-    async def _answer(self, responses: ResponseStream, decoupled: bool, empty_final: bool) -> None:
+    async def _answer(
+        self, responses: ResponseStream, decoupled: bool, parameters: RequestParameters
+    ) -> None:
         try:
             if decoupled:
-                await self._answer_many(responses, empty_final)
+                await self._answer_many(responses, parameters)
             else:
-                await self._write(encode_stream_response(await only_response(responses), final=True))
+                response = await only_response(responses)
+                await self._write(encode_stream_response(response, parameters.output_windows, final=True))
         except Exception as failure:
             responses.cancel()
             request = responses.request
             await self._fail(request.model_name, request.id, as_server_error(failure, "ModelStreamInfer"))
 
-    async def _answer_many(self, responses: ResponseStream, empty_final: bool) -> None:
+    async def _answer_many(self, responses: ResponseStream, parameters: RequestParameters) -> None:
         async for response in responses:
             if response.error is not None:
                 await self._fail(response.model_name, response.id, response.error, final=response.final)
-            elif empty_final or not response.flag_only:
-                await self._write(encode_stream_response(response, final=response.final))
+            elif parameters.empty_final_response or not response.flag_only:
+                windows = parameters.output_windows
+                await self._write(encode_stream_response(response, windows, final=response.final))
 
     async def _fail(
         self, model_name: str, request_id: str, error: ServerError, *, final: bool = True

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neso.frontends.kserve_grpc.windows import read_input_windows
 from neso.server.datatypes import DataType
-from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.errors import InvalidArgument
+from neso.server.shared_memory import SharedMemory
 from neso.server.tensor import Tensor, element_count
 
 # Which field of InferTensorContents holds the elements; FP16 and BF16 have none and travel raw only.
@@ -29,34 +31,37 @@ _CONTENTS = {
 }
 
 
-def read_inputs(message: Any, raw: Sequence[bytes]) -> dict[str, Tensor]:
+def read_inputs(message: Any, raw: Sequence[bytes], shared_memory: SharedMemory) -> dict[str, Tensor]:
     """The inputs of a `ModelInferRequest`, by name. Raises `ServerError` that names the input.
 
-    Those of fixed-size types are views of the `raw` bytes: no copy, and read-only.
+    Those of fixed-size types are views of the `raw` bytes or of shared memory: no copy, and read-only.
     """
-    if raw and len(raw) != len(message.inputs):
+    windows = read_input_windows(message, shared_memory)
+    expected = len(message.inputs) - len(windows)
+    if raw and len(raw) != expected:
         _refuse_mixed_contents(message)
         raise InvalidArgument(
             f"expected as many raw_input_contents as inputs for model '{message.model_name}', "
-            f"got {len(raw)} for {len(message.inputs)} inputs"
+            f"got {len(raw)} for {expected} inputs"
         )
     inputs: dict[str, Tensor] = {}
-    for i, wire in enumerate(message.inputs):
+    contents = iter(raw)
+    for wire in message.inputs:
         name = wire.name
         if name in inputs:
             raise InvalidArgument(f"input '{name}' already exists in request")
-        if wire.parameters:
-            _refuse_shared_memory("input", wire)
         datatype = DataType.parse(wire.datatype, name)
         shape = tuple(wire.shape)
         if shape and min(shape) < 0:
             raise InvalidArgument(f"input '{name}' has a negative dimension in its shape {list(shape)}")
-        if not raw:
+        if name in windows:
+            inputs[name] = windows[name].read(name, datatype, shape)
+        elif not raw:
             inputs[name] = _from_contents(name, datatype, shape, wire)
         elif wire.HasField("contents"):
             _refuse_mixed_contents(message)
         else:
-            inputs[name] = Tensor.from_wire(name, datatype, shape, raw[i])
+            inputs[name] = Tensor.from_wire(name, datatype, shape, next(contents))
     return inputs
 
 
@@ -65,8 +70,6 @@ def read_requested_outputs(message: Any) -> tuple[str, ...]:
     names: list[str] = []
     for wire in message.outputs:
         names.append(wire.name)
-        if wire.parameters:
-            _refuse_shared_memory("output", wire)
     return tuple(names)
 
 
@@ -80,6 +83,10 @@ def read_classification(message: Any) -> dict[str, int]:
                 raise InvalidArgument(
                     "invalid value type for 'classification' parameter, expected int64_param that is not "
                     f"negative, for output '{wire.name}'"
+                )
+            if "shared_memory_region" in wire.parameters:
+                raise InvalidArgument(
+                    f"output '{wire.name}' cannot be classified and written to shared memory"
                 )
             if parameter.int64_param:
                 wanted[wire.name] = parameter.int64_param
@@ -122,8 +129,3 @@ def _refuse_mixed_contents(message: Any) -> None:
                 "contents field must not be specified when using raw_input_contents for "
                 f"'{wire.name}' for model '{message.model_name}'"
             )
-
-
-def _refuse_shared_memory(kind: str, wire: Any) -> None:
-    if "shared_memory_region" in wire.parameters:
-        raise Unsupported(f"shared memory for {kind} '{wire.name}' is not supported")

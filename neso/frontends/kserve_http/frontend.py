@@ -22,6 +22,7 @@ from neso.frontends.kserve_http.infer import InferEndpoint
 from neso.frontends.kserve_http.metadata import MetadataEndpoints
 from neso.frontends.kserve_http.options import HttpOptions
 from neso.frontends.kserve_http.repository import RepositoryEndpoints
+from neso.frontends.kserve_http.shared_memory import SharedMemoryEndpoints
 from neso.server.core import Core
 from neso.server.errors import ServerError
 
@@ -32,15 +33,6 @@ _REPOSITORY = ("/v2/repository", "/v2/repository/{repository}")
 _ABSENT = (
     ("trace", ("GET", "POST"), ("/v2/trace/setting", *(f"{prefix}/trace/setting" for prefix in _MODEL))),
     ("logging", ("GET", "POST"), ("/v2/logging",)),
-    *(
-        (
-            f"{kind}_shared_memory",
-            (method,),
-            (f"/v2/{kind}sharedmemory/{action}", f"/v2/{kind}sharedmemory/region/{{region}}/{action}"),
-        )
-        for kind in ("system", "cuda")
-        for action, method in (("status", "GET"), ("register", "POST"), ("unregister", "POST"))
-    ),
 )
 
 
@@ -120,6 +112,8 @@ class KServeHttp:
             add("POST", f"{prefix}/index", repository.index)
             add("POST", f"{prefix}/models/{{model}}/load", repository.load)
             add("POST", f"{prefix}/models/{{model}}/unload", repository.unload)
+        for method, pattern, handler in SharedMemoryEndpoints(core.shared_memory).routes():
+            add(method, pattern, handler)
         for extension, methods, patterns in _ABSENT:
             for method in methods:
                 for pattern in patterns:

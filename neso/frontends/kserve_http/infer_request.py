@@ -16,11 +16,14 @@ from neso.frontends.kserve_http.parameters import (
     read_string,
     read_unsigned,
 )
+from neso.frontends.kserve_http.shared_memory import read_window
 from neso.server.datatypes import DataType
-from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
+from neso.server.shared_memory import SharedMemory
+from neso.server.shared_memory_window import SharedMemoryWindow
 from neso.server.tensor import Tensor
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -28,16 +31,22 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 
 @dataclass(slots=True)
 class OutputFormat:
-    """Which outputs go back as binary data: those named in `binary`, the others by `default`."""
+    """Which outputs go back as binary data: those named in `binary`, the others by `default`.
+
+    Those named in `windows` do not go back: they are written to shared memory.
+    """
 
     default: bool = False
     binary: dict[str, bool] = field(default_factory=dict)
+    windows: dict[str, SharedMemoryWindow] = field(default_factory=dict)
 
     def is_binary(self, name: str) -> bool:
         return self.binary.get(name, self.default)
 
 
-def read_infer_request(request: Request, model: Model, version: str) -> tuple[InferenceRequest, OutputFormat]:
+def read_infer_request(
+    request: Request, model: Model, version: str, shared_memory: SharedMemory
+) -> tuple[InferenceRequest, OutputFormat]:
     """The inference request that a client sent, and the form of its answer. Raises `ServerError`.
 
     The body is no longer compressed here.
@@ -58,9 +67,9 @@ def read_infer_request(request: Request, model: Model, version: str) -> tuple[In
                 output_format.default = read_bool(name, value)
             else:
                 read_parameter(inference, name, value)
-    _read_inputs(inference, read_array_member(document, "inputs"), binary)
+    _read_inputs(inference, read_array_member(document, "inputs"), binary, shared_memory)
     if "outputs" in document:
-        _read_outputs(inference, read_array_member(document, "outputs"), output_format)
+        _read_outputs(inference, read_array_member(document, "outputs"), output_format, shared_memory)
     return inference, output_format
 
 
@@ -77,7 +86,9 @@ def _header_length(request: Request) -> int:
     return int(value)
 
 
-def _read_inputs(inference: InferenceRequest, inputs: list[Any], binary: memoryview) -> None:
+def _read_inputs(
+    inference: InferenceRequest, inputs: list[Any], binary: memoryview, shared_memory: SharedMemory
+) -> None:
     offset = 0
     for entry in inputs:
         if type(entry) is not dict:
@@ -91,6 +102,10 @@ def _read_inputs(inference: InferenceRequest, inputs: list[Any], binary: memoryv
         _check_source(entry, parameters)
         if "data" in entry:
             inference.inputs[name] = read_tensor(name, datatype, shape, read_array_member(entry, "data"))
+            continue
+        if (window := read_window(name, parameters, shared_memory)) is not None:
+            inference.inputs[name] = window.read(name, datatype, shape)
+            inference.cacheable = False
             continue
         size = read_unsigned("binary_data_size", parameters["binary_data_size"])
         if size > len(binary) - offset:
@@ -122,20 +137,24 @@ def _check_source(entry: dict[str, Any], parameters: dict[str, Any]) -> None:
             "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
             f"'shared_memory_region' in 'parameters'. But{found}"
         )
-    if sources == ["shared_memory_region"]:
-        raise Unsupported("shared memory is not supported")
 
 
-def _read_outputs(inference: InferenceRequest, outputs: list[Any], output_format: OutputFormat) -> None:
+def _read_outputs(
+    inference: InferenceRequest, outputs: list[Any], output_format: OutputFormat, shared_memory: SharedMemory
+) -> None:
     names: list[str] = []
     for entry in outputs:
         if type(entry) is not dict:
             raise InvalidArgument("Unable to parse 'outputs': attempt to access JSON non-object as object")
         name = _member_string(entry, "name")
         parameters = read_object_member("parameters", entry.get("parameters", {}))
-        if "shared_memory_region" in parameters:
-            raise Unsupported("shared memory is not supported")
-        if classes := read_unsigned("classification", parameters.get("classification", 0)):
+        window = read_window(name, parameters, shared_memory)
+        classes = read_unsigned("classification", parameters.get("classification", 0))
+        if window is not None and classes:
+            raise InvalidArgument(f"output '{name}' cannot be classified and written to shared memory")
+        if window is not None:
+            output_format.windows[name] = window
+        if classes:
             inference.classification[name] = classes
         # As in Triton: a requested output is JSON unless it says otherwise itself, whatever the default.
         output_format.binary[name] = read_bool("binary_data", parameters.get("binary_data", False))

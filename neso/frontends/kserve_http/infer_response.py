@@ -22,7 +22,10 @@ def write_infer_response(response: InferenceResponse, output_format: OutputForma
             "datatype": tensor.datatype.value,
             "shape": tensor.shape,
         }
-        if output_format.is_binary(tensor.name):
+        window = output_format.windows.get(tensor.name)
+        if window is not None:
+            entry["parameters"] = window.parameters(window.write(tensor))
+        elif output_format.is_binary(tensor.name):
             blob = tensor.to_wire()
             entry["parameters"] = {"binary_data_size": len(blob)}
             if blob:

@@ -204,7 +204,7 @@ async def test_bytes_that_are_no_message(server, data):
     [
         (
             {"inputs": [one_input(parameters={"shared_memory_region": {"string_param": "r"}})]},
-            "shared memory for input 'IN_FP32'",
+            "client shared memory is disabled",
         ),
     ],
 )

@@ -119,11 +119,6 @@ async def test_load_of_a_model_that_is_not_there(client):
             ),
             grpc.StatusCode.INVALID_ARGUMENT,
         ),
-        (
-            "SystemSharedMemoryStatus",
-            service_pb2.SystemSharedMemoryStatusRequest(),
-            grpc.StatusCode.UNIMPLEMENTED,
-        ),
         ("TraceSetting", service_pb2.TraceSettingRequest(), grpc.StatusCode.UNIMPLEMENTED),
         ("LogSettings", service_pb2.LogSettingsRequest(), grpc.StatusCode.UNIMPLEMENTED),
     ],

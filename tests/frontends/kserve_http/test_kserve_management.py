@@ -112,10 +112,6 @@ async def test_a_named_repository_is_not_supported(client) -> None:
         ("GET", "/v2/trace/setting"),
         ("POST", "/v2/models/text/trace/setting"),
         ("GET", "/v2/logging"),
-        ("GET", "/v2/systemsharedmemory/status"),
-        ("GET", "/v2/systemsharedmemory/region/r/status"),
-        ("POST", "/v2/systemsharedmemory/region/r/register"),
-        ("POST", "/v2/cudasharedmemory/unregister"),
     ],
 )
 async def test_extensions_that_are_not_there(client, method, path) -> None:

@@ -1,0 +1,99 @@
+"""The shared memory extensions: status, register, unregister; and tensors in regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from neso.frontends.http import Handler, Request, Response, json_response
+from neso.frontends.kserve_http.json_body import read_object
+from neso.frontends.kserve_http.parameters import read_string, read_unsigned
+from neso.server.errors import InvalidArgument
+from neso.server.shared_memory import SharedMemory
+from neso.server.shared_memory_window import BYTE_SIZE, OFFSET, REGION, SharedMemoryWindow
+
+
+class SharedMemoryEndpoints:
+    """`/v2/systemsharedmemory[/region/{region}]/{status|register|unregister}`, and cudasharedmemory likewise."""
+
+    def __init__(self, shared_memory: SharedMemory) -> None:
+        self._shared_memory = shared_memory
+
+    def routes(self) -> Iterator[tuple[str, str, Handler]]:
+        """Method, pattern and handler of each."""
+        for kind, status, register, unregister in (
+            ("system", self.status, self.register, self.unregister),
+            ("cuda", self.cuda_status, self.cuda_register, self.cuda_unregister),
+        ):
+            region = f"/v2/{kind}sharedmemory/region/{{region}}"
+            yield "POST", f"{region}/register", register
+            for prefix in (f"/v2/{kind}sharedmemory", region):
+                yield "GET", f"{prefix}/status", status
+                yield "POST", f"{prefix}/unregister", unregister
+
+    def status(self, request: Request) -> Response:
+        regions = self._shared_memory.status(_region(request))
+        return json_response(
+            [
+                {
+                    "name": region.name,
+                    "key": region.key,
+                    "offset": region.offset,
+                    "byte_size": region.byte_size,
+                }
+                for region in regions
+            ]
+        )
+
+    def register(self, request: Request) -> Response:
+        self._shared_memory.check_enabled()
+        name, body = _region(request), read_object(request.body)
+        for field in ("key", "byte_size"):
+            if field not in body:
+                raise InvalidArgument(
+                    f"Shared memory region '{name}' register request has no '{field}' field"
+                )
+        self._shared_memory.register(
+            name,
+            read_string("key", body["key"]),
+            read_unsigned("offset", body.get("offset", 0)),
+            read_unsigned("byte_size", body["byte_size"]),
+        )
+        return Response(b"", 200, None)
+
+    def unregister(self, request: Request) -> Response:
+        self._shared_memory.unregister(_region(request))
+        return Response(b"", 200, None)
+
+    def cuda_status(self, request: Request) -> Response:
+        self._shared_memory.cuda_status(_region(request))
+        return json_response([])
+
+    def cuda_register(self, request: Request) -> Response:
+        self._shared_memory.register_cuda(_region(request))
+        return Response(b"", 200, None)
+
+    def cuda_unregister(self, request: Request) -> Response:
+        self._shared_memory.unregister_cuda()
+        return Response(b"", 200, None)
+
+
+def read_window(
+    tensor: str, parameters: dict[str, Any], shared_memory: SharedMemory
+) -> SharedMemoryWindow | None:
+    """Where in shared memory a tensor is by its parameters, None if it is not. Raises `ServerError`."""
+    if REGION not in parameters:
+        return None
+    shared_memory.check_enabled()
+    if BYTE_SIZE not in parameters:
+        raise InvalidArgument(f"'{BYTE_SIZE}' is missing, '{tensor}' is in shared memory")
+    return shared_memory.window(
+        read_string(REGION, parameters[REGION]),
+        read_unsigned(OFFSET, parameters.get(OFFSET, 0)),
+        read_unsigned(BYTE_SIZE, parameters[BYTE_SIZE]),
+    )
+
+
+def _region(request: Request) -> str:
+    """The region's name, "" for all."""
+    return request.params.get("region", "")

@@ -1,0 +1,206 @@
+"""Shared memory regions: registered, looked into, written to, and mapped for as long as they are used."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory as Memory
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from neso.server.datatypes import DataType
+from neso.server.errors import ErrorCode, ServerError
+from neso.server.shared_memory import SharedMemory
+from neso.server.tensor import Tensor
+
+SIZE = 3 * 4096
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    memory = Memory(f"/neso_unit_{os.getpid()}", create=True, size=SIZE)
+    yield memory
+    memory.close()
+    memory.unlink()
+
+
+@pytest.fixture
+def manager() -> SharedMemory:
+    return SharedMemory(enabled=True)
+
+
+def key(memory: Memory) -> str:
+    return f"/{memory.name.removeprefix('/')}"
+
+
+def is_mapped(memory: Memory) -> int:
+    """How often the object is mapped in this process, other than by the test itself."""
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count(key(memory)) - 1
+
+
+@contextmanager
+def refused(code: ErrorCode, message: str) -> Iterator[None]:
+    with pytest.raises(ServerError, match=message) as caught:
+        yield
+    assert caught.value.code is code
+
+
+def test_status_has_what_was_registered(manager, memory):
+    assert manager.status() == []
+    manager.register("a", key(memory), 0, SIZE)
+    manager.register("b", key(memory), 100, 16)
+    (b,) = manager.status("b")
+    assert (b.name, b.key, b.offset, b.byte_size) == ("b", key(memory), 100, 16)
+    assert [region.name for region in manager.status()] == ["a", "b"]
+    manager.unregister("a")
+    manager.unregister("a")
+    assert [region.name for region in manager.status()] == ["b"]
+    manager.unregister()
+    del b  # which keeps it mapped
+    assert manager.status() == [] and not is_mapped(memory)
+
+
+def test_bad_registrations(manager, memory):
+    manager.register("a", key(memory), 0, 8)
+    with refused(ErrorCode.ALREADY_EXISTS, "shared memory region 'a' already in manager"):
+        manager.register("a", key(memory), 0, 8)
+    for offset, size in ((0, SIZE + 1), (SIZE, 1), (1, SIZE), (1 << 63, 8), (0, 1 << 64), (0, 0)):
+        with refused(ErrorCode.INVALID_ARG, "failed to register shared memory region 'b': invalid args"):
+            manager.register("b", key(memory), offset, size)
+    with refused(ErrorCode.NOT_FOUND, "Unable to find system shared memory region: 'b'"):
+        manager.status("b")
+
+
+def test_keys_lead_to_shared_memory_only(manager, memory, tmp_path):
+    link = Path("/dev/shm") / f"neso_link_{os.getpid()}"
+    (tmp_path / "file").write_bytes(bytes(8))
+    link.symlink_to(tmp_path / "file")
+    name = key(memory)[1:]
+    keys = ["", "/", "/.", "/..", "/../shm/" + name, "//" + name, f"/./{name}", "/../../etc/passwd", "/a\0b"]
+    try:
+        for each in [*keys, "/nothing", "/\udc80", f"/{link.name}", "/" + "x" * 300, str(tmp_path / "file")]:
+            with pytest.raises(ServerError) as caught:
+                manager.register("a", each, 0, 8)
+            assert caught.value.message == f"Unable to open shared memory region: '{each}'"
+    finally:
+        link.unlink()
+
+
+@pytest.mark.parametrize("offset", [0, 8, 4096, 5000])
+def test_tensors_are_views_of_the_region(manager, memory, offset):
+    values = np.arange(6, dtype=np.float32)
+    memory.buf[offset + 8 : offset + 32] = values.tobytes()
+    manager.register("a", key(memory), offset, 64)
+    tensor = manager.window("a", 8, 24).read("X", DataType.FP32, (2, 3))
+    assert tensor.array.tolist() == values.reshape(2, 3).tolist()
+    memory.buf[offset + 8 : offset + 12] = np.float32(7).tobytes()
+    assert tensor.array[0, 0] == 7 and not tensor.array.flags.writeable
+
+
+def test_a_tensor_that_is_not_aligned_is_a_copy(manager, memory):
+    manager.register("a", key(memory), 0, 64)
+    memory.buf[1:9] = np.float64(2.5).tobytes()
+    tensor = manager.window("a", 1, 8).read("X", DataType.FP64, (1,))
+    assert tensor.array.flags.aligned and tensor.array[0] == 2.5
+
+
+def test_bytes_in_both_directions(manager, memory):
+    manager.register("a", key(memory), 0, 64)
+    tensor = Tensor.from_strings("X", ["one", "", "three"])
+    assert manager.window("a", 4, 60).write(tensor) == tensor.byte_size == 20
+    again = manager.window("a", 4, 20).read("X", DataType.BYTES, (3,))
+    assert again.array.tolist() == [b"one", b"", b"three"]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.float32(3),
+        np.zeros((0, 2), np.int8),
+        np.array([True, False]),
+        np.arange(6, dtype=np.int16).reshape(2, 3).T,
+    ],
+)
+def test_writing(manager, memory, array):
+    manager.register("a", key(memory), 0, 64)
+    array = np.asarray(array)
+    tensor = Tensor("Y", DataType.of_numpy(array.dtype), array)
+    assert manager.window("a", 3, 61).write(tensor) == array.nbytes
+    assert bytes(memory.buf[3 : 3 + array.nbytes]) == array.tobytes()
+
+
+def test_out_of_range(manager, memory):
+    with refused(ErrorCode.NOT_FOUND, "^Unable to find shared memory region: 'a'$"):
+        manager.window("a", 0, 8)
+    manager.register("a", key(memory), 0, 64)
+    with refused(ErrorCode.INVALID_ARG, r"Invalid offset \+ byte size for shared memory region: 'a'"):
+        manager.window("a", 0, 65)
+    with refused(ErrorCode.INVALID_ARG, r"Invalid offset \+ byte size for shared memory region: 'a'"):
+        manager.window("a", 63, (1 << 64) - 1)
+    with refused(ErrorCode.INVALID_ARG, "Invalid offset for shared memory region: 'a'"):
+        manager.window("a", 64, 1)
+    with refused(ErrorCode.INVALID_ARG, "unexpected total byte size 8 for input 'X', expecting 4"):
+        manager.window("a", 0, 8).read("X", DataType.FP32, (1,))
+    message = r"for output 'Y' \(4 bytes\) should be at least 8 bytes to hold the results"
+    with refused(ErrorCode.INTERNAL, message):
+        manager.window("a", 0, 4).write(Tensor.from_numpy("Y", np.zeros(2, np.float32)))
+    assert bytes(memory.buf[:8]) == bytes(8)
+
+
+def test_an_object_that_was_cut_off_does_not_kill(manager, memory):
+    manager.register("a", key(memory), 0, SIZE)
+    window = manager.window("a", 0, SIZE)
+    os.truncate(f"/dev/shm{key(memory)}", 4096)
+    for call in (
+        lambda: window.read("X", DataType.INT8, (SIZE,)),
+        lambda: window.write(Tensor.from_numpy("Y", np.zeros(SIZE, np.int8))),
+        lambda: manager.window("a", 4096, 1),
+    ):
+        with refused(ErrorCode.INVALID_ARG, "has shrunk since it was registered"):
+            call()
+    assert manager.window("a", 0, 4096).byte_size == 4096
+
+
+def test_a_region_stays_mapped_while_it_is_used(manager, memory):
+    manager.register("a", key(memory), 0, 64)
+    memory.buf[:4] = np.float32(1.5).tobytes()
+    window = manager.window("a", 0, 64)
+    tensor = manager.window("a", 0, 4).read("X", DataType.FP32, (1,))
+    manager.unregister("a")
+    window.write(Tensor.from_numpy("Y", np.array([2.5], np.float32)))
+    assert memory.buf[:4] == np.float32(2.5).tobytes()
+    del window
+    gc.collect()
+    assert is_mapped(memory) == 1 and tensor.array[0] == 2.5
+    del tensor
+    gc.collect()
+    assert is_mapped(memory) == 0
+
+
+def test_cuda_is_refused_and_empty(manager):
+    manager.cuda_status()
+    manager.unregister_cuda()
+    with refused(ErrorCode.NOT_FOUND, "Unable to find cuda shared memory region: 'c'"):
+        manager.cuda_status("c")
+    with refused(ErrorCode.UNSUPPORTED, "failed to register CUDA shared memory region 'c': .* not supported"):
+        manager.register_cuda("c")
+
+
+def test_nothing_is_allowed_when_disabled(memory):
+    manager = SharedMemory(enabled=False)
+    for call in (
+        manager.status,
+        manager.unregister,
+        manager.cuda_status,
+        manager.unregister_cuda,
+        lambda: manager.register("a", key(memory), 0, 8),
+        lambda: manager.register_cuda("a"),
+        lambda: manager.window("a", 0, 8),
+    ):
+        with refused(ErrorCode.UNSUPPORTED, "disabled; start the server with --allow-client-shm=true"):
+            call()
