@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from neso.server.tensor import Tensor
 class InferenceResponse:
     """One response. The last of a request has `final` set; it may be the flag only, without outputs.
 
-    Either `error` is set, or the outputs are good.
+    Either `error` is set, or the outputs are good. `made`: when it came into being, in ns of the monotonic clock.
     """
 
     model_name: str
@@ -27,6 +28,7 @@ class InferenceResponse:
     parameters: dict[str, ParameterValue] = field(default_factory=dict)
     error: ServerError | None = None
     final: bool = False
+    made: int = field(default_factory=time.monotonic_ns)
 
     @property
     def flag_only(self) -> bool:

@@ -15,6 +15,7 @@ from neso.server.classification import Classifier
 from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
+from neso.server.response_statistics import ResponseOutcome
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.signature import Signature
 from neso.server.statistics import FailureReason, ModelStatistics, Timeline
@@ -198,6 +199,9 @@ class Model:
             self._cached.observe(stream.request, response)
         if response.error is not None and stream.failure is None:
             stream.failure = _reason(response.error, stream.request)
+        if self.decoupled:
+            outcome = _outcome(response, stream.request)
+            self.statistics.responses.record(stream.timeline, response.made, outcome)
         if response.final:
             self._in_flight.discard(stream)
             self._count(stream.timeline, stream.batch_size, stream.failure)
@@ -222,6 +226,13 @@ class Model:
             self.statistics.record_failure(timeline, failure)
         if not self._in_flight and not self._generating:
             self._idle.set()
+
+
+def _outcome(response: InferenceResponse, request: InferenceRequest) -> ResponseOutcome:
+    if response.error is None:
+        return ResponseOutcome.EMPTY_RESPONSE if response.flag_only else ResponseOutcome.SUCCESS
+    canceled = _reason(response.error, request) is FailureReason.CANCELED
+    return ResponseOutcome.CANCEL if canceled else ResponseOutcome.FAIL
 
 
 def _reason(error: ServerError, request: InferenceRequest) -> FailureReason:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from neso.server.duration import Duration
+from neso.server.response_statistics import ResponseStatistics
+
 
 class FailureReason(str, Enum):
     """Why a request failed, as metrics tell it."""
@@ -18,32 +21,22 @@ class FailureReason(str, Enum):
 
 
 @dataclass(slots=True)
-class Duration:
-    """How often something happened and how long it took in all."""
-
-    count: int = 0
-    ns: int = 0
-
-    def add(self, ns: int, count: int = 1) -> None:
-        self.count += count
-        self.ns += ns
-
-    def as_dict(self) -> dict[str, int]:
-        return {"count": self.count, "ns": self.ns}
-
-
-@dataclass(slots=True)
 class Timeline:
     """When a request reached its stages, in ns of the monotonic clock; 0: not yet, or not told.
 
     queue_start → compute_start → input_end → output_start → the final response. A backend sets what it knows;
     stages that it leaves out take no time.
+
+    `responses`: how many there were so far. `response_start`: when work on the next one began; a backend sets it
+    if that was before `compute_start`.
     """
 
     queue_start: int = field(default_factory=time.monotonic_ns)
     compute_start: int = 0
     input_end: int = 0
     output_start: int = 0
+    responses: int = 0
+    response_start: int = 0
 
     def stages(self, end: int) -> tuple[int, int, int, int]:
         """ns spent in the queue, in compute input, infer and output."""
@@ -84,6 +77,7 @@ class ModelStatistics:
         self.cache_miss = Duration()
         self.failures = dict.fromkeys(FailureReason, 0)
         self.batches: dict[int, BatchStatistics] = {}
+        self.responses = ResponseStatistics()
 
     def record_success(self, timeline: Timeline, batch_size: int) -> None:
         """A request has ended well. `batch_size` is 1 for models that do not batch."""
@@ -146,4 +140,5 @@ class ModelStatistics:
                 }
                 for size, batch in sorted(self.batches.items())
             ],
+            "response_stats": self.responses.as_dict(),
         }

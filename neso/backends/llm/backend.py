@@ -128,6 +128,8 @@ class LlmBackend(Backend):
     async def _generate(self, stream: ResponseStream, request: TensorRequest) -> None:
         tensors = ResponseTensors(request)
         model, version = self.context.name, self.context.version
+        # The engine tells no more than its first output, which `compute_start` is; the first response took longer.
+        stream.timeline.response_start = stream.timeline.queue_start
         async with aclosing(self.generate(request.generation)) as outputs:
             async for output in outputs:
                 if not stream.timeline.compute_start:
