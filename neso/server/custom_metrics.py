@@ -86,8 +86,7 @@ class CustomMetric:
         total = 0
         for bound, count in zip((*self.buckets, float("inf")), counts, strict=True):
             total += count
-            text = floatToGoString(bound)  # type: ignore[no-untyped-call]
-            yield Sample(f"{name}_bucket", {**labels, "le": text}, total)
+            yield Sample(f"{name}_bucket", {**labels, "le": _bound(bound)}, total)
         yield Sample(f"{name}_count", labels, total)
         yield Sample(f"{name}_sum", labels, value)
 
@@ -146,6 +145,8 @@ class CustomFamily:
         return bounds
 
     def _check_labels(self, labels: Mapping[str, str]) -> Labels:
+        if not isinstance(labels, Mapping):
+            raise InvalidArgument(f"labels of metric '{self.name}' must be a dictionary")
         for name, value in labels.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise InvalidArgument(f"labels of metric '{self.name}' must be text, got {name!r}: {value!r}")
@@ -188,3 +189,8 @@ class CustomMetrics(Collector):
             metric = family.collect()
             if metric is not None:
                 yield metric
+
+
+def _bound(value: float) -> str:
+    """As Triton writes it: 1, not 1.0."""
+    return str(int(value)) if value.is_integer() else floatToGoString(value)  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -12,34 +13,50 @@ from neso.server.errors import ServerError
 
 
 class Metric:
-    """One metric of a family; it leaves /metrics with the last reference to it. Made by `MetricFamily.Metric`."""
+    """One metric of a family. Made by `MetricFamily.Metric`, and of no use once that family is gone, as in Triton.
 
-    def __init__(self, metric: CustomMetric) -> None:
-        self._metric = metric
+    Its methods raise `TritonModelException` then.
+    """
+
+    def __init__(self, family: MetricFamily, metric: CustomMetric) -> None:
+        self._family = weakref.ref(family)
+        self._held_by_family = weakref.ref(metric)
 
     def increment(self, value: float) -> None:
         """Add to a counter or a gauge. Raises `TritonModelException` for a counter that would sink."""
         with _told_to_the_model():
-            self._metric.increment(value)
+            self._metric().increment(value)
 
     def set(self, value: float) -> None:
         """Replace the value of a gauge. Raises `TritonModelException` for other kinds."""
         with _told_to_the_model():
-            self._metric.set(value)
+            self._metric().set(value)
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram. Raises `TritonModelException` for other kinds."""
         with _told_to_the_model():
-            self._metric.observe(value)
+            self._metric().observe(value)
 
     def value(self) -> float:
         """The value of a counter or a gauge. Raises `TritonModelException` for a histogram."""
         with _told_to_the_model():
-            return self._metric.value()
+            return self._metric().value()
+
+    def _metric(self) -> CustomMetric:
+        family, metric = self._family(), self._held_by_family()
+        if family is None or metric is None:
+            raise TritonModelException(
+                "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. "
+                "Keep the 'MetricFamily' for as long as its metrics are used."
+            )
+        return metric
 
 
 class MetricFamily:
-    """Metrics of one name. Families of one name and kind, of whatever model, are the same.
+    """Metrics of one name, which stay in /metrics as long as this object lives.
+
+    Families of one name and kind, of whatever model, are the same; a metric that two of them have made is there until
+    both are gone.
 
     Raises `TritonModelException` for a name that is taken by another kind or by the server, or is no name.
     """
@@ -57,6 +74,7 @@ class MetricFamily:
             self._family: CustomFamily = current_access().core.custom_metrics.family(
                 name, description, kinds[kind]
             )
+        self._metrics: set[CustomMetric] = set()
 
     def Metric(
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
@@ -66,7 +84,9 @@ class MetricFamily:
         Raises `TritonModelException`.
         """
         with _told_to_the_model():
-            return Metric(self._family.metric(labels, buckets))
+            metric = self._family.metric(labels, buckets)
+        self._metrics.add(metric)
+        return Metric(self, metric)
 
 
 @contextmanager

@@ -62,6 +62,7 @@ def current_access() -> ServerAccess:
     access: ServerAccess | None = getattr(_here, "access", None)
     if access is not None:
         return access
+    # Servers that have ended linger until the garbage collector comes by.
     cores = {id(known.core): known for known in tuple(_all) if not known.loop.is_closed()}
     if len(cores) == 1:
         return next(iter(cores.values()))

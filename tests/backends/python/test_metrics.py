@@ -62,7 +62,8 @@ async def test_a_counter_and_a_gauge(loaded):
         self.family = Family(name="requests_total", description="how many", kind=Family.COUNTER)
         self.all = self.family.Metric(labels={"model": "m", "path": 'a"b'})
         self.plain = self.family.Metric()
-        self.level = Family("level_created", "how high", Family.GAUGE).Metric(labels={"x": "y"})
+        self.levels = Family("level_created", "how high", Family.GAUGE)
+        self.level = self.levels.Metric(labels={"x": "y"})
     def execute(self, requests):
         self.all.increment(2)
         self.all.increment(0.5)
@@ -95,8 +96,8 @@ async def test_a_histogram(loaded):
     assert lines(model, "took")[1:] == [
         "# TYPE took histogram",
         'took_bucket{a="b",le="0.1"} 1',
-        'took_bucket{a="b",le="1.0"} 2',
-        'took_bucket{a="b",le="10.0"} 3',
+        'took_bucket{a="b",le="1"} 2',
+        'took_bucket{a="b",le="10"} 3',
         'took_bucket{a="b",le="+Inf"} 4',
         'took_count{a="b"} 4',
         'took_sum{a="b"} 55.6',
@@ -111,10 +112,12 @@ async def test_a_histogram(loaded):
         ("COUNTER", "Metric().observe(1)", "does not support Observe"),
         ("COUNTER", "Metric(buckets=[1])", "Unexpected buckets"),
         ("COUNTER", "Metric(labels={'a': 1})", "must be text"),
+        ("COUNTER", "Metric(labels=['a'])", "must be a dictionary"),
         ("COUNTER", "Metric(labels={'a-b': 'c'})", "invalid label name 'a-b'"),
         ("GAUGE", "Metric().observe(1)", "GAUGE does not support Observe"),
         ("HISTOGRAM", "Metric()", "Must provide buckets"),
         ("HISTOGRAM", "Metric(buckets=[2, 1])", "monotonically increasing"),
+        ("HISTOGRAM", "Metric(buckets=[1, 1])", "monotonically increasing"),
         ("HISTOGRAM", "Metric(buckets=[1]).value()", "HISTOGRAM does not support Value"),
         ("HISTOGRAM", "Metric(buckets=[1]).set(1)", "HISTOGRAM does not support Set"),
         ("HISTOGRAM", "Metric(buckets=[1]).increment(1)", "HISTOGRAM does not support Increment"),
@@ -158,24 +161,31 @@ async def test_families_that_cannot_be(loaded, family, message):
     assert message in await outcome(model)
 
 
-async def test_a_metric_lives_as_long_as_its_references(loaded):
+async def test_a_metric_lives_as_long_as_its_family(loaded):
     model = await loaded("""
     step = 0
     def initialize(self, args):
-        self.family = Family("brief", "", Family.GAUGE)
-        self.one, self.two = self.family.Metric({"n": "1"}), self.family.Metric({"n": "2"})
-        del self.family
+        self.one, self.two = Family("brief", "first", Family.GAUGE), Family("brief", "second", Family.GAUGE)
+        self.kept = self.one.Metric({"n": "1"})
+        self.one.Metric({"n": "2"}).set(5)
+        self.two.Metric({"n": "2"}).increment(1)
     def execute(self, requests):
         if self.step == 0:
             del self.one
         elif self.step == 1:
             del self.two
         self.step += 1
-        return [answer(Family("brief", "", Family.GAUGE if self.step == 1 else Family.COUNTER) is not None)]
+        return [answer(attempt(self.kept.value), attempt(lambda: self.kept.set(1)))]
 """)
-    assert len(lines(model, "brief")) == 4
-    await outcome(model)
-    assert lines(model, "brief")[2:] == ['brief{n="2"} 0']
+    assert lines(model, "brief") == [
+        "# HELP brief first",
+        "# TYPE brief gauge",
+        'brief{n="1"} 0',
+        'brief{n="2"} 6',
+    ]
+    message = "Invalid metric operation as the corresponding 'MetricFamily' has been deleted."
+    assert (await outcome(model)).count(message) == 2
+    assert lines(model, "brief")[2:] == ['brief{n="2"} 6']
     await outcome(model)
     assert lines(model, "brief") == []
 
@@ -183,7 +193,8 @@ async def test_a_metric_lives_as_long_as_its_references(loaded):
 async def test_a_model_that_is_unloaded_takes_its_metrics_along(loaded):
     model = await loaded("""
     def initialize(self, args):
-        self.metric = Family("mine", "", Family.GAUGE).Metric()
+        self.family = Family("mine", "", Family.GAUGE)
+        self.metric = self.family.Metric()
     def execute(self, requests):
         return [answer()]
 """)
@@ -196,9 +207,11 @@ async def test_threads_of_a_model_count_together(loaded):
     model = await loaded("""
     def execute(self, requests):
         from concurrent.futures import ThreadPoolExecutor
-        metric = Family("shared", "", Family.COUNTER).Metric()
+        family = Family("shared", "", Family.COUNTER)
+        metric = family.Metric()
         def work():
-            mine = Family("shared", "", Family.COUNTER).Metric()
+            own = Family("shared", "", Family.COUNTER)
+            mine = own.Metric()
             for _ in range(1000):
                 mine.increment(1)
         with ThreadPoolExecutor(4) as pool:
