@@ -26,6 +26,7 @@ EXTENSIONS = (
     "model_configuration",
     "binary_tensor_data",
     "parameters",
+    "sequence",
     "statistics",
 )
 
