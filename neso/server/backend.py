@@ -76,9 +76,12 @@ class Backend(ABC):
         """How many executions run at the same time."""
         return sum(group.count for group in self.context.config.instance_group)
 
-    def execute(self, batch: list[ResponseStream], done: Callable[[], None]) -> None:
+    def execute(
+        self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
+    ) -> None:
         """Start to execute requests together on an instance that is free, and call `done` when it is free again.
 
+        `instance`: on that one (from 0), for models with sequence batching; None for others.
         `done` must be called on the core's loop. Must not block. For a backend that `batches`.
         """
         raise NotImplementedError

@@ -30,6 +30,7 @@ EXTENSIONS = (
     "binary_tensor_data",
     "classification",
     "parameters",
+    "sequence",
     "statistics",
 )
 

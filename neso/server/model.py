@@ -17,6 +17,7 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
 from neso.server.response_statistics import ResponseOutcome
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
+from neso.server.schedulers.sequence_batcher import SequenceBatcher
 from neso.server.signature import Signature
 from neso.server.statistics import FailureReason, ModelStatistics, Timeline
 
@@ -173,7 +174,9 @@ class Model:
         for stream in tuple(self._in_flight):
             stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
 
-    def _make_batcher(self) -> DynamicBatcher | None:
+    def _make_batcher(self) -> DynamicBatcher | SequenceBatcher | None:
+        if self.config.HasField("sequence_batching"):
+            return self._make_sequence_batcher()
         if not (self.config.HasField("dynamic_batching") and self.config.max_batch_size):
             return None
         if not self._backend.batches:
@@ -184,6 +187,16 @@ class Model:
             return None
         return DynamicBatcher(self.config, self.signature, self._backend.execute, self._backend.num_instances)
 
+    def _make_sequence_batcher(self) -> SequenceBatcher:
+        backend = self._backend
+        if not backend.batches:
+            raise Unsupported(
+                f"sequence batching is not supported by backend '{self.config.backend}', for {self.name}"
+            )
+        return SequenceBatcher(
+            self.config, self.signature, backend.execute, backend.num_instances, backend.context.directory
+        )
+
     def _after_retirement(self) -> Model:
         if self._successor is None:
             raise Unavailable(f"Request for unknown model: '{self.name}' has no available versions")
@@ -193,6 +206,8 @@ class Model:
         """Every response passes here on its way to the consumer."""
         if not response.model_name:
             response.model_name, response.model_version = self.name, self.version
+        if isinstance(self._batcher, SequenceBatcher):
+            self._batcher.observe(stream, response)
         if response.outputs:
             self._shape_outputs(stream, response)
         if self._cached is not None:

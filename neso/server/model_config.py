@@ -10,7 +10,8 @@ from google.protobuf import json_format, text_format  # type: ignore[import-unty
 from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.errors import InvalidArgument
+from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US, check_sequence_batching
 
 CONFIG_FILENAME = "config.pbtxt"
 
@@ -86,6 +87,11 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
         config.version_policy.latest.num_versions = 1
     if is_ensemble(config) or config.HasField("ensemble_scheduling"):
         return
+    if config.HasField("sequence_batching"):
+        batching = config.sequence_batching
+        batching.max_sequence_idle_microseconds = batching.max_sequence_idle_microseconds or DEFAULT_IDLE_US
+        if batching.WhichOneof("strategy_choice") is None:
+            batching.direct.SetInParent()
     if not config.instance_group:
         config.instance_group.add()
     for index, group in enumerate(config.instance_group):
@@ -140,7 +146,7 @@ def _check_schedulers(config: ModelConfig) -> None:
     if is_ensemble(config) and config.instance_group:
         raise InvalidArgument(f"instance group should not be specified for ensemble '{config.name}'")
     if scheduler == "sequence_batching":
-        raise Unsupported(f"sequence batching is not supported yet, for {config.name}")
+        check_sequence_batching(config)
 
 
 def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:

@@ -73,7 +73,25 @@ async def test_unknown_models_and_versions(repository, start_core):
             "output { name: 'A' data_type: TYPE_INT8 dims: [1] } output { name: 'A' data_type: TYPE_INT8 dims: [1] }",
             "model output 'A' is specified more than once",
         ),
-        ("sequence_batching { }", "sequence batching is not supported yet"),
+        ("sequence_batching { iterative_sequence: true }", "iterative sequences are not supported yet"),
+        (
+            "sequence_batching { control_input { name: 'A' control { kind: CONTROL_SEQUENCE_END } } }",
+            "must specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' for CONTROL_SEQUENCE_END",
+        ),
+        (
+            "sequence_batching { control_input { name: 'A' control { fp32_false_true: [1] } } }",
+            "'fp32_false_true' must have exactly 2 entries for CONTROL_SEQUENCE_START",
+        ),
+        (
+            "sequence_batching { state { input_name: 'A' output_name: 'B' data_type: TYPE_FP32 dims: 2 "
+            "initial_state { data_type: TYPE_FP32 dims: 3 zero_data: true } } }",
+            "initial_state of 'A' has other dims",
+        ),
+        (
+            "sequence_batching { state { input_name: 'A' output_name: 'B' data_type: TYPE_FP32 dims: 2 "
+            "initial_state { data_type: TYPE_FP32 dims: 2 data_file: 'none' } } }",
+            "failed to read initial state 'A'",
+        ),
         ("version_policy { specific { versions: [4] } }", "wanted 4, found 1"),
         (
             "input { name: 'A' data_type: TYPE_INT8 dims: [4] reshape { shape: [3] } }",

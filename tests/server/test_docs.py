@@ -17,7 +17,14 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
 
 @pytest.mark.parametrize(
     "name",
-    ["in-process.md", "python-backend.md", "model-repository.md", "engine-directories.md", "ensembles.md"],
+    [
+        "in-process.md",
+        "python-backend.md",
+        "model-repository.md",
+        "engine-directories.md",
+        "ensembles.md",
+        "sequences.md",
+    ],
 )
 def test_examples(name, tmp_path):
     ran = 0

@@ -35,6 +35,7 @@ class PythonBackend(Backend):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self._work: WorkQueue = WorkQueue()
+        self._own_work: list[WorkQueue] = []  # of each instance, where requests are for a certain one
         self._instances: list[ModelInstance] = []
 
     @classmethod
@@ -72,9 +73,11 @@ class PythonBackend(Backend):
         self._work.put(Work([request]))
         request.request.on_cancel(lambda: _leave_queue(request))
 
-    def execute(self, batch: list[ResponseStream], done: Callable[[], None]) -> None:
-        """Queue requests for the first instance that is free, as one call of `execute`."""
-        if not self.ready():
+    def execute(
+        self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
+    ) -> None:
+        """Queue requests for the first instance that is free, or a certain one, as one call of `execute`."""
+        if not (self.ready() if instance is None else self._instances[instance].alive):
             for stream in batch:
                 stream.fail(Unavailable(f"no instance of model '{self.context.name}' is alive"))
             done()
@@ -89,13 +92,14 @@ class PythonBackend(Backend):
         def executed(timeline: Timeline) -> None:
             post(statistics.record_execution, size, timeline)
 
-        self._work.put(Work(batch, executed, lambda: post(done)))
+        work = self._work if instance is None else self._own_work[instance]
+        work.put(Work(batch, executed, lambda: post(done)))
 
     async def unload(self) -> None:
         """End the threads: requests that are queued are executed first, then `finalize` runs."""
         running = [instance for instance in self._instances if instance.alive]
-        for _ in running:
-            self._work.put(None)
+        for instance in running:
+            instance.work.put(None)
         if not running:
             return
         ended = [asyncio.wrap_future(instance.ended) for instance in running]
@@ -116,6 +120,11 @@ class PythonBackend(Backend):
         outputs = {
             t["name"]: DataType.from_config(t["data_type"]) for t in config_to_dict(context.config)["output"]
         }
+        sequences = config_to_dict(context.config).get("sequence_batching")
+        states = {
+            t["output_name"]: DataType.from_config(t["data_type"])
+            for t in (sequences["state"] if sequences is not None else ())
+        }
         access = ServerAccess(context.core, asyncio.get_running_loop())
         instances = []
         for group in kinds:
@@ -130,8 +139,14 @@ class PythonBackend(Backend):
                     "model_version": context.version,
                     "model_name": context.name,
                 }
-                link = ModelOutputs(asyncio.get_running_loop(), name, decoupled, outputs)
-                instances.append(ModelInstance(path, args, link, self._work, access))
+                link = ModelOutputs(
+                    asyncio.get_running_loop(), name, decoupled, outputs | states, tuple(states)
+                )
+                work = self._work
+                if sequences is not None:
+                    work = WorkQueue()
+                    self._own_work.append(work)
+                instances.append(ModelInstance(path, args, link, work, access))
         return instances
 
 

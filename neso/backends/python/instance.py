@@ -61,7 +61,7 @@ class ModelInstance:
         self._path = path
         self._args = args
         self._outputs = outputs
-        self._work = work
+        self.work = work
         self._access = access
         self._loop: asyncio.AbstractEventLoop | None = None
         # A daemon: a model that never returns from execute must not keep the process from ending.
@@ -99,7 +99,7 @@ class ModelInstance:
         if inspect.iscoroutinefunction(model.execute):
             self._loop = _start_loop(self._outputs.instance, self._path.parent, self._access)
         self.started.set_result(None)
-        while (work := self._work.get()) is not None:
+        while (work := self.work.get()) is not None:
             self._execute(model, work)
             free = work.free
             del work  # requests that the model let go of must not live on in this frame
@@ -120,7 +120,7 @@ class ModelInstance:
             responder.stream.timeline.compute_start = started
         try:
             requests = [
-                InferenceRequest.from_server(responder, list(self._outputs.datatypes))
+                InferenceRequest.from_server(responder, list(self._outputs.datatypes), self._outputs.states)
                 for responder in responders
             ]
             input_end = time.monotonic_ns()

@@ -47,14 +47,19 @@ class InferenceRequest:
         self._responder: Responder | None = None
 
     @classmethod
-    def from_server(cls, responder: Responder, output_names: Sequence[str]) -> InferenceRequest:
-        """The request of a stream; without a choice of the client, all `output_names` are requested."""
+    def from_server(
+        cls, responder: Responder, output_names: Sequence[str], state_names: Sequence[str] = ()
+    ) -> InferenceRequest:
+        """The request of a stream; without a choice of the client, all `output_names` are requested.
+
+        Outputs that are states (`state_names`) always are: the server needs them.
+        """
         source = responder.stream.request
         request = cls(
             source.id,
             source.sequence_id,
             [Tensor.from_server(tensor) for tensor in source.inputs.values()],
-            source.requested_outputs or output_names,
+            (*source.requested_outputs, *state_names) if source.requested_outputs else output_names,
             source.model_name,
             int(source.model_version),
             (TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if source.sequence_start else 0)

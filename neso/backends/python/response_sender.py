@@ -20,12 +20,16 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 @dataclass
 class ModelOutputs:
-    """What the responders of one instance need to know of its model."""
+    """What the responders of one instance need to know of its model.
+
+    `datatypes`: of all outputs, implicit states included; `states`: the names of those.
+    """
 
     loop: asyncio.AbstractEventLoop
     instance: str
     decoupled: bool
     datatypes: dict[str, DataType]
+    states: tuple[str, ...] = ()
     mismatched: set[str] = field(default_factory=set)
 
     def convert(self, response: InferenceResponse) -> ServerResponse:

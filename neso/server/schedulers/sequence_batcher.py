@@ -1,0 +1,271 @@
+"""Sequence batching: requests of one sequence reach the same instance, one at a time and in order.
+
+A sequence begins with START and holds a slot of an instance until its END is executed, or until it was idle for
+`max_sequence_idle_microseconds`; those without a slot wait in a backlog. A batch has at most one request of a
+sequence. Nothing polls: arrivals, executions and requests that end, and one timer drive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from neso.server.errors import Cancelled, InvalidArgument, Unsupported
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.schedulers.control_inputs import ControlInputs
+from neso.server.schedulers.dynamic_batcher import ResponseOrder
+from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots
+from neso.server.schedulers.sequence_state import SequenceStates
+from neso.server.schedulers.sequence_strategy import Choice, Strategy
+from neso.server.signature import Signature
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_IDLE_US = 1_000_000
+
+ExecuteOn = Callable[[list[ResponseStream], Callable[[], None], int], None]
+"""execute(batch, done, instance): start on that instance; `done` is called on the loop when it is free again."""
+
+
+def check_sequence_batching(config: Any) -> None:
+    """Raises `InvalidArgument` for what makes no sense, `Unsupported` for what is not there."""
+    if getattr(config.sequence_batching, "iterative_sequence", False):
+        raise Unsupported(f"iterative sequences are not supported yet, for {config.name}")
+    ControlInputs(config)
+    SequenceStates(config, None)
+
+
+class SequenceBatcher:
+    """Made and used on the core's event loop. Raises `InvalidArgument` for initial states that are not there."""
+
+    def __init__(
+        self, config: Any, signature: Signature, execute: ExecuteOn, num_instances: int, directory: Path
+    ) -> None:
+        batching = config.sequence_batching
+        self._model: str = config.name
+        self._strategy = Strategy.of(config, signature)
+        self._controls = ControlInputs(config)
+        self._states = SequenceStates(config, directory)
+        self._execute = execute
+        self._idle_ns = 1000 * (batching.max_sequence_idle_microseconds or DEFAULT_IDLE_US)
+        self._order = ResponseOrder() if batching.oldest.preserve_ordering else None
+        self._slots = SequenceSlots(num_instances, self._strategy.slots)
+        self._busy = [False] * num_instances
+        self._sequences: dict[int | str, Sequence] = {}
+        self._idle: dict[Sequence, int] = {}  # with their ends, which come in the order of insertion
+        self._running: dict[ResponseStream, Sequence] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._dispatching = False
+        self._stopped = False
+
+    def submit(self, stream: ResponseStream) -> None:
+        """Queue a request; one that is not taken is answered."""
+        try:
+            sequence = self._sequence_of(stream)
+        except InvalidArgument as error:
+            stream.reject(error)
+            return
+        if self._order is not None:
+            self._order.add(stream)
+        stream.on_close = partial(self._closed, stream, sequence, stream.on_close)
+        sequence.ended = stream.request.sequence_end
+        sequence.waiting.append(stream)
+        self._idle.pop(sequence, None)
+        stream.request.on_cancel(lambda: self._leave(stream))
+        self._schedule()
+
+    def observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
+        """Keep the states of a response, before the client gets it."""
+        sequence = self._running.get(stream)
+        if sequence is not None and response.error is None:
+            self._states.take(sequence.states, response)
+
+    def close(self) -> list[ResponseStream]:
+        """Stop; gives back what was not sent."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        left = [stream for sequence in self._sequences.values() for stream in sequence.waiting]
+        for stream in left:
+            stream.on_close = None
+        self._sequences.clear()
+        return [stream for stream in left if not stream.closed]
+
+    def _sequence_of(self, stream: ResponseStream) -> Sequence:
+        """The sequence that the request belongs to, a new one where it begins. Raises `InvalidArgument`."""
+        request = stream.request
+        if not request.sequence_id:
+            raise InvalidArgument(
+                f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
+            )
+        if stream.batch_size > 1:
+            raise InvalidArgument(
+                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of "
+                "sequence batcher"
+            )
+        self._controls.check(request)
+        sequence = self._sequences.get(request.sequence_id)
+        if not request.sequence_start:
+            if sequence is None or sequence.ended:
+                raise self._has_not_begun(request)
+            return sequence
+        if sequence is None:
+            sequence = self._sequences[request.sequence_id] = Sequence(request.sequence_id)
+            self._slots.enter(sequence)
+        elif not sequence.ended:
+            logger.warning(
+                "sequence %s for model '%s' has a conflict. The previous sequence did not end before this sequence "
+                "start. Previous sequence will be terminated early.",
+                sequence.id,
+                self._model,
+            )
+        return sequence
+
+    def _has_not_begun(self, request: InferenceRequest) -> InvalidArgument:
+        return InvalidArgument(
+            f"inference request for sequence {request.sequence_id} to model '{self._model}' must specify the "
+            "START flag on the first request of the sequence"
+        )
+
+    def _leave(self, stream: ResponseStream) -> None:
+        if not stream.timeline.compute_start:
+            stream.fail(Cancelled("the request was cancelled before it was executed"))
+
+    def _schedule(self) -> None:
+        """Look at the sequences once all that is ready to run has run: requests that come together are batched."""
+        if not self._dispatching and not self._stopped:
+            self._dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatching = False
+        if self._stopped:
+            return
+        self._forget_idle()
+        times = []
+        for instance in range(len(self._slots)):
+            choice = self._choose(instance)
+            if choice.batch:
+                self._send(choice.batch, instance)
+            elif choice.until is not None:
+                times.append(choice.until)
+        self._set_timer(times)
+
+    def _choose(self, instance: int) -> Choice:
+        if self._busy[instance]:
+            return Choice()
+        ready = [
+            stream for sequence in self._slots.holders(instance) if (stream := sequence.next) is not None
+        ]
+        ready.sort(key=lambda stream: stream.timeline.queue_start)
+        return self._strategy.choose(ready) if ready else Choice()
+
+    def _send(self, batch: list[ResponseStream], instance: int) -> None:
+        for stream in batch:
+            sequence = self._sequences[stream.request.sequence_id]
+            sequence.waiting.popleft()
+            sequence.running, sequence.executed = stream, False
+            self._running[stream] = sequence
+            if stream.request.sequence_start:
+                sequence.begun = True
+                sequence.states = self._states.initial()
+            self._controls.give(stream.request)
+            self._states.give(sequence.states, stream.request)
+        self._busy[instance] = True
+        self._execute(batch, partial(self._executed, batch, instance), instance)
+
+    def _executed(self, batch: list[ResponseStream], instance: int) -> None:
+        """The instance is free; requests whose responses still come keep their sequences from going on."""
+        self._busy[instance] = False
+        for stream in batch:
+            sequence = self._running[stream]
+            sequence.executed = True
+            if stream.closed:
+                self._end_request(sequence, stream)
+        self._schedule()
+
+    def _closed(
+        self, stream: ResponseStream, sequence: Sequence, before: Callable[[], None] | None = None
+    ) -> None:
+        """A request was answered: after or before the end of its execution, or while it waited."""
+        if before is not None:
+            before()
+        if sequence.running is stream:
+            if sequence.executed:
+                self._end_request(sequence, stream)
+        elif sequence.running is None:
+            self._advance(sequence)
+        self._schedule()
+
+    def _end_request(self, sequence: Sequence, stream: ResponseStream) -> None:
+        sequence.running = None
+        del self._running[stream]
+        ended = _ends(stream)
+        if ended:
+            sequence.begun = False
+        self._advance(sequence, ended)
+
+    def _advance(self, sequence: Sequence, ended: bool = False) -> None:
+        """Nothing of the sequence runs: pass over requests that cannot be sent, then go on, idle or end.
+
+        `ended`: whether it has ended just now.
+        """
+        orphans = []
+        while sequence.waiting:
+            stream = sequence.waiting[0]
+            if not stream.closed and (sequence.begun or stream.request.sequence_start):
+                break
+            sequence.waiting.popleft()
+            if _ends(stream):
+                sequence.begun, ended = False, True
+            if not stream.closed:
+                orphans.append(stream)
+        if sequence.waiting:
+            if ended and sequence.instance is not None:
+                # The id begins again; others that wait for a slot come first.
+                self._slots.leave(sequence)
+                self._slots.enter(sequence)
+        elif sequence.begun:
+            self._idle[sequence] = time.monotonic_ns() + self._idle_ns
+        else:
+            self._forget(sequence)
+        for stream in orphans:  # their START was cancelled
+            stream.reject(self._has_not_begun(stream.request))
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._idle.pop(sequence, None)
+        if self._sequences.get(sequence.id) is sequence:
+            del self._sequences[sequence.id]
+        self._slots.leave(sequence)
+
+    def _forget_idle(self) -> None:
+        now = time.monotonic_ns()
+        while self._idle:
+            sequence, end = next(iter(self._idle.items()))
+            if end > now:
+                return
+            logger.debug("sequence %s of model '%s' was idle too long", sequence.id, self._model)
+            self._forget(sequence)
+
+    def _set_timer(self, times: list[int]) -> None:
+        """For the next time that passes: of a batch that waits to grow, or of an idle sequence."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._idle:
+            times.append(next(iter(self._idle.values())))
+        if times:
+            seconds = max(min(times) - time.monotonic_ns(), 0) * 1e-9
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._dispatch)
+
+
+def _ends(stream: ResponseStream) -> bool:
+    """Whether the sequence is over after this request. One whose START was never executed has not begun."""
+    request = stream.request
+    return request.sequence_end or (request.sequence_start and not stream.timeline.compute_start)

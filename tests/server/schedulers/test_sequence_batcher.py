@@ -1,0 +1,393 @@
+"""The sequence batcher before a backend whose instances end their executions when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from neso.server.errors import Cancelled, InternalError, InvalidArgument
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.schedulers.sequence_batcher import SequenceBatcher
+from neso.server.signature import Signature
+from neso.server.statistics import FailureReason
+from neso.server.tensor import Tensor
+
+TENSORS = """
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+
+
+class Instances:
+    """Records the batches and their instances, and ends them one by one.
+
+    A request is written like "+7", "7", "-7" or "±7": START, nothing, END or both, for the sequence 7.
+    """
+
+    def __init__(self, batching: str = "", count: int = 1, size: int = 2) -> None:
+        config = ModelConfig()
+        text_format.Parse(
+            f'name: "m" max_batch_size: {size} {TENSORS} sequence_batching {{ {batching} }}', config
+        )
+        self.signature = Signature(config)
+        self.running: dict[int, tuple[list[ResponseStream], Callable[[], None]]] = {}
+        self.batches: list[tuple[int, list[str]]] = []
+        self.batcher = SequenceBatcher(config, self.signature, self.execute, count, Path())
+
+    def execute(self, batch: list[ResponseStream], done: Callable[[], None], instance: int) -> None:
+        assert instance not in self.running
+        for stream in batch:
+            assert not stream.closed
+            stream.timeline.compute_start = 1
+        self.running[instance] = (batch, done)
+        self.batches.append((instance, [stream.request.id for stream in batch]))
+
+    def submit(self, flags: str, name: str = "", width: int = 2, rows: int = 1) -> ResponseStream:
+        tensor = Tensor.from_numpy("IN", np.zeros((rows, width), np.float32))
+        text = flags.lstrip("+-±")
+        request = InferenceRequest(
+            "m",
+            {"IN": tensor},
+            id=name or flags,
+            sequence_id=int(text) if text.isdigit() else text,
+            sequence_start=flags[:1] in ("+", "±"),
+            sequence_end=flags[:1] in ("-", "±"),
+        )
+        stream = ResponseStream(request, batch_size=rows)
+        self.batcher.submit(stream)
+        return stream
+
+    def finish(self, instance: int = 0, error: bool = False) -> None:
+        batch, done = self.running.pop(instance)
+        for stream in batch:
+            if error:
+                stream.fail(InternalError("failed"))
+            stream.send(InferenceResponse("m", "1"), final=True)
+        done()
+
+    async def play(self) -> list[tuple[int, list[str]]]:
+        """End whatever runs until nothing does; all batches so far."""
+        await settle()
+        while self.running:
+            self.finish(min(self.running))
+            await settle()
+        return self.batches
+
+
+async def settle(seconds: float = 0.0) -> None:
+    await asyncio.sleep(seconds)
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def error_of(stream: ResponseStream) -> Any:
+    response = await asyncio.wait_for(anext(stream), 2)
+    assert response.final
+    return response.error
+
+
+async def test_a_batch_has_one_request_of_each_sequence() -> None:
+    instances = Instances()
+    for flags in ("+1", "1", "+2", "-2", "-1"):
+        instances.submit(flags)
+    assert await instances.play() == [(0, ["+1", "+2"]), (0, ["1", "-2"]), (0, ["-1"])]
+
+
+async def test_sequences_spread_over_instances_and_stay() -> None:
+    instances = Instances(count=2)
+    for flags in ("+1", "+2", "+3", "+4", "4", "3", "2", "1"):
+        instances.submit(flags)
+    batches = await instances.play()
+    assert sorted(batches) == [
+        (0, ["+1", "+3"]),
+        (0, ["3", "1"]),
+        (1, ["+2", "+4"]),
+        (1, ["4", "2"]),
+    ]
+
+
+async def test_a_sequence_without_a_slot_waits_until_another_ends() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    for flags in ("+2", "2"):
+        instances.submit(flags)
+    assert await instances.play() == [(0, ["+1"])]
+    instances.submit("-1")
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["+2"]), (0, ["2"])]
+
+
+async def test_a_model_that_does_not_batch_has_one_slot_an_instance() -> None:
+    instances = Instances(size=0, count=2)
+    for flags in ("+1", "+2", "+3"):
+        instances.submit(flags)
+    assert await instances.play() == [(0, ["+1"]), (1, ["+2"])]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("+0", "inference request to model 'm' must specify a non-zero or non-empty correlation ID"),
+        ("+", "inference request to model 'm' must specify a non-zero or non-empty correlation ID"),
+        (
+            "3",
+            "inference request for sequence 3 to model 'm' must specify the START flag on the first request of the "
+            "sequence",
+        ),
+    ],
+)
+async def test_requests_that_belong_to_no_sequence_are_refused(flags: str, message: str) -> None:
+    instances = Instances()
+    stream = instances.submit(flags)
+    error = await error_of(stream)
+    assert isinstance(error, InvalidArgument) and error.message == message
+    assert stream.failure is FailureReason.REJECTED
+    assert await instances.play() == []
+
+
+async def test_a_request_that_is_a_batch_is_refused() -> None:
+    error = await error_of(Instances().submit("+1", rows=2))
+    assert isinstance(error, InvalidArgument) and "must specify batch-size 1" in error.message
+
+
+async def test_after_its_end_a_sequence_has_not_begun() -> None:
+    instances = Instances()
+    instances.submit("±1")
+    error = await error_of(instances.submit("1"))
+    assert "must specify the START flag" in error.message
+    instances.submit("+1", "again")
+    assert await instances.play() == [(0, ["±1"]), (0, ["again"])]
+
+
+async def test_an_id_that_begins_again_goes_behind_those_that_wait() -> None:
+    instances = Instances(size=1)
+    for flags in ("+1", "-1", "+2", "-2"):
+        instances.submit(flags)
+    instances.submit("±1", "again")
+    assert [names for _, names in await instances.play()] == [["+1"], ["-1"], ["+2"], ["-2"], ["again"]]
+
+
+async def test_a_start_of_a_running_sequence_restarts_it_in_its_slot() -> None:
+    instances = Instances(size=1)
+    for flags in ("+1", "1", "+1", "-1", "+2"):
+        instances.submit(flags)
+    assert [names for _, names in await instances.play()] == [["+1"], ["1"], ["+1"], ["-1"], ["+2"]]
+
+
+async def test_an_idle_sequence_is_forgotten() -> None:
+    instances = Instances("max_sequence_idle_microseconds: 30000", size=1)
+    instances.submit("+1")
+    waiting = instances.submit("+2")
+    await instances.play()
+    assert not waiting.closed
+    await settle(0.06)
+    assert await instances.play() == [(0, ["+1"]), (0, ["+2"])]
+    assert "must specify the START flag" in (await error_of(instances.submit("1"))).message
+
+
+async def test_a_sequence_whose_request_runs_is_not_idle() -> None:
+    instances = Instances("max_sequence_idle_microseconds: 10000")
+    instances.submit("+1")
+    await settle(0.03)
+    instances.finish()
+    instances.submit("-1")
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"])]
+
+
+async def test_a_cancelled_request_is_passed_over() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    stream = instances.submit("1", "gone")
+    instances.submit("1", "stays")
+    stream.cancel()
+    assert isinstance(await error_of(stream), Cancelled)
+    assert await instances.play() == [(0, ["+1"]), (0, ["stays"])]
+
+
+async def test_a_cancelled_end_frees_the_slot() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    await settle()
+    stream = instances.submit("-1")
+    instances.submit("+2")
+    stream.cancel()
+    assert await instances.play() == [(0, ["+1"]), (0, ["+2"])]
+
+
+async def test_a_sequence_whose_start_is_cancelled_does_not_begin() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    await settle()
+    start, orphan = instances.submit("+2"), instances.submit("2")
+    start.cancel()
+    assert "must specify the START flag" in (await error_of(orphan)).message
+    assert "must specify the START flag" in (await error_of(instances.submit("2"))).message
+    instances.submit("-1")
+    instances.submit("±2", "again")
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["again"])]
+
+
+async def test_a_sequence_goes_on_after_an_error() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    instances.submit("-1")
+    await settle()
+    instances.finish(error=True)
+    instances.submit("±2")
+    assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["±2"])]
+
+
+async def test_responses_that_come_after_the_execution_keep_the_sequence_waiting() -> None:
+    instances = Instances()
+    instances.submit("+1")
+    instances.submit("-1")
+    await settle()
+    (stream,), done = instances.running.pop(0)
+    done()
+    instances.submit("±2")
+    await settle()
+    assert instances.batches == [(0, ["+1"]), (0, ["±2"])]
+    stream.finish()
+    assert (await instances.play())[2:] == [(0, ["-1"])]
+
+
+async def test_direct_waits_for_its_slots_to_fill() -> None:
+    instances = Instances(
+        "direct { max_queue_delay_microseconds: 40000 minimum_slot_utilization: 0.5 }", size=4
+    )
+    instances.submit("+1")
+    await settle(0.01)
+    assert instances.batches == []
+    instances.submit("+2")
+    assert await instances.play() == [(0, ["+1", "+2"])]
+    instances.submit("1")
+    await settle(0.06)
+    assert (await instances.play())[1:] == [(0, ["1"])]
+
+
+async def test_inputs_of_other_shapes_go_into_another_batch() -> None:
+    instances = Instances(size=4)
+    for flags, width in (("+1", 1), ("+2", 2), ("+3", 1)):
+        instances.submit(flags, width=width)
+    assert await instances.play() == [(0, ["+1", "+3"]), (0, ["+2"])]
+
+
+async def test_oldest_batches_among_its_candidates() -> None:
+    instances = Instances("oldest { max_candidate_sequences: 3 }", size=2)
+    for flags in ("+1", "+2", "+3", "+4", "3", "-1"):
+        instances.submit(flags)
+    assert await instances.play() == [(0, ["+1", "+2"]), (0, ["+3", "-1"]), (0, ["+4", "3"])]
+
+
+async def test_oldest_waits_for_a_preferred_size() -> None:
+    batching = "max_candidate_sequences: 8 preferred_batch_size: [2, 3] max_queue_delay_microseconds: 40000"
+    instances = Instances(f"oldest {{ {batching} }}", size=8)
+    for flags in ("+1", "+2"):
+        instances.submit(flags)
+    await settle(0.01)
+    assert instances.batches == []
+    for flags in ("+3", "+4"):
+        instances.submit(flags)
+    assert (await instances.play()) == [(0, ["+1", "+2", "+3"])]
+    await settle(0.06)
+    assert (await instances.play())[1:] == [(0, ["+4"])]
+
+
+async def test_oldest_keeps_the_order_of_responses_where_the_model_wants_it() -> None:
+    instances = Instances("oldest { max_candidate_sequences: 1 preserve_ordering: true }", count=2)
+    first, second = instances.submit("+1"), instances.submit("+2")
+    await settle()
+    instances.finish(1)
+    waiting = asyncio.ensure_future(anext(second))
+    await settle()
+    assert not waiting.done()
+    instances.finish(0)
+    assert (await anext(first)).id == "+1"
+    assert (await asyncio.wait_for(waiting, 2)).id == "+2"
+
+
+async def test_nothing_is_sent_after_the_end() -> None:
+    instances = Instances(size=1)
+    instances.submit("+1")
+    await settle()
+    left = [instances.submit("1"), instances.submit("+2")]
+    assert instances.batcher.close() == left
+    assert await instances.play() == [(0, ["+1"])]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), count=st.integers(1, 3), size=st.integers(0, 3), batching=st.integers(0, 3)
+)
+def test_sequences_keep_their_order_and_instance_whatever_happens(
+    seed: int, count: int, size: int, batching: int
+) -> None:
+    strategies = (
+        "",
+        "direct { minimum_slot_utilization: 0.7 max_queue_delay_microseconds: 500 }",
+        "oldest { max_candidate_sequences: 2 preferred_batch_size: 2 max_queue_delay_microseconds: 300 }",
+        "oldest { max_candidate_sequences: 3 preserve_ordering: true }",
+    )
+
+    async def play() -> None:
+        rng = random.Random(seed)
+        # Idle for long enough that no sequence is forgotten while the test plays, but ends when it has played.
+        instances = Instances(f"max_sequence_idle_microseconds: 20000 {strategies[batching]}", count, size)
+        streams: list[ResponseStream] = []
+        for number in range(50):
+            action = rng.random()
+            if action < 0.6:
+                flag = rng.choice(["+", "", "", "-", "±"])
+                width = rng.randint(1, 2)
+                streams.append(
+                    instances.submit(f"{flag}{rng.randint(1, 5)}", str(number), width if size else 1)
+                )
+            elif action < 0.85 and instances.running:
+                instances.finish(rng.choice(list(instances.running)), error=rng.random() < 0.2)
+            elif streams:
+                rng.choice(streams).cancel()
+            if rng.random() < 0.5:
+                await settle()
+        while any(not stream.closed for stream in streams):
+            await settle(0.001)
+            if instances.running:
+                instances.finish(rng.choice(list(instances.running)))
+        await settle()
+        requests = {stream.request.id: stream.request for stream in streams}
+        where: dict[int | str, int] = {}
+        last: dict[int | str, int] = {}
+        sent = []
+        for instance, batch in instances.batches:
+            ids = [requests[name].sequence_id for name in batch]
+            assert len(set(ids)) == len(ids) <= max(size, 1)
+            for name in batch:
+                request = requests[name]
+                assert int(name) > last.get(request.sequence_id, -1)
+                last[request.sequence_id] = int(name)
+                if not request.sequence_start:
+                    assert where[request.sequence_id] == instance
+                where[request.sequence_id] = instance
+                if request.sequence_end:
+                    del where[request.sequence_id]
+                sent.append(name)
+        assert len(sent) == len(set(sent))
+        for stream in streams:
+            responses = [response async for response in stream]
+            assert [response.final for response in responses] == [True]
+            refused = isinstance(responses[0].error, InvalidArgument | Cancelled)
+            assert (stream.request.id in sent) is not refused
+        await settle(0.04)
+        assert not instances.batcher._sequences and not instances.batcher._running
+        assert not any(instances.batcher._slots.holders(index) for index in range(count))
+
+    asyncio.run(asyncio.wait_for(play(), 20))
