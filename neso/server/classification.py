@@ -21,7 +21,7 @@ class Classifier:
         """Read the labels, from files in the model's folder `directory`. Raises `InvalidArgument`."""
         self._batched = config.max_batch_size > 0
         self._labels = {
-            output.name: _read_labels(directory / output.label_filename, config.name)
+            output.name: _read_labels(directory, output.label_filename, config.name)
             for output in config.output
             if output.label_filename
         }
@@ -77,8 +77,15 @@ def _text(value: Any, index: int, labels: list[str]) -> bytes:
     return (f"{text}:{label}" if label else text).encode()
 
 
-def _read_labels(path: Path, model: str) -> list[str]:
+def _read_labels(directory: Path, filename: str, model: str) -> list[str]:
+    """One label a line; an empty line is an index without label. The file must be in `directory`."""
+    # By name only: a configuration may come from a client, a link in the folder is the owner's.
+    if Path(filename).is_absolute() or ".." in Path(filename).parts:
+        raise InvalidArgument(
+            f"label file '{filename}' of model '{model}' must stay inside the model's folder"
+        )
     try:
-        return [line.rstrip("\r") for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
+        text = (directory / filename).read_text(encoding="utf-8")
+        return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"unable to read the label file of model '{model}': {error}") from None

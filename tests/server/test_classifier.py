@@ -8,10 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from repository_builder import IDENTITY_TENSORS
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.server.classification import Classifier, largest
 from neso.server.errors import InvalidArgument
+from neso.server.metadata import ModelState
 from neso.server.tensor import Tensor
 
 OUTPUT = 'name: "m" output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt" }'
@@ -71,6 +73,20 @@ def test_a_label_file_that_is_not_there(tmp_path):
     config = text_format.Parse(OUTPUT, ModelConfig())
     with pytest.raises(InvalidArgument, match=r"label file of model 'm'.*labels\.txt"):
         Classifier(config, tmp_path)
+
+
+@pytest.mark.parametrize("filename", ["/etc/hostname", "../labels.txt", "a/../../labels.txt"])
+def test_a_label_file_outside_the_folder(tmp_path, filename):
+    config = text_format.Parse(OUTPUT.replace("labels.txt", filename), ModelConfig())
+    with pytest.raises(InvalidArgument, match="must stay inside the model's folder"):
+        Classifier(config, tmp_path)
+
+
+async def test_a_model_without_its_labels_is_not_loaded(repository, start_core):
+    repository.add("labelled", config=IDENTITY_TENSORS.replace("output {", 'output { label_filename: "no" '))
+    core = await start_core()
+    (entry,) = core.repository_index()
+    assert entry.state is ModelState.UNAVAILABLE and "label file of model 'labelled'" in entry.reason
 
 
 @pytest.mark.parametrize(("array", "name"), [(["a"], "BYTES"), ([True], "BOOL")])
