@@ -19,7 +19,7 @@ from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.repository import ModelRepository, check_model_name
 from neso.server.response_cache import ResponseCache
-from neso.server.shared_memory import SharedMemory
+from neso.server.shared_memory.manager import SharedMemory
 
 logger = logging.getLogger(__name__)
 

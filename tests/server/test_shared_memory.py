@@ -14,7 +14,7 @@ import pytest
 
 from neso.server.datatypes import DataType
 from neso.server.errors import ErrorCode, ServerError
-from neso.server.shared_memory import SharedMemory
+from neso.server.shared_memory.manager import SharedMemory
 from neso.server.tensor import Tensor
 
 SIZE = 3 * 4096

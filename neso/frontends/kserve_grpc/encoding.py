@@ -17,7 +17,7 @@ from neso.frontends.kserve_grpc.parameters import FINAL_RESPONSE, write_paramete
 from neso.server.datatypes import DataType
 from neso.server.errors import ServerError
 from neso.server.inference_response import InferenceResponse
-from neso.server.shared_memory_window import SharedMemoryWindow
+from neso.server.shared_memory.window import SharedMemoryWindow
 from neso.server.tensor import Tensor
 
 # A field's tag is its number << 3 | 2: what follows has a length.

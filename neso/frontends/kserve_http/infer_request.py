@@ -22,8 +22,8 @@ from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
-from neso.server.shared_memory import SharedMemory
-from neso.server.shared_memory_window import SharedMemoryWindow
+from neso.server.shared_memory.manager import SharedMemory
+from neso.server.shared_memory.window import SharedMemoryWindow
 from neso.server.tensor import Tensor
 
 HEADER_LENGTH = "Inference-Header-Content-Length"

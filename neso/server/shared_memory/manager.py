@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from neso.server.errors import AlreadyExists, NotFound, Unsupported
-from neso.server.shared_memory_region import SharedMemoryRegion
-from neso.server.shared_memory_window import SharedMemoryWindow
+from neso.server.shared_memory.region import SharedMemoryRegion
+from neso.server.shared_memory.window import SharedMemoryWindow
 
 
 class SharedMemory:

@@ -8,7 +8,7 @@ import numpy as np
 
 from neso.server.datatypes import DataType
 from neso.server.errors import InternalError
-from neso.server.shared_memory_region import SharedMemoryRegion
+from neso.server.shared_memory.region import SharedMemoryRegion
 from neso.server.tensor import Tensor
 
 REGION = "shared_memory_region"

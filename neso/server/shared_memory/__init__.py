@@ -1,0 +1,1 @@
+"""Tensors in memory that clients and the server share."""
