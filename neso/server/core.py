@@ -30,6 +30,7 @@ EXTENSIONS = (
     "binary_tensor_data",
     "classification",
     "parameters",
+    "schedule_policy",
     "sequence",
     "statistics",
 )
