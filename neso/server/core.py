@@ -101,6 +101,13 @@ class Core:
             )
         return self._lifecycle.find(name, version)
 
+    def model_ready(self, name: str, version: str = "") -> bool:
+        """Whether requests for a model are accepted; not for one that is unknown, or not loaded."""
+        try:
+            return self.model(name, version).ready()
+        except ServerError:
+            return False
+
     def models(self) -> list[Model]:
         """All versions that are ready."""
         return list(self._lifecycle.models())

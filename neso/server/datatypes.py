@@ -61,6 +61,12 @@ class DataType(str, Enum):
         return cls.parse(kserve, "")
 
     @classmethod
+    def of_message(cls, message: Any) -> DataType:
+        """The `data_type` of a message of the model configuration. Raises `InvalidArgument`."""
+        kinds = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
+        return cls.from_config(kinds[message.data_type].name)
+
+    @classmethod
     def of_numpy(cls, dtype: np.dtype[Any]) -> DataType:
         """The datatype of an array; string, bytes and object dtypes are BYTES. Raises `InvalidArgument`."""
         if dtype.kind in "SUO":

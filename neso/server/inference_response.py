@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from neso.server.errors import ServerError
+from neso.server.errors import Cancelled, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.statistics import FailureReason, Timeline
 from neso.server.tensor import Tensor
+
+NEVER_EXECUTED = "the request was cancelled before it was executed"
 
 
 @dataclass(slots=True, eq=False)
@@ -118,10 +120,18 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.failure = self.failure or FailureReason.REJECTED
         self.fail(error)
 
+    def fail_if_cancelled_while_waiting(self) -> None:
+        """Answer a cancellation at once until the execution begins; then the backend may notice, and answers."""
+        self.request.on_cancel(self._leave_queue)
+
     def cancel(self) -> None:
         """Tell the backend that nobody wants the rest."""
         if not self._closed:
             self.request.cancel()
+
+    def _leave_queue(self) -> None:
+        if not self.timeline.compute_start:
+            self.fail(Cancelled(NEVER_EXECUTED))
 
     def _deliver(self, response: InferenceResponse) -> None:
         self._responses.append(response)

@@ -15,6 +15,13 @@ from neso.server.tensor import Tensor
 Shape = tuple[int, ...]
 
 
+def fits(shape: Shape, dims: Shape) -> bool:
+    """Whether a shape is one of those that `dims` allow; -1 allows any extent."""
+    return len(shape) == len(dims) and all(
+        expected in (-1, extent) for expected, extent in zip(dims, shape, strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One input or output of a model. `dims` are without the batch dimension; -1 varies.
@@ -31,10 +38,9 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Any) -> TensorSpec:
         """From a `ModelInput` or `ModelOutput` message."""
-        kind = tensor.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[tensor.data_type].name
         return cls(
             tensor.name,
-            DataType.from_config(kind),
+            DataType.of_message(tensor),
             tuple(tensor.dims),
             bool(getattr(tensor, "optional", False)),
             tuple(tensor.reshape.shape) if tensor.HasField("reshape") else None,
@@ -42,9 +48,7 @@ class TensorSpec:
 
     def matches(self, shape: Shape) -> bool:
         """Whether a shape (without the batch dimension) fits `dims`."""
-        if len(shape) != len(self.dims):
-            return False
-        return all(expected in (-1, extent) for expected, extent in zip(self.dims, shape, strict=True))
+        return fits(shape, self.dims)
 
 
 class Signature:

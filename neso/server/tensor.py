@@ -43,6 +43,13 @@ class Tensor:
         return cls(name, datatype, array)
 
     @classmethod
+    def zeros(cls, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
+        """Of zeros; BYTES elements are empty."""
+        if datatype is DataType.BYTES:
+            return cls(name, datatype, np.full(shape, b"", np.object_))
+        return cls(name, datatype, np.zeros(shape, datatype.dtype))
+
+    @classmethod
     def from_strings(cls, name: str, strings: list[str]) -> Tensor:
         """A BYTES tensor of shape [len(strings)]."""
         array = np.empty(len(strings), np.object_)

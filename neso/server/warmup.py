@@ -70,16 +70,17 @@ def _make_input(name: str, sample: Any, context: ModelContext) -> Tensor:
     batch_size = sample.batch_size or 1
     if batch_size > 1 and not batches:
         raise InvalidArgument(f"batch size {batch_size} for a model that does not support batching")
-    kind = spec.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[spec.data_type].name
-    datatype, shape = DataType.from_config(kind), tuple(spec.dims)
+    datatype, shape = DataType.of_message(spec), tuple(spec.dims)
     if any(extent < 0 for extent in shape):
         raise InvalidArgument(f"dims of input '{name}' must not be negative, got {list(shape)}")
     source = spec.WhichOneof("input_data_type")
     if source == "input_data_file":
         data = _read(name, context.directory / FOLDER, spec.input_data_file)
         array = Tensor.from_wire(name, datatype, shape, data).array
-    elif source in ("zero_data", "random_data"):
-        array = (_zeros if source == "zero_data" else _random)(datatype, shape)
+    elif source == "zero_data":
+        array = Tensor.zeros(name, datatype, shape).array
+    elif source == "random_data":
+        array = _random(datatype, shape)
     else:
         raise InvalidArgument(f"input '{name}' has neither zero_data, random_data nor input_data_file")
     if batches:
@@ -97,12 +98,6 @@ def _read(name: str, folder: Path, file: str) -> bytes:
         raise InvalidArgument(
             f"failed to read input_data_file '{file}' of input '{name}': {error.strerror}"
         ) from None
-
-
-def _zeros(datatype: DataType, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    if datatype is DataType.BYTES:
-        return np.full(shape, b"", np.object_)
-    return np.zeros(shape, datatype.dtype)
 
 
 def _random(datatype: DataType, shape: tuple[int, ...]) -> npt.NDArray[Any]:

@@ -36,13 +36,7 @@ class EnsembleBackend(Backend):
         """Nothing: the models of the steps are the server's."""
 
     def ready(self) -> bool:
-        return all(self._step_is_ready(step.model, step.version) for step in self._graph.steps)
-
-    def _step_is_ready(self, name: str, version: str) -> bool:
-        try:
-            return self.context.core.model(name, version).ready()
-        except ServerError:
-            return False
+        return all(self.context.core.model_ready(step.model, step.version) for step in self._graph.steps)
 
     def _check_step(self, index: int) -> None:
         """Raises `InvalidArgument` for names that the step's model does not have, or inputs that it lacks."""

@@ -16,7 +16,7 @@ from neso.backends.python.response_sender import ModelOutputs
 from neso.backends.python.server_access import ServerAccess
 from neso.server.backend import Backend
 from neso.server.datatypes import DataType
-from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError, Unavailable
+from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.model_config import config_to_dict, config_to_json
 from neso.server.statistics import Timeline
@@ -71,7 +71,7 @@ class PythonBackend(Backend):
         if not self.ready():
             raise Unavailable(f"no instance of model '{self.context.name}' is alive")
         self._work.put(Work([request]))
-        request.request.on_cancel(lambda: _leave_queue(request))
+        request.fail_if_cancelled_while_waiting()
 
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
@@ -148,12 +148,6 @@ class PythonBackend(Backend):
                     self._own_work.append(work)
                 instances.append(ModelInstance(path, args, link, work, access))
         return instances
-
-
-def _leave_queue(stream: ResponseStream) -> None:
-    """Answer a cancelled request at once if no instance has taken it; else the model may notice, and answers."""
-    if not stream.timeline.compute_start:
-        stream.fail(Cancelled("the request was cancelled before it was executed"))
 
 
 def _text(error: BaseException) -> str:

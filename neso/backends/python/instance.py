@@ -21,7 +21,7 @@ from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import ModelOutputs, Responder
 from neso.backends.python.server_access import ServerAccess, server_access
 from neso.server.errors import Cancelled, InternalError
-from neso.server.inference_response import ResponseStream
+from neso.server.inference_response import NEVER_EXECUTED, ResponseStream
 from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)
@@ -140,9 +140,7 @@ class ModelInstance:
         for stream in streams:
             responder = Responder(stream, self._outputs)
             if responder.cancelled:
-                responder.fail(
-                    Cancelled("the request was cancelled before it was executed")
-                )  # or was already
+                responder.fail(Cancelled(NEVER_EXECUTED))  # or was already
             else:
                 wanted.append(responder)
         return wanted

@@ -25,7 +25,6 @@ from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import TRITONSERVER_RESPONSE_COMPLETE_FINAL, ResponseSender
 from neso.backends.python.server_access import current_access
 from neso.backends.python.tensor import Tensor
-from neso.server.errors import ServerError
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -114,10 +113,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     access = current_access()
 
     async def ask() -> bool:
-        try:
-            return access.core.model(model_name, model_version).ready()
-        except ServerError:
-            return False
+        return access.core.model_ready(model_name, model_version)
 
     return access.run(ask())
 

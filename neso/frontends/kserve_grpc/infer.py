@@ -10,6 +10,7 @@ from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.shared_memory.manager import SharedMemory
+from neso.server.shared_memory.window import REGION
 
 
 def read_request(
@@ -33,7 +34,8 @@ def read_request(
         sequence_id=parameters.sequence_id,
         sequence_start=parameters.sequence_start,
         sequence_end=parameters.sequence_end,
-        cacheable=not any("shared_memory_region" in wire.parameters for wire in message.inputs),
+        # With shared memory off, read_inputs has refused such inputs.
+        cacheable=not (shared_memory.enabled and any(REGION in wire.parameters for wire in message.inputs)),
     )
     return request, parameters
 

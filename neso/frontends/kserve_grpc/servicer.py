@@ -22,7 +22,7 @@ from neso.frontends.kserve_grpc.repository import (
 from neso.frontends.kserve_grpc.shared_memory import SharedMemoryMethods
 from neso.frontends.kserve_grpc.stream import InferStream
 from neso.server.core import Core
-from neso.server.errors import ServerError, Unsupported
+from neso.server.errors import Unsupported
 
 
 def refuses(what: str) -> Callable[[Servicer, Any, Context], Coroutine[Any, Any, Any]]:
@@ -63,11 +63,8 @@ class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceService
 
     @rpc
     async def ModelReady(self, request: Any, context: Context) -> Any:
-        try:
-            ready = self.core.model(request.name, request.version).ready()
-        except ServerError:  # unknown, or not loaded: a plain no, as in Triton
-            ready = False
-        return service_pb2.ModelReadyResponse(ready=ready)
+        # Unknown, or not loaded: a plain no, as in Triton.
+        return service_pb2.ModelReadyResponse(ready=self.core.model_ready(request.name, request.version))
 
     @rpc
     async def ServerMetadata(self, request: Any, context: Context) -> Any:

@@ -12,6 +12,7 @@ from neso.frontends.kserve_grpc.windows import read_input_windows
 from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.shared_memory.manager import SharedMemory
+from neso.server.shared_memory.window import REGION
 from neso.server.tensor import Tensor, element_count
 
 # Which field of InferTensorContents holds the elements; FP16 and BF16 have none and travel raw only.
@@ -84,7 +85,7 @@ def read_classification(message: Any) -> dict[str, int]:
                     "invalid value type for 'classification' parameter, expected int64_param that is not "
                     f"negative, for output '{wire.name}'"
                 )
-            if "shared_memory_region" in wire.parameters:
+            if REGION in wire.parameters:
                 raise InvalidArgument(
                     f"output '{wire.name}' cannot be classified and written to shared memory"
                 )

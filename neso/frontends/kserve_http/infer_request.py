@@ -23,7 +23,7 @@ from neso.server.inference_request import InferenceRequest
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
 from neso.server.shared_memory.manager import SharedMemory
-from neso.server.shared_memory.window import SharedMemoryWindow
+from neso.server.shared_memory.window import REGION, SharedMemoryWindow
 from neso.server.tensor import Tensor
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -127,7 +127,7 @@ def _check_source(entry: dict[str, Any], parameters: dict[str, Any]) -> None:
         for name, given in (
             ("data", "data" in entry),
             ("binary_data_size", "binary_data_size" in parameters),
-            ("shared_memory_region", "shared_memory_region" in parameters),
+            (REGION, REGION in parameters),
         )
         if given
     ]

@@ -111,10 +111,10 @@ class ControlInputs:
                 raise InvalidArgument(
                     f"sequence batching must not specify '{given[0]}' for {kind} for {self._model}"
                 )
-            datatype = DataType.from_config(_type_name(control))
+            datatype = DataType.of_message(control)
             if datatype not in _TYPES_OF_ID:
                 raise InvalidArgument(
-                    f"unexpected data type {_type_name(control)} for {kind} for {self._model}"
+                    f"unexpected data type {datatype.config_name} for {kind} for {self._model}"
                 )
             return _CorrelationId(name, datatype, self._shape)
         if len(given) != 1:
@@ -132,9 +132,3 @@ class ControlInputs:
             Tensor(name, datatype, np.full(self._shape, value, datatype.dtype)) for value in values
         )
         return _Flag(kind, false, true)
-
-
-def _type_name(message: Any) -> str:
-    """The `TYPE_*` name of a message's `data_type`."""
-    kinds = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
-    return str(kinds[message.data_type].name)

@@ -7,14 +7,14 @@ it cannot grow (`max_batch_size`, or the next request does not fit), or its olde
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from neso.server.errors import Cancelled, ServerError
+from neso.server.errors import ServerError
 from neso.server.inference_response import ResponseStream
+from neso.server.schedulers.dispatcher import Dispatcher
 from neso.server.schedulers.priority_queue import PriorityQueue
 from neso.server.signature import Signature
 
@@ -35,8 +35,7 @@ class DynamicBatcher:
         self._preferred = sorted(size for size in batching.preferred_batch_size if size <= self._max_size)
         self._delay_ns = 1000 * batching.max_queue_delay_microseconds
         self._order = ResponseOrder() if batching.preserve_ordering else None
-        self._timer: asyncio.TimerHandle | None = None
-        self._dispatching = False
+        self._dispatcher = Dispatcher(self._dispatch)
 
     def submit(self, stream: ResponseStream) -> None:
         """Queue a request; one that is not taken is answered."""
@@ -45,31 +44,23 @@ class DynamicBatcher:
         except ServerError as error:
             stream.reject(error)
             return
-        stream.request.on_cancel(lambda: self._leave(stream))
+        stream.fail_if_cancelled_while_waiting()
         if self._order is not None:
             self._order.add(stream)
         self._schedule()
 
     def close(self) -> list[ResponseStream]:
         """Stop; gives back what was not sent."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._dispatcher.stop()
         return self._queue.clear()
 
-    def _leave(self, stream: ResponseStream) -> None:
-        if not stream.timeline.compute_start:
-            stream.fail(Cancelled("the request was cancelled before it was executed"))
-
     def _schedule(self) -> None:
-        """Look at the queue once all that is ready to run has run: requests that come together are batched."""
-        if not self._free:
+        if self._free:
+            self._dispatcher.wake()
+        else:
             self._set_timer()  # for the patience of those who wait
-        elif not self._dispatching:
-            self._dispatching = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        self._dispatching = False
         self._queue.expire()
         while self._free and (batch := self._next_batch()):
             self._queue.take(batch)
@@ -112,14 +103,7 @@ class DynamicBatcher:
 
     def _set_timer(self) -> None:
         """For the next time that passes: of a batch that waits to grow, or of a request's patience."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        times = [at for at in (self._queue.next_deadline(), self._end_of_delay()) if at is not None]
-        if times:
-            loop = asyncio.get_running_loop()
-            seconds = max(min(times) - time.monotonic_ns(), 0) * 1e-9
-            self._timer = loop.call_later(seconds, self._dispatch)
+        self._dispatcher.wake_at((self._queue.next_deadline(), self._end_of_delay()))
 
     def _end_of_delay(self) -> int | None:
         if not self._delay_ns or not self._free:

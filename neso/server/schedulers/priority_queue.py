@@ -116,8 +116,8 @@ class PriorityQueue:
         for level in self._levels.values():
             for queue in (level.waiting, level.delayed):
                 while queue and (id(queue[0]) in taken or queue[0].closed):
-                    queue.popleft()
-                if any(id(stream) in taken for stream in queue):
+                    taken.discard(id(queue.popleft()))
+                if taken and any(id(stream) in taken for stream in queue):
                     kept = [stream for stream in queue if id(stream) not in taken]
                     queue.clear()
                     queue.extend(kept)

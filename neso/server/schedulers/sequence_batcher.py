@@ -7,7 +7,6 @@ sequence. Nothing polls: arrivals, executions and requests that end, and one tim
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -15,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from neso.server.errors import Cancelled, InvalidArgument, Unsupported
+from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.schedulers.control_inputs import ControlInputs
+from neso.server.schedulers.dispatcher import Dispatcher
 from neso.server.schedulers.dynamic_batcher import ResponseOrder
 from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots
 from neso.server.schedulers.sequence_state import SequenceStates
@@ -60,9 +60,7 @@ class SequenceBatcher:
         self._sequences: dict[int | str, Sequence] = {}
         self._idle: dict[Sequence, int] = {}  # with their ends, which come in the order of insertion
         self._running: dict[ResponseStream, Sequence] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._dispatching = False
-        self._stopped = False
+        self._dispatcher = Dispatcher(self._dispatch)
 
     def submit(self, stream: ResponseStream) -> None:
         """Queue a request; one that is not taken is answered."""
@@ -77,8 +75,8 @@ class SequenceBatcher:
         sequence.ended = stream.request.sequence_end
         sequence.waiting.append(stream)
         self._idle.pop(sequence, None)
-        stream.request.on_cancel(lambda: self._leave(stream))
-        self._schedule()
+        stream.fail_if_cancelled_while_waiting()
+        self._dispatcher.wake()
 
     def observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
         """Keep the states of a response, before the client gets it."""
@@ -88,9 +86,7 @@ class SequenceBatcher:
 
     def close(self) -> list[ResponseStream]:
         """Stop; gives back what was not sent."""
-        self._stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._dispatcher.stop()
         left = [stream for sequence in self._sequences.values() for stream in sequence.waiting]
         for stream in left:
             stream.on_close = None
@@ -133,29 +129,16 @@ class SequenceBatcher:
             "START flag on the first request of the sequence"
         )
 
-    def _leave(self, stream: ResponseStream) -> None:
-        if not stream.timeline.compute_start:
-            stream.fail(Cancelled("the request was cancelled before it was executed"))
-
-    def _schedule(self) -> None:
-        """Look at the sequences once all that is ready to run has run: requests that come together are batched."""
-        if not self._dispatching and not self._stopped:
-            self._dispatching = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
-
     def _dispatch(self) -> None:
-        self._dispatching = False
-        if self._stopped:
-            return
         self._forget_idle()
-        times = []
+        times: list[int | None] = []
         for instance in range(len(self._slots)):
             choice = self._choose(instance)
             if choice.batch:
                 self._send(choice.batch, instance)
-            elif choice.until is not None:
-                times.append(choice.until)
-        self._set_timer(times)
+            times.append(choice.until)
+        times.append(next(iter(self._idle.values()), None))  # of an idle sequence
+        self._dispatcher.wake_at(times)
 
     def _choose(self, instance: int) -> Choice:
         if self._busy[instance]:
@@ -188,7 +171,7 @@ class SequenceBatcher:
             sequence.executed = True
             if stream.closed:
                 self._end_request(sequence, stream)
-        self._schedule()
+        self._dispatcher.wake()
 
     def _closed(
         self, stream: ResponseStream, sequence: Sequence, before: Callable[[], None] | None = None
@@ -201,7 +184,7 @@ class SequenceBatcher:
                 self._end_request(sequence, stream)
         elif sequence.running is None:
             self._advance(sequence)
-        self._schedule()
+        self._dispatcher.wake()
 
     def _end_request(self, sequence: Sequence, stream: ResponseStream) -> None:
         sequence.running = None
@@ -252,17 +235,6 @@ class SequenceBatcher:
                 return
             logger.debug("sequence %s of model '%s' was idle too long", sequence.id, self._model)
             self._forget(sequence)
-
-    def _set_timer(self, times: list[int]) -> None:
-        """For the next time that passes: of a batch that waits to grow, or of an idle sequence."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._idle:
-            times.append(next(iter(self._idle.values())))
-        if times:
-            seconds = max(min(times) - time.monotonic_ns(), 0) * 1e-9
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._dispatch)
 
 
 def _ends(stream: ResponseStream) -> bool:

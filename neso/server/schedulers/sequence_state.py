@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
+from neso.server.signature import fits
 from neso.server.tensor import Tensor
 
 INITIAL_STATE_FOLDER = "initial_state"
@@ -87,7 +86,7 @@ class SequenceStates:
     def _spec(self, state: Any, directory: Path | None) -> _Spec:
         if not state.input_name or not state.output_name:
             raise InvalidArgument(f"state must specify 'input_name' and 'output_name' {self._where}")
-        datatype = _datatype(state)
+        datatype = DataType.of_message(state)
         if len(state.initial_state) > 1:
             raise InvalidArgument(
                 f"state '{state.input_name}' must have at most one initial_state {self._where}"
@@ -95,11 +94,11 @@ class SequenceStates:
         dims = tuple(state.dims)
         data_file = ""
         for initial in state.initial_state:
-            if _datatype(initial) is not datatype:
+            if DataType.of_message(initial) is not datatype:
                 raise InvalidArgument(
                     f"initial_state of '{state.input_name}' has another data type {self._where}"
                 )
-            if not _fits(tuple(initial.dims), dims):
+            if not fits(tuple(initial.dims), dims):
                 raise InvalidArgument(f"initial_state of '{state.input_name}' has other dims {self._where}")
             if initial.WhichOneof("state_data") is None:
                 raise InvalidArgument(
@@ -108,17 +107,12 @@ class SequenceStates:
             dims, data_file = tuple(initial.dims), initial.data_file
         # What varies begins with 1, as in Triton, unless an initial state says otherwise.
         shape = tuple(1 if extent == -1 else extent for extent in dims)
-        tensor = self._zeros(state.input_name, datatype, shape)
+        tensor = Tensor.zeros(state.input_name, datatype, self._batch + shape)
         if data_file and directory is not None:
             tensor = self._read(
                 state.input_name, datatype, shape, directory / INITIAL_STATE_FOLDER / data_file
             )
         return _Spec(state.input_name, state.output_name, datatype, tensor)
-
-    def _zeros(self, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
-        if datatype is DataType.BYTES:
-            return Tensor(name, datatype, np.full(self._batch + shape, b"", np.object_))
-        return Tensor(name, datatype, np.zeros(self._batch + shape, datatype.dtype))
 
     def _read(self, name: str, datatype: DataType, shape: tuple[int, ...], path: Path) -> Tensor:
         try:
@@ -126,14 +120,3 @@ class SequenceStates:
         except OSError as error:
             raise InvalidArgument(f"failed to read initial state '{name}' {self._where}: {error}") from None
         return Tensor.from_wire(name, datatype, self._batch + shape, data)
-
-
-def _datatype(message: Any) -> DataType:
-    kinds = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
-    return DataType.from_config(kinds[message.data_type].name)
-
-
-def _fits(initial: tuple[int, ...], dims: tuple[int, ...]) -> bool:
-    return len(initial) == len(dims) and all(
-        expected in (-1, extent) for extent, expected in zip(initial, dims, strict=True)
-    )
