@@ -24,9 +24,8 @@ from neso.engine.weights.checkpoint import SINGLE_FILE
 from neso.engine.weights.engine_directory import CONFIG_FILE, EngineDirectory
 from neso.engine.weights.float8_matrix import Float8Matrix
 from neso.engine.weights.open_source import open_source
-from neso.engine.weights.quantized_matrix import QuantizedMatrix
 from neso.engine.weights.safetensors_writer import SafetensorsWriter
-from neso.engine.weights.source import WeightSource
+from neso.engine.weights.source import WeightSource, dense
 
 _E4M3_MAX = np.float32(448)
 _ENTRY_BYTES = 192
@@ -84,14 +83,13 @@ def _tensors(source: WeightSource, name: str, shape: tuple[int, ...], rounded: b
         yield name, vector.astype(ml_dtypes.bfloat16)
         return
     found = source.matrix(name, (shape[0], shape[1]))
-    if rounded and isinstance(found, Float8Matrix) and found.scale_of_outputs() is not None:
+    if not rounded:
+        yield name, dense(found).astype(ml_dtypes.bfloat16)
+        return
+    if isinstance(found, Float8Matrix) and found.scale_of_outputs() is not None:
         matrix = found
     else:
-        dense = found.dequantize() if isinstance(found, (QuantizedMatrix, Float8Matrix)) else found
-        if not rounded:
-            yield name, dense.astype(ml_dtypes.bfloat16)
-            return
-        matrix = round_to_float8(dense.astype(np.float32))
+        matrix = round_to_float8(dense(found).astype(np.float32))
     scales = matrix.scale_of_outputs()
     assert scales is not None
     yield name, matrix.codes

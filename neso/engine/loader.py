@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from neso.engine.config import EngineConfig
 from neso.engine.engine_core import EngineCore
@@ -20,7 +21,8 @@ def load_engine(config: EngineConfig) -> tuple[EngineCore, EngineInfo]:
     started = time.perf_counter()
     try:
         with open_source(config.model) as source:
-            runner = open_model(source, config.runner, config.runner_options)
+            check_length = partial(_max_model_len, config)
+            runner = open_model(source, config.runner, config.runner_options, check_length)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
     max_model_len = _max_model_len(config, runner.max_position)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import shutil
 
+import pytest
+from safetensors.torch import load_file, save_file
+
+from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.llm import LLM
+from neso.engine.loader import load_engine
 from neso.generation import FinishReason, InvalidParameter, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -169,3 +174,13 @@ def test_max_tokens_is_cut_to_the_context(llm):
 def test_bad_engine_options(llama_checkpoint, options):
     with pytest.raises((EngineError, ValueError), match=next(iter(options)) + "|warp"):
         LLM(llama_checkpoint, **options)
+
+
+@pytest.mark.parametrize("runner", ["auto", "transformers"])
+def test_a_length_that_does_not_do_is_refused_before_the_weights_are_read(llama_checkpoint, tmp_path, runner):
+    directory = shutil.copytree(llama_checkpoint, tmp_path / "no_weights")
+    tensors = load_file(directory / "model.safetensors")
+    save_file({name: tensor[:1].clone() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    config = EngineConfig.from_options(str(directory), {"runner": runner, "max_model_len": 10_000})
+    with pytest.raises(EngineError, match="max_model_len 10000 must be between 2 and the model's 512"):
+        load_engine(config)

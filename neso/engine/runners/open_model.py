@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from neso.engine.runners.base import Runner, RunnerOptions
 from neso.engine.runners.registry import UnknownRunner, runner_class
 from neso.engine.specs.errors import UnsupportedModel
@@ -9,29 +11,36 @@ from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.source import WeightSource
 
+CheckLength = Callable[[int], object]
+"""Is told the longest sequence that the model's positions are made for, and raises if that does not do."""
 
-def open_model(source: WeightSource, runner: str, options: RunnerOptions) -> Runner:
+
+def open_model(
+    source: WeightSource, runner: str, options: RunnerOptions, check_length: CheckLength
+) -> Runner:
     """Load with the runner of this name; "auto" takes transformers for a model that has no spec, if it is installed.
 
-    Raises `UnsupportedModel`, `UnsupportedOption`, `UnknownRunner`, `CheckpointError`.
+    `check_length` is asked before the weights are read. Raises what it raises, `UnsupportedModel`,
+    `UnsupportedOption`, `UnknownRunner`, `CheckpointError`.
     """
     if runner == "transformers":
-        return _with_transformers(source, options)
+        return _with_transformers(source, options, check_length)
     try:
         spec = decoder_spec(source.config)
     except UnsupportedModel as unsupported:
         if runner != "auto":
             raise
         try:
-            return _with_transformers(source, options)
+            return _with_transformers(source, options, check_length)
         except (UnknownRunner, UnsupportedModel, CheckpointError) as error:
             raise UnsupportedModel(f"{unsupported}; {error}") from None
+    check_length(spec.max_position)
     return runner_class(runner).load(spec, source, options)
 
 
-def _with_transformers(source: WeightSource, options: RunnerOptions) -> Runner:
+def _with_transformers(source: WeightSource, options: RunnerOptions, check_length: CheckLength) -> Runner:
     try:
         from neso.engine.runners.transformers.runner import TransformersRunner
     except ImportError as error:
         raise UnknownRunner(f"the runner 'transformers' needs `pip install neso[torch]`: {error}") from None
-    return TransformersRunner.open(source, options)
+    return TransformersRunner.open(source, options, check_length)

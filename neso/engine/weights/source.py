@@ -15,6 +15,11 @@ from neso.engine.weights.quantized_matrix import QuantizedMatrix
 Matrix = npt.NDArray[Any] | QuantizedMatrix | Float8Matrix
 
 
+def dense(matrix: Matrix) -> npt.NDArray[Any]:
+    """The weights [outputs, inputs] in a float dtype: quantized ones as the float32 values that they stand for."""
+    return matrix.dequantize() if isinstance(matrix, (QuantizedMatrix, Float8Matrix)) else matrix
+
+
 class WeightSource(Protocol):
     """Tensors by their Hugging Face names. A context manager; tensors handed out before `close` stay valid.
 

@@ -15,7 +15,7 @@ from neso.engine.runners.native.arena import Arena
 from neso.engine.runners.native.packed_matrix import PANEL, Kind, PackedMatrix
 from neso.engine.weights.float8_matrix import Float8Matrix
 from neso.engine.weights.quantized_matrix import QuantizedMatrix
-from neso.engine.weights.source import Matrix
+from neso.engine.weights.source import Matrix, dense
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -66,9 +66,7 @@ class Packer:
         quantized = [part for part in known if isinstance(part, QuantizedMatrix)]
         if len(quantized) == len(known) and _alike(quantized):
             return self._pack_quantized(quantized, bias)
-        return self._pack_dense(
-            [p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in known], bias
-        )
+        return self._pack_dense([dense(part) for part in known], bias)
 
     def _quantize(self, weights: npt.NDArray[Any], scheme: Scheme) -> QuantizedMatrix:
         outputs, inputs = weights.shape

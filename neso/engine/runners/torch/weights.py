@@ -14,8 +14,7 @@ from neso.engine.runners.torch.linear import DenseLinear, Float8Linear, Linear
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.tensor_roles import Role, layer_shapes, model_shapes
 from neso.engine.weights.float8_matrix import Float8Matrix
-from neso.engine.weights.quantized_matrix import QuantizedMatrix
-from neso.engine.weights.source import Matrix, WeightSource
+from neso.engine.weights.source import Matrix, WeightSource, dense
 
 _DTYPES = {
     np.dtype(np.float32): torch.float32,
@@ -136,10 +135,9 @@ class WeightLoader:
         return torch.from_numpy(target).to(self._device, self.dtype)
 
     def _dense(self, matrix: Matrix) -> Tensor:
-        if isinstance(matrix, (QuantizedMatrix, Float8Matrix)):
-            matrix = matrix.dequantize()
-        if matrix.dtype not in _DTYPES:
-            matrix = matrix.astype(np.float32)
-        bits = np.require(matrix, requirements=["A", "C"]).view(np.dtype(f"i{matrix.dtype.itemsize}"))
+        weights = dense(matrix)
+        if weights.dtype not in _DTYPES:
+            weights = weights.astype(np.float32)
+        bits = np.require(weights, requirements=["A", "C"]).view(np.dtype(f"i{weights.dtype.itemsize}"))
         # A copy: the view of the file is read-only, and gone when it is closed.
-        return torch.tensor(bits).view(_DTYPES[matrix.dtype]).to(self._device, self.dtype)
+        return torch.tensor(bits).view(_DTYPES[weights.dtype]).to(self._device, self.dtype)

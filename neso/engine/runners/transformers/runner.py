@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,8 +45,13 @@ class TransformersRunner(DeviceRunner):
         self.heads = self._probe(int(config.num_hidden_layers))
 
     @classmethod
-    def open(cls, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS) -> TransformersRunner:
-        """Raises `UnsupportedModel`, `UnsupportedOption`, `CheckpointError`."""
+    def open(
+        cls,
+        source: WeightSource,
+        options: RunnerOptions = DEFAULT_OPTIONS,
+        check_length: Callable[[int], object] = lambda length: None,
+    ) -> TransformersRunner:
+        """`check_length`: see `open_model`. Raises `UnsupportedModel`, `UnsupportedOption`, `CheckpointError`."""
         if options.quantization is not None:
             raise UnsupportedOption("models run by transformers cannot be quantized here")
         if not isinstance(source, Checkpoint):
@@ -56,6 +62,7 @@ class TransformersRunner(DeviceRunner):
         try:
             config = AutoConfig.from_pretrained(source.directory, local_files_only=True).get_text_config()
             check_config(config)
+            check_length(config.max_position_embeddings)
             model = AutoModelForCausalLM.from_pretrained(
                 source.directory,
                 dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),

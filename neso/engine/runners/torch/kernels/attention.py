@@ -8,6 +8,9 @@ tiles to fill the GPU with, and a second kernel joins the parts (FlashDecoding).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -170,31 +173,23 @@ def paged_attention(
 ) -> Tensor:
     """See `Operations.attention`."""
     out = queries.new_empty(*queries.shape[:2], cache.values.shape[-1])
+    launch = partial(_launch, queries, cache, inputs, window, scale, softcap)
     if len(inputs.prefills):
-        _launch(out, out, queries, cache, inputs, inputs.prefills, window, scale, softcap, splits=1)
+        launch(inputs.prefills, 1, out, out)
     if len(inputs.decodes):
         splits = _splits(len(inputs.decodes) * cache.keys.shape[2], queries.device)
         if splits == 1:
-            _launch(out, out, queries, cache, inputs, inputs.decodes, window, scale, softcap, splits)
+            launch(inputs.decodes, splits, out, out)
         else:
-            _attend_in_splits(out, queries, cache, inputs, window, scale, softcap, splits)
+            _attend_in_splits(launch, inputs, splits, out)
     return out
 
 
-def _attend_in_splits(
-    out: Tensor,
-    queries: Tensor,
-    cache: LayerCache,
-    inputs: StepInputs,
-    window: int | None,
-    scale: float,
-    softcap: float,
-    splits: int,
-) -> None:
-    decodes, heads, value_dim = inputs.decodes, queries.shape[1], out.shape[-1]
-    parts = queries.new_empty(len(decodes), heads, splits, value_dim, dtype=torch.float32)
-    log_sums = queries.new_empty(len(decodes), heads, splits, dtype=torch.float32)
-    _launch(parts, log_sums, queries, cache, inputs, decodes, window, scale, softcap, splits)
+def _attend_in_splits(launch: Callable[..., None], inputs: StepInputs, splits: int, out: Tensor) -> None:
+    decodes, (_, heads, value_dim) = inputs.decodes, out.shape
+    parts = out.new_empty(len(decodes), heads, splits, value_dim, dtype=torch.float32)
+    log_sums = out.new_empty(len(decodes), heads, splits, dtype=torch.float32)
+    launch(decodes, splits, parts, log_sums)
     _join_splits[(len(decodes), heads)](
         out,
         parts,
@@ -209,16 +204,16 @@ def _attend_in_splits(
 
 
 def _launch(
-    out: Tensor,
-    log_sums: Tensor,
     queries: Tensor,
     cache: LayerCache,
     inputs: StepInputs,
-    tiles: Tensor,
     window: int | None,
     scale: float,
     softcap: float,
+    tiles: Tensor,
     splits: int,
+    out: Tensor,
+    log_sums: Tensor,
 ) -> None:
     _, heads, key_dim = queries.shape
     _, block_size, kv_heads, value_dim = cache.values.shape

@@ -9,9 +9,6 @@ from neso.engine.runners.torch.kernels.cache_write import store
 from neso.engine.runners.torch.kernels.gated import gated
 from neso.engine.runners.torch.kernels.rms_norm import rms_norm
 from neso.engine.runners.torch.kernels.rotary import rotate
-from neso.engine.runners.torch.kv_cache import LayerCache
-from neso.engine.runners.torch.step_inputs import StepInputs
-from neso.engine.specs.decoder_spec import Activation
 
 
 class TritonOperations:
@@ -23,24 +20,7 @@ class TritonOperations:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, residual, weight, eps)
 
-    def rotate(
-        self, heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | None, eps: float
-    ) -> None:
-        rotate(heads, positions, cos_sin, weight, eps)
-
-    def store(self, keys: Tensor, values: Tensor, slots: Tensor, cache: LayerCache) -> None:
-        store(keys, values, slots, cache)
-
-    def attention(
-        self,
-        queries: Tensor,
-        cache: LayerCache,
-        inputs: StepInputs,
-        window: int | None,
-        scale: float,
-        softcap: float,
-    ) -> Tensor:
-        return paged_attention(queries, cache, inputs, window, scale, softcap)
-
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        return gated(gate_up, activation)
+    rotate = staticmethod(rotate)
+    store = staticmethod(store)
+    attention = staticmethod(paged_attention)
+    gated = staticmethod(gated)
