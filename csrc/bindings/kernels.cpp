@@ -8,6 +8,30 @@
 namespace neso {
 namespace {
 
+// The products of x[rows, inputs] with each of the matrices, which are alike, `repeats` times over. `result` keeps the last
+// one; returns how far apart its rows are.
+int64_t run_products(const std::vector<const OwnedMatrix*>& matrices, const float* x, int rows, const Kernels& kernels,
+                     int threads, int repeats, Buffer<float>& result) {
+    const Matrix& first = matrices.front()->matrix;
+    ThreadTeam team(threads);
+    InputStorage storage;
+    const int64_t stride = spread_stride(int64_t(first.outputs) * 4) / 4;
+    result.reserve(rows * stride);
+    const Input described = kernels.describe_input(first, rows);
+    storage.reserve(described);
+    const Input input = storage.attach(described);
+    team.run([&](int) {
+        for (int repeat = 0; repeat < repeats; ++repeat) {
+            for (const OwnedMatrix* owned : matrices) {
+                pack_rows(team, kernels, input, owned->matrix,
+                          [&](int row, float*) { return x + int64_t(row) * first.inputs; });
+                multiply(team, kernels, input, owned->matrix, result.data(), stride, false);
+            }
+        }
+    });
+    return stride;
+}
+
 // out[rows, outputs] = x[rows, inputs] . matrix, `repeats` times (to time it without Python).
 void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> out, const std::string& isa,
             int threads, int repeats) {
@@ -20,20 +44,8 @@ void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> 
     const float* from = x.data();
     float* to = out.data();
     nb::gil_scoped_release release;
-    ThreadTeam team(threads);
-    InputStorage storage;
-    const int64_t stride = spread_stride(int64_t(matrix.outputs) * 4) / 4;
-    Buffer<float> result(rows * stride);
-    const Input described = kernels.describe_input(matrix, rows);
-    storage.reserve(described);
-    const Input input = storage.attach(described);
-    team.run([&](int) {
-        for (int repeat = 0; repeat < repeats; ++repeat) {
-            pack_rows(team, kernels, input, matrix,
-                      [&](int row, float*) { return from + int64_t(row) * matrix.inputs; });
-            multiply(team, kernels, input, matrix, result.data(), stride, false);
-        }
-    });
+    Buffer<float> result;
+    const int64_t stride = run_products({&owned}, from, rows, kernels, threads, repeats, result);
     for (int row = 0; row < rows; ++row) {
         std::copy_n(result.data() + row * stride, matrix.outputs, to + int64_t(row) * matrix.outputs);
     }
@@ -56,22 +68,8 @@ void multiply_each(const std::vector<const OwnedMatrix*>& matrices, Array<float,
     const int rows = int(x.shape(0));
     const float* from = x.data();
     nb::gil_scoped_release release;
-    ThreadTeam team(threads);
-    InputStorage storage;
-    const int64_t stride = spread_stride(int64_t(first.outputs) * 4) / 4;
-    Buffer<float> result(rows * stride);
-    const Input described = kernels.describe_input(first, rows);
-    storage.reserve(described);
-    const Input input = storage.attach(described);
-    team.run([&](int) {
-        for (int repeat = 0; repeat < repeats; ++repeat) {
-            for (const OwnedMatrix* owned : matrices) {
-                pack_rows(team, kernels, input, owned->matrix,
-                          [&](int row, float*) { return from + int64_t(row) * first.inputs; });
-                multiply(team, kernels, input, owned->matrix, result.data(), stride, false);
-            }
-        }
-    });
+    Buffer<float> result;
+    run_products(matrices, from, rows, kernels, threads, repeats, result);
 }
 
 // Sum of an array, by all threads: what the memory gives at best.
