@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_builder import PlanBuilder, Tracked, random_tokens, run
+from random_draws import assert_neighbours, random_draws
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
@@ -32,7 +33,7 @@ from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.sampling import choose as choose_on_device
 from neso.engine.runners.torch.step_inputs import TILE_QUERIES, step_inputs
-from neso.engine.sampling.random_choice import BROKEN, Draws, choose, exponentials, filter_weights
+from neso.engine.sampling.random_choice import BROKEN, Draws, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
@@ -367,23 +368,13 @@ class SamplingCases:
         seed=st.integers(0, 10_000), rows=st.integers(1, 40), spread=st.sampled_from([0.1, 1.0, 5.0, 40.0])
     )
     def test_the_tokens_are_those_of_numpy(self, seed: int, rows: int, spread: float) -> None:
-        """Rounding may move the edge of a draw: then the token must be a neighbour in what was left."""
         rng = np.random.default_rng(seed)
         logits = (rng.standard_normal((rows, 384)) * spread).astype(np.float32)
         draws = random_draws(rng, rows)
         expected, found = choose(logits, draws), self.choose(logits, draws)
         assert found.dtype == np.int32
         assert (found == expected).sum() >= rows - 2
-        for row in np.flatnonzero(found != expected):
-            one = draws.rows(np.array([row]))
-            weights = exponentials(logits[[row]], one.temperature)
-            # A hair's breadth around the uniform and the filters holds both.
-            kept = filter_weights(
-                weights, one.top_k, np.minimum(one.top_p + 1e-4, 1), one.min_p * np.float32(0.999)
-            )[0]
-            cumulative = kept.astype(np.float64).cumsum() / kept.sum(dtype=np.float64)
-            low, high = np.searchsorted(cumulative, [one.uniforms[0] - 1e-3, one.uniforms[0] + 1e-3])
-            assert low <= found[row] <= high
+        assert_neighbours(found, expected, logits, draws, 1e-3)
 
     @pytest.mark.parametrize("fixed", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {}], ids=str)
     def test_equal_logits_are_taken_in_order(self, fixed: dict[str, float]) -> None:
@@ -449,16 +440,3 @@ class DeviceLogitsCases:
         logits[2] = row
         array[2, 3:] = -np.inf
         np.testing.assert_array_equal(logits[:], array)
-
-
-def random_draws(rng: np.random.Generator, rows: int, **fixed: float) -> Draws:
-    def values(name: str, options: list[float], dtype: type) -> np.ndarray:
-        return rng.choice([fixed[name]] if name in fixed else options, rows).astype(dtype)
-
-    return Draws(
-        temperature=values("temperature", [0.0, 0.3, 1.0, 2.0], np.float32),
-        top_k=values("top_k", [0, 1, 2, 7, 50, 10_000], np.int32),
-        top_p=values("top_p", [0.05, 0.5, 0.9, 0.999, 1.0], np.float32),
-        min_p=values("min_p", [0.0, 0.01, 0.5], np.float32),
-        uniforms=rng.random(rows),
-    )

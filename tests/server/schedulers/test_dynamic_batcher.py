@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from event_loop import error_of, settle
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,18 +60,6 @@ class Instances:
         for stream in batch:
             stream.send(InferenceResponse("m", "1"), final=True)
         done()
-
-
-async def settle(seconds: float = 0.0) -> None:
-    await asyncio.sleep(seconds)
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
-async def error_of(stream: ResponseStream) -> Any:
-    response = await asyncio.wait_for(anext(stream), 2)
-    assert response.final
-    return response.error
 
 
 async def test_what_comes_together_is_executed_together() -> None:

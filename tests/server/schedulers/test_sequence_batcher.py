@@ -6,10 +6,10 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from event_loop import error_of, settle
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,18 +83,6 @@ class Instances:
             self.finish(min(self.running))
             await settle()
         return self.batches
-
-
-async def settle(seconds: float = 0.0) -> None:
-    await asyncio.sleep(seconds)
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
-async def error_of(stream: ResponseStream) -> Any:
-    response = await asyncio.wait_for(anext(stream), 2)
-    assert response.final
-    return response.error
 
 
 async def test_a_batch_has_one_request_of_each_sequence() -> None:

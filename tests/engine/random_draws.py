@@ -1,0 +1,41 @@
+"""Random draws, and what a sampler that is not numpy's may do with them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from neso.engine.sampling.random_choice import Draws, exponentials, filter_weights
+
+
+def random_draws(rng: np.random.Generator, rows: int, **fixed: float) -> Draws:
+    """All kinds of filters and temperatures, but for those that are given."""
+
+    def values(name: str, options: list[float], dtype: type) -> np.ndarray:
+        return rng.choice([fixed[name]] if name in fixed else options, rows).astype(dtype)
+
+    return Draws(
+        temperature=values("temperature", [0.0, 0.3, 1.0, 2.0], np.float32),
+        top_k=values("top_k", [0, 1, 2, 7, 50, 10_000], np.int32),
+        top_p=values("top_p", [0.05, 0.5, 0.9, 0.999, 1.0], np.float32),
+        min_p=values("min_p", [0.0, 0.01, 0.5], np.float32),
+        uniforms=rng.random(rows),
+    )
+
+
+def assert_neighbours(
+    found: np.ndarray, expected: np.ndarray, logits: np.ndarray, draws: Draws, breadth: float
+) -> None:
+    """Rounding may move the edge of a draw: then the token must be a neighbour in what was left.
+
+    `breadth`: how far the uniform may have moved.
+    """
+    for row in np.flatnonzero(found != expected):
+        one = draws.rows(np.array([row]))
+        weights = exponentials(logits[[row]], one.temperature)
+        # A hair's breadth around the uniform and the filters holds both.
+        kept = filter_weights(
+            weights, one.top_k, np.minimum(one.top_p + 1e-4, 1), one.min_p * np.float32(0.999)
+        )[0]
+        cumulative = kept.astype(np.float64).cumsum() / kept.sum(dtype=np.float64)
+        low, high = np.searchsorted(cumulative, [one.uniforms[0] - breadth, one.uniforms[0] + breadth])
+        assert low <= found[row] <= high
