@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
+from neso.server.repository import stays_inside
 from neso.server.tensor import Tensor, element_count
 
 
@@ -79,8 +80,7 @@ def _text(value: Any, index: int, labels: list[str]) -> bytes:
 
 def _read_labels(directory: Path, filename: str, model: str) -> list[str]:
     """One label a line; an empty line is an index without label. The file must be in `directory`."""
-    # By name only: a configuration may come from a client, a link in the folder is the owner's.
-    if Path(filename).is_absolute() or ".." in Path(filename).parts:
+    if not stays_inside(filename):
         raise InvalidArgument(
             f"label file '{filename}' of model '{model}' must stay inside the model's folder"
         )

@@ -52,6 +52,15 @@ def check_model_name(name: str) -> None:
         )
 
 
+def stays_inside(filename: str) -> bool:
+    """Whether a file that a configuration names is below the folder it is read from.
+
+    By name only: a configuration may come from a client, a link in the folder is the owner's.
+    """
+    path = Path(filename)
+    return not path.is_absolute() and ".." not in path.parts
+
+
 def find_versions(directory: Path) -> list[int]:
     """The version folders of a model, ascending: names that are positive integers without leading zeros."""
     if not directory.is_dir():

@@ -92,6 +92,14 @@ async def test_unknown_models_and_versions(repository, start_core):
             "initial_state { data_type: TYPE_FP32 dims: 2 data_file: 'none' } } }",
             "failed to read initial state 'A'",
         ),
+        *(
+            (
+                "sequence_batching { state { input_name: 'A' output_name: 'B' data_type: TYPE_FP32 dims: 2 "
+                f"initial_state {{ data_type: TYPE_FP32 dims: 2 data_file: '{file}' }} }} }}",
+                f"data_file '{file}' of state 'A' must stay inside the model's folder",
+            )
+            for file in ("../config.pbtxt", "/etc/hostname")
+        ),
         ("version_policy { specific { versions: [4] } }", "wanted 4, found 1"),
         (
             "input { name: 'A' data_type: TYPE_INT8 dims: [4] reshape { shape: [3] } }",

@@ -10,6 +10,7 @@ from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
+from neso.server.repository import stays_inside
 from neso.server.signature import fits
 from neso.server.tensor import Tensor
 
@@ -105,6 +106,11 @@ class SequenceStates:
                     f"initial_state of '{state.input_name}' must specify 'zero_data' or 'data_file' {self._where}"
                 )
             dims, data_file = tuple(initial.dims), initial.data_file
+            if not stays_inside(data_file):
+                raise InvalidArgument(
+                    f"data_file '{data_file}' of state '{state.input_name}' must stay inside the model's folder "
+                    f"{self._where}"
+                )
         # What varies begins with 1, as in Triton, unless an initial state says otherwise.
         shape = tuple(1 if extent == -1 else extent for extent in dims)
         tensor = Tensor.zeros(state.input_name, datatype, self._batch + shape)
