@@ -13,7 +13,7 @@ import typer
 
 from neso import __version__
 from neso.cli.build import build
-from neso.cli.serve import serve
+from neso.cli.serve import SUMMARY, ServeCommand, serve_function
 
 app = typer.Typer(
     name="neso",
@@ -42,7 +42,7 @@ def neso(
 
 
 app.command(help="Pack a model for the native runner, quantized if you like.")(build)
-app.command(help="Serve models over HTTP, gRPC and OpenAI's API.")(serve)
+app.command("serve", cls=ServeCommand, help=SUMMARY)(serve_function())
 
 
 def main() -> None:

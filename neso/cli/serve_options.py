@@ -1,30 +1,30 @@
-"""From the command line's values to the options of the core and the front ends."""
+"""From the command line's texts to the options of the core and the front ends."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from neso.cli.options import OPTIONS
+from neso.cli.options.cache import cache_size
+from neso.cli.options.engine import engine_options
+from neso.cli.options.errors import OptionError
+from neso.cli.options.grpc import grpc_options
+from neso.cli.options.http import http_options
+from neso.cli.options.metrics import metrics_options
+from neso.cli.options.openai import openai_http_options, openai_options
+from neso.cli.options.repository import repository_options
+from neso.cli.options.values import Values
 from neso.frontends.http import HttpServerOptions
-from neso.frontends.kserve_grpc.options import GrpcOptions, ResponseCompression
-from neso.frontends.kserve_http.options import HttpOptions
+from neso.frontends.kserve_grpc import GrpcOptions
+from neso.frontends.kserve_http import HttpOptions
 from neso.frontends.metrics import MetricsOptions
 from neso.frontends.openai import OpenAIOptions
-from neso.server.errors import InvalidArgument, Unsupported
-from neso.server.options import ModelControlMode, ServerOptions
+from neso.server.errors import ServerError
+from neso.server.options import ServerOptions
 
 SHIPPED_MODEL = "neso-pilot"
-ENGINE_OPTIONS = (
-    "runner",
-    "dtype",
-    "quantization",
-    "num_threads",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_memory",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,16 @@ class ModelArgument:
             name, checkpoint = Path(text).resolve().name if Path(text).exists() else text.split("/")[-1], text
             name = name.removesuffix(".gguf")
         if not name or not checkpoint:
-            raise InvalidArgument(f"model '{text}': expected CHECKPOINT or NAME=CHECKPOINT")
+            raise OptionError(f"model '{text}': expected CHECKPOINT or NAME=CHECKPOINT")
         return cls(name, checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """All that `neso serve` was told. Front ends that are switched off are None."""
+    """All that `neso serve` was told. Front ends that are switched off are None.
+
+    `warnings` are for the log: what was given and has no effect.
+    """
 
     server: ServerOptions
     models: tuple[ModelArgument, ...]
@@ -59,85 +62,58 @@ class ServeOptions:
     openai: OpenAIOptions | None
     openai_http: HttpServerOptions
     verbose: bool
+    warnings: tuple[str, ...] = ()
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> ServeOptions:
-        """From the parameters of `neso.cli.serve.serve`. Raises `ServerError`."""
-        repositories = tuple(values["model_repository"] or ())
-        names = values["models"] or ([] if repositories else [SHIPPED_MODEL])
-        engine = {name: str(values[name]) for name in ENGINE_OPTIONS if values[name] is not None}
+    def read(cls, command_line: Mapping[str, list[str]]) -> ServeOptions:
+        """From the texts that each option was given, by its name. Raises `OptionError`."""
+        values = Values.read(OPTIONS, command_line)
+        try:
+            options = cls._from_values(values)
+        except ServerError as error:
+            raise OptionError(error.message) from None
+        options._check_ports()
+        return options
+
+    @classmethod
+    def _from_values(cls, values: Values) -> ServeOptions:
+        names = values["models"] or ([] if values["model-repository"] else [SHIPPED_MODEL])
+        server = ServerOptions(
+            **repository_options(values),
+            server_id=values["id"],
+            exit_timeout=values["exit-timeout-secs"],
+            response_cache_size=cache_size(values),
+            allow_client_shm=values["allow-client-shm"],
+        )
         return cls(
-            server=ServerOptions(
-                model_repository=repositories,
-                model_control_mode=ModelControlMode(values["model_control_mode"].value),
-                startup_models=tuple(values["load_model"] or ()),
-                strict_readiness=bool(values["strict_readiness"]),
-                exit_on_error=bool(values["exit_on_error"]),
-                exit_timeout=values["exit_timeout_secs"],
-                disable_auto_complete_config=values["disable_auto_complete_config"],
-                backend_config=_backend_config(values["backend_config"] or []),
-                response_cache_size=_cache_size(
-                    values["cache_config"] or [], values["response_cache_byte_size"]
-                ),
-                allow_client_shm=bool(values["allow_client_shm"]),
-            ),
+            server=server,
             models=tuple(ModelArgument.parse(name) for name in names),
-            engine=engine,
-            http=HttpOptions(values["http_address"], values["http_port"], values["http_max_input_size"])
-            if values["allow_http"]
-            else None,
-            grpc=GrpcOptions(
-                values["grpc_address"],
-                values["grpc_port"],
-                response_compression=ResponseCompression(
-                    values["grpc_infer_response_compression_level"].value
-                ),
-            )
-            if values["allow_grpc"]
-            else None,
-            metrics=MetricsOptions(values["metrics_address"], values["metrics_port"])
-            if values["allow_metrics"]
-            else None,
-            openai=OpenAIOptions(
-                max_body_size=values["http_max_input_size"],
-                default_max_tokens=values["default_max_tokens"],
-                tool_call_parser=values["tool_call_parser"],
-            )
-            if values["allow_openai"]
-            else None,
-            openai_http=HttpServerOptions(
-                host=values["openai_address"],
-                port=values["openai_port"],
-                max_body=values["http_max_input_size"],
-            ),
-            verbose=values["log_verbose"] > 0,
+            engine=engine_options(values),
+            http=http_options(values),
+            grpc=grpc_options(values),
+            metrics=metrics_options(values),
+            openai=openai_options(values),
+            openai_http=openai_http_options(values),
+            verbose=values["log-verbose"] > 0,
+            warnings=tuple(values.warnings),
         )
 
-
-def _backend_config(settings: list[str]) -> dict[str, dict[str, str]]:
-    result: dict[str, dict[str, str]] = {}
-    for setting in settings:
-        backend, comma, pair = setting.partition(",")
-        key, equals, value = pair.partition("=")
-        if not (backend and comma and key and equals):
-            raise InvalidArgument(f"--backend-config '{setting}': expected BACKEND,KEY=VALUE")
-        result.setdefault(backend, {})[key] = value
-    return result
-
-
-def _cache_size(settings: list[str], byte_size: int | None) -> int:
-    """Bytes of the response cache, from --cache-config and --response-cache-byte-size; 0 for none."""
-    if not settings:
-        return byte_size or 0
-    if byte_size is not None:
-        raise InvalidArgument("--cache-config and --response-cache-byte-size cannot be given together")
-    size = 0
-    for setting in settings:
-        cache, _, pair = setting.partition(",")
-        key, _, value = pair.partition("=")
-        if cache != "local":
-            raise Unsupported(f"--cache-config '{setting}': the only cache there is is 'local'")
-        if key != "size" or not value.isdecimal():
-            raise InvalidArgument(f"--cache-config '{setting}': expected local,size=BYTES")
-        size = int(value)
-    return size
+    def _check_ports(self) -> None:
+        """Raises `OptionError` when two front ends would listen at one place."""
+        openai = self.openai_http if self.openai is not None else None
+        taken: dict[tuple[str, int], str] = {}
+        for name, options in (
+            ("HTTP", self.http),
+            ("gRPC", self.grpc),
+            ("metrics", self.metrics),
+            ("OpenAI", openai),
+        ):
+            if options is None or options.port == 0:
+                continue
+            place = (options.host, options.port)
+            if place in taken:
+                raise OptionError(
+                    f"the server cannot listen to {taken[place]} requests and {name} requests at the same "
+                    f"address and port {options.host}:{options.port}"
+                )
+            taken[place] = name

@@ -7,12 +7,13 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 import uvloop
 
 from neso.cli.logs import configure_logging
+from neso.cli.options.errors import OptionError
 from neso.cli.ready import show_ready
 from neso.cli.serve_options import ModelArgument, ServeOptions
 from neso.frontends.http import AsgiApp, AsgiServer, BindError
@@ -34,12 +35,21 @@ class FrontEnd(Protocol):
     async def stop(self, grace: float) -> None: ...
 
 
-def run(values: dict[str, Any]) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit status. A second signal ends at once."""
+def run(command_line: Mapping[str, list[str]]) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit status. A second signal ends at once.
+
+    `command_line` has the texts that each option was given, by its name.
+    """
     started = time.perf_counter()
     try:
-        options = ServeOptions.from_values(values)
+        options = ServeOptions.read(command_line)
+    except OptionError as error:
+        print(f"neso serve: {error}", file=sys.stderr)
+        return 2
+    try:
         configure_logging(verbose=options.verbose)
+        for warning in options.warnings:
+            logger.warning(warning)
         return uvloop.run(_serve(options, started))
     except (ServerError, BindError, ValueError) as error:
         print(f"neso: {error}", file=sys.stderr)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from serve_arguments import parse
 
 import neso
+from neso.cli.options.errors import OptionError
 from neso.cli.serve_options import ModelArgument, ServeOptions
-from neso.server.errors import InvalidArgument, ServerError
 from neso.server.options import ModelControlMode
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "neso.cli", *arguments], capture_output=True, text=True)
 
 
@@ -23,7 +25,7 @@ def test_version():
 
 def test_help_is_grouped():
     text = run("serve", "--help").stdout
-    for group in ("Models", "Engine", "Ports", "Process"):
+    for group in ("Models", "Engine", "HTTP", "gRPC", "Metrics", "Process", "Logging", "Rate limiter"):
         assert f"─ {group}" in text
     for option in (
         "--model-repository",
@@ -35,13 +37,14 @@ def test_help_is_grouped():
         assert option in text
 
 
-def test_commands_that_serve_nothing_import_nothing_heavy():
+@pytest.mark.parametrize("arguments", [["--version"], ["serve", "--help"]])
+def test_commands_that_serve_nothing_import_nothing_heavy(arguments):
     code = (
         "import sys\n"
-        "sys.argv = ['neso', '--version']\n"
+        f"sys.argv = ['neso', *{arguments}]\n"
         "from neso.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print([m for m in ('numpy', 'grpc', 'fastapi', 'tokenizers') if m in sys.modules])"
+        "print([m for m in ('numpy', 'grpc', 'fastapi', 'tokenizers', 'yaml') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.endswith(
         "[]\n"
@@ -76,22 +79,8 @@ def test_model_argument_of_a_directory_is_named_by_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["=x", "x=", ""])
 def test_bad_model_argument(text):
-    with pytest.raises(InvalidArgument, match="NAME=CHECKPOINT"):
+    with pytest.raises(OptionError, match="NAME=CHECKPOINT"):
         ModelArgument.parse(text)
-
-
-def parse(*arguments: str) -> ServeOptions:
-    """What `neso serve` makes of its arguments."""
-    from unittest.mock import patch
-
-    from typer.testing import CliRunner
-
-    from neso.cli.main import app
-
-    with patch("neso.cli.serving.run", return_value=0) as ran:
-        result = CliRunner().invoke(app, ["serve", *arguments])
-    assert result.exit_code == 0, result.output
-    return ServeOptions.from_values(ran.call_args.args[0])
 
 
 def test_defaults():
@@ -153,5 +142,5 @@ def test_size_of_the_response_cache(arguments, size):
     ],
 )
 def test_bad_cache_configurations(arguments, message):
-    with pytest.raises(ServerError, match=message):
+    with pytest.raises(OptionError, match=message):
         parse(*arguments)

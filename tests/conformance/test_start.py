@@ -149,5 +149,5 @@ def test_port_in_use(protocol):
 
 def test_bad_option():
     with ServerProcess("--backend-config=nonsense") as server:
-        assert server.process.wait(20) == 1
+        assert server.process.wait(20) == 2
         assert "BACKEND,KEY=VALUE" in server.output

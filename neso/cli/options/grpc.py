@@ -1,0 +1,112 @@
+"""KServe over gRPC."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neso.cli.options.kinds import BOOLEAN, PORT, choice, integer
+from neso.cli.options.option import Option, Topic
+from neso.cli.options.values import Values
+
+if TYPE_CHECKING:
+    from neso.frontends.kserve_grpc import GrpcOptions
+
+_NO_POOLS = "requests and responses are not pooled"
+
+GRPC = Topic(
+    "gRPC",
+    (
+        Option("allow-grpc", "Serve gRPC.", BOOLEAN, True),
+        Option("grpc-address", "Where gRPC listens.", default="0.0.0.0", metavar="HOST"),
+        Option("grpc-port", "KServe over gRPC.", PORT, 8001),
+        Option(
+            "reuse-grpc-port", "Share the port with other servers that have this option set.", BOOLEAN, False
+        ),
+        Option(
+            "grpc-infer-response-compression-level",
+            "Compress gRPC responses; any level but none is gzip.",
+            choice("none", "low", "medium", "high"),
+            "none",
+        ),
+        Option("grpc-keepalive-time", "Milliseconds between two keepalive pings.", integer(1), 7_200_000),
+        Option(
+            "grpc-keepalive-timeout",
+            "Milliseconds that a client has to answer a keepalive ping.",
+            integer(1),
+            20_000,
+        ),
+        Option(
+            "grpc-keepalive-permit-without-calls", "Ping clients that have no call in flight.", BOOLEAN, False
+        ),
+        Option(
+            "grpc-http2-max-pings-without-data",
+            "Pings that may be sent without data between them; 0: any number.",
+            integer(0),
+            2,
+        ),
+        Option(
+            "grpc-http2-min-recv-ping-interval-without-data",
+            "Milliseconds that a client must leave between two pings without data.",
+            integer(0),
+            300_000,
+        ),
+        Option(
+            "grpc-http2-max-ping-strikes",
+            "Pings that come too early before the connection is closed; 0: any number.",
+            integer(0),
+            2,
+        ),
+        Option(
+            "grpc-max-connection-age",
+            "Milliseconds after which a connection is closed.",
+            integer(0),
+            default_text="no limit",
+        ),
+        Option(
+            "grpc-max-connection-age-grace",
+            "Milliseconds that calls have to end on a connection that has reached its age.",
+            integer(0),
+            default_text="no limit",
+        ),
+        Option(
+            "grpc-infer-thread-count",
+            "Threads that tritonserver handles gRPC inference with.",
+            integer(1),
+            ignored="one event loop handles all calls",
+        ),
+        Option(
+            "grpc-infer-allocation-pool-size",
+            "Request objects that tritonserver keeps for reuse.",
+            integer(0),
+            ignored=_NO_POOLS,
+        ),
+        Option(
+            "grpc-max-response-pool-size",
+            "Response objects that tritonserver keeps for each stream.",
+            integer(0),
+            ignored=_NO_POOLS,
+        ),
+    ),
+)
+
+
+def grpc_options(values: Values) -> GrpcOptions | None:
+    """None if gRPC is off. Raises `ServerError`."""
+    from neso.frontends.kserve_grpc import GrpcOptions
+    from neso.frontends.kserve_grpc.options import ResponseCompression
+
+    if not values["allow-grpc"]:
+        return None
+    return GrpcOptions(
+        values["grpc-address"],
+        values["grpc-port"],
+        keepalive_time_ms=values["grpc-keepalive-time"],
+        keepalive_timeout_ms=values["grpc-keepalive-timeout"],
+        keepalive_permit_without_calls=values["grpc-keepalive-permit-without-calls"],
+        http2_max_pings_without_data=values["grpc-http2-max-pings-without-data"],
+        http2_min_recv_ping_interval_without_data_ms=values["grpc-http2-min-recv-ping-interval-without-data"],
+        http2_max_ping_strikes=values["grpc-http2-max-ping-strikes"],
+        max_connection_age_ms=values["grpc-max-connection-age"] or 0,
+        max_connection_age_grace_ms=values["grpc-max-connection-age-grace"] or 0,
+        response_compression=ResponseCompression(values["grpc-infer-response-compression-level"]),
+    )

@@ -1,0 +1,48 @@
+"""OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neso.cli.options.kinds import BOOLEAN, PORT, integer
+from neso.cli.options.option import Option, Topic
+from neso.cli.options.values import Values
+
+if TYPE_CHECKING:
+    from neso.frontends.http import HttpServerOptions
+    from neso.frontends.openai import OpenAIOptions
+
+OPENAI = Topic(
+    "OpenAI",
+    (
+        Option("allow-openai", "Serve OpenAI's API, on its own port and under /v1 of HTTP.", BOOLEAN, True),
+        Option("openai-address", "Where OpenAI's API listens.", metavar="HOST", default_text="that of HTTP"),
+        Option("openai-port", "OpenAI's API.", PORT, 9000),
+        Option("tool-call-parser", "Format in which the models write tool calls.", default="hermes"),
+        Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
+    ),
+)
+
+
+def openai_options(values: Values) -> OpenAIOptions | None:
+    """None if OpenAI's API is off."""
+    from neso.frontends.openai import OpenAIOptions
+
+    if not values["allow-openai"]:
+        return None
+    return OpenAIOptions(
+        max_body_size=values["http-max-input-size"],
+        default_max_tokens=values["default-max-tokens"],
+        tool_call_parser=values["tool-call-parser"],
+    )
+
+
+def openai_http_options(values: Values) -> HttpServerOptions:
+    """Of the server on the port that OpenAI's API has for itself."""
+    from neso.frontends.http import HttpServerOptions
+
+    return HttpServerOptions(
+        host=values["openai-address"] or values["http-address"],
+        port=values["openai-port"],
+        max_body=values["http-max-input-size"],
+    )
