@@ -191,7 +191,7 @@ def _scope(request: Request, state: dict[str, Any]) -> dict[str, Any]:
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": request.http_version,
         "method": request.method,
-        "scheme": "http",
+        "scheme": connection.scheme,
         "path": request.path,
         "raw_path": request.raw_path,
         "query_string": request.query,

@@ -181,6 +181,11 @@ class HttpConnection(asyncio.Protocol):
         name = self._transport.get_extra_info("sockname")
         return name[:2] if isinstance(name, tuple) else None
 
+    @property
+    def scheme(self) -> str:
+        """http or https."""
+        return "http" if self._options.tls is None else "https"
+
     async def wait_lost(self) -> None:
         """Wait until the client has gone."""
         await self._lost.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 
 
@@ -12,6 +13,7 @@ class HttpServerOptions:
     `header_timeout` runs from the first byte of a request to the end of its headers, whatever trickles in;
     `body_timeout` is the longest pause within a body; `write_timeout` the longest that a client may leave the
     write buffer full; `linger` how long a refused client may go on sending so that it can read the refusal.
+    `tls`: serve over TLS; its handshake has the header's time. `reuse_port`: share the port with other processes.
     """
 
     host: str = "127.0.0.1"
@@ -26,6 +28,8 @@ class HttpServerOptions:
     write_timeout: float = 120.0
     linger: float = 2.0
     backlog: int = 2048
+    reuse_port: bool = False
+    tls: ssl.SSLContext | None = None
 
     @property
     def tick(self) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+from typing import Any
 
 from neso.frontends.http.connection import Handler, HttpConnection, Shared
 from neso.frontends.http.options import HttpServerOptions
@@ -49,6 +50,9 @@ class HttpServer:
                 self.options.port,
                 backlog=self.options.backlog,
                 reuse_address=True,
+                # None, not False: uvloop takes an explicit no for a wish that the platform must grant.
+                reuse_port=self.options.reuse_port or None,
+                **self._tls_arguments(),
             )
         except (OSError, OverflowError) as error:
             raise BindError(self._bind_message(error)) from error
@@ -89,6 +93,16 @@ class HttpServer:
         for connection in list(shared.connections):
             connection.check_timeout(now)
         self._sweeper = shared.loop.call_later(self.options.tick, self._sweep)
+
+    def _tls_arguments(self) -> dict[str, Any]:
+        options = self.options
+        if options.tls is None:
+            return {}
+        return {
+            "ssl": options.tls,
+            "ssl_handshake_timeout": options.header_timeout,
+            "ssl_shutdown_timeout": options.linger,
+        }
 
     def _bind_message(self, error: OSError | OverflowError) -> str:
         if isinstance(error, OSError):
