@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neso.cli.options.kinds import BOOLEAN, PORT, choice, integer
+from neso.cli.options.errors import OptionError, about
+from neso.cli.options.http import header_forwarding
+from neso.cli.options.kinds import BOOLEAN, PATH, PORT, choice, integer
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
 
 if TYPE_CHECKING:
     from neso.frontends.kserve_grpc import GrpcOptions
+    from neso.frontends.restrictions import Restrictions
+    from neso.frontends.tls import TlsFiles
 
 _NO_POOLS = "requests and responses are not pooled"
 
@@ -21,6 +25,23 @@ GRPC = Topic(
         Option("grpc-port", "KServe over gRPC.", PORT, 8001),
         Option(
             "reuse-grpc-port", "Share the port with other servers that have this option set.", BOOLEAN, False
+        ),
+        Option("grpc-use-ssl", "Serve gRPC over TLS.", BOOLEAN, False),
+        Option("grpc-use-ssl-mutual", "Serve gRPC over TLS, to clients with a certificate.", BOOLEAN, False),
+        Option("grpc-server-cert", "PEM file of the certificate.", PATH),
+        Option("grpc-server-key", "PEM file of the certificate's key.", PATH),
+        Option("grpc-root-cert", "PEM file of the certificates that clients must show one below.", PATH),
+        Option(
+            "grpc-restricted-protocol",
+            "Answer these groups only to calls with the metadata triton-grpc-protocol-KEY of this VALUE; the groups "
+            "are those of --http-restricted-api.",
+            repeated=True,
+            metavar="GROUP[,GROUP...]:KEY=VALUE",
+        ),
+        Option(
+            "grpc-header-forward-pattern",
+            "Metadata in whose keys this regular expression is found become parameters of inference requests.",
+            metavar="REGEX",
         ),
         Option(
             "grpc-infer-response-compression-level",
@@ -109,4 +130,36 @@ def grpc_options(values: Values) -> GrpcOptions | None:
         max_connection_age_ms=values["grpc-max-connection-age"] or 0,
         max_connection_age_grace_ms=values["grpc-max-connection-age-grace"] or 0,
         response_compression=ResponseCompression(values["grpc-infer-response-compression-level"]),
+        reuse_port=values["reuse-grpc-port"],
+        tls=_tls_files(values),
+        restrictions=_restrictions(values),
+        header_forwarding=header_forwarding(values, "grpc-header-forward-pattern"),
     )
+
+
+def _tls_files(values: Values) -> TlsFiles | None:
+    from neso.frontends.tls import TlsFiles
+
+    certificate, key, root = (values[f"grpc-{name}"] for name in ("server-cert", "server-key", "root-cert"))
+    mutual = values["grpc-use-ssl-mutual"]
+    if not (mutual or values["grpc-use-ssl"]):
+        for name in ("grpc-server-cert", "grpc-server-key", "grpc-root-cert"):
+            if values.given(name):
+                values.warnings.append(f"--{name} has no effect without --grpc-use-ssl=true: gRPC is not encrypted")
+        return None
+    if certificate is None or key is None:
+        raise OptionError("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
+    if mutual and root is None:
+        raise OptionError("--grpc-use-ssl-mutual needs --grpc-root-cert")
+    files = TlsFiles(certificate, key, root if mutual else None)
+    with about("--grpc-server-cert"):
+        files.context()
+    return files
+
+
+def _restrictions(values: Values) -> Restrictions:
+    from neso.frontends.kserve_grpc.restricted import HEADER_PREFIX
+    from neso.frontends.restrictions import Restrictions
+
+    with about("--grpc-restricted-protocol"):
+        return Restrictions.parse(values["grpc-restricted-protocol"], HEADER_PREFIX)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from neso.cli.options.http import restrictions, tls_files
 from neso.cli.options.kinds import BOOLEAN, PORT, integer
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
@@ -34,6 +35,7 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         max_body_size=values["http-max-input-size"],
         default_max_tokens=values["default-max-tokens"],
         tool_call_parser=values["tool-call-parser"],
+        restrictions=restrictions(values),
     )
 
 
@@ -41,8 +43,11 @@ def openai_http_options(values: Values) -> HttpServerOptions:
     """Of the server on the port that OpenAI's API has for itself."""
     from neso.frontends.http import HttpServerOptions
 
+    tls = tls_files(values)
     return HttpServerOptions(
         host=values["openai-address"] or values["http-address"],
         port=values["openai-port"],
         max_body=values["http-max-input-size"],
+        reuse_port=values["reuse-http-port"],
+        tls=None if tls is None else tls.context(),
     )

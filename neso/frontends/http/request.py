@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -59,6 +60,11 @@ class Request:
         """The value of a header, None where it is absent."""
         value = self.headers.get(name.lower().encode())
         return None if value is None else value.decode("latin-1")
+
+    def header_items(self) -> Iterator[tuple[str, str]]:
+        """Name and value of every header."""
+        for name, value in self.headers.items():
+            yield name.decode("latin-1"), value.decode("latin-1")
 
     def __repr__(self) -> str:
         return f"<Request {self.method} {self.path} body={len(self.body)}>"

@@ -50,8 +50,7 @@ class HttpServer:
                 self.options.port,
                 backlog=self.options.backlog,
                 reuse_address=True,
-                # None, not False: uvloop takes an explicit no for a wish that the platform must grant.
-                reuse_port=self.options.reuse_port or None,
+                reuse_port=self.options.reuse_port,
                 **self._tls_arguments(),
             )
         except (OSError, OverflowError) as error:

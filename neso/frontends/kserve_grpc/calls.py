@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -79,6 +79,13 @@ class Calls:
         finally:
             self._tasks.discard(task)
             self._evicted.discard(task)
+
+
+def metadata_texts(context: grpc.aio.ServicerContext) -> Iterator[tuple[str, str]]:
+    """Key and value of the client's metadata; binary values are left out."""
+    for key, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            yield key, value
 
 
 def rpc(method: Method[Servicer, Request, Reply]) -> Method[Servicer, Request, Reply]:

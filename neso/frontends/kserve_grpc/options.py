@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+from neso.frontends.header_forwarding import HeaderForwarding
+from neso.frontends.restrictions import Restrictions
+from neso.frontends.tls import TlsFiles
 
 INT_MAX = 2**31 - 1
 
@@ -21,7 +25,8 @@ class ResponseCompression(str, Enum):
 class GrpcOptions:
     """Address, limits and keepalive of the gRPC server; the defaults are Triton's. Times are in milliseconds.
 
-    `port` 0 lets the system choose (see `KServeGrpc.port`). `max_connection_age_ms` 0: no limit.
+    `port` 0 lets the system choose (see `KServeGrpc.port`). `max_connection_age_ms` 0: no limit. `reuse_port`: share
+    the port with other processes.
     """
 
     host: str = "0.0.0.0"
@@ -36,6 +41,10 @@ class GrpcOptions:
     max_connection_age_ms: int = 0
     max_connection_age_grace_ms: int = 0
     response_compression: ResponseCompression = ResponseCompression.none
+    reuse_port: bool = False
+    tls: TlsFiles | None = None
+    restrictions: Restrictions = field(default_factory=Restrictions)
+    header_forwarding: HeaderForwarding | None = None
 
     @property
     def address(self) -> str:
@@ -47,7 +56,7 @@ class GrpcOptions:
         """The same in gRPC's terms."""
         arguments = [
             # On Linux gRPC shares ports by default: a second server would get some of the first one's clients.
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(self.reuse_port)),
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),

@@ -10,7 +10,8 @@ import grpc.aio
 from grpc.aio import ServicerContext as Context
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from neso.frontends.kserve_grpc.calls import Calls, rpc
+from neso.frontends.header_forwarding import HeaderForwarding
+from neso.frontends.kserve_grpc.calls import Calls, metadata_texts, rpc
 from neso.frontends.kserve_grpc.decoding import decode_infer_message
 from neso.frontends.kserve_grpc.encoding import encode_response
 from neso.frontends.kserve_grpc.infer import only_response, read_request
@@ -49,8 +50,9 @@ def add_to_server(servicer: Servicer, server: grpc.aio.Server) -> None:
 class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Reads a request message, asks the core, writes the reply."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, forwarding: HeaderForwarding | None = None) -> None:
         self.core = core
+        self._forwarding = forwarding
         self.calls = Calls()
 
     @rpc
@@ -127,6 +129,8 @@ class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceService
         if model.decoupled:
             raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
         request, parameters = read_request(message, self.core.shared_memory)
+        if self._forwarding is not None:
+            request.parameters.update(self._forwarding.parameters(metadata_texts(context)))
         responses = model.submit(request)
         try:
             response = await only_response(responses)
@@ -136,7 +140,7 @@ class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceService
 
     @rpc
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        stream = InferStream(self.core, context)
+        stream = InferStream(self.core, context, self._forwarding)
         self.calls.on_stop(stream.drain)
         try:
             await stream.run(requests)

@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from neso.frontends.kserve_grpc.calls import STOPPING
+from neso.frontends.header_forwarding import HeaderForwarding
+from neso.frontends.kserve_grpc.calls import STOPPING, metadata_texts
 from neso.frontends.kserve_grpc.decoding import decode_infer_message
 from neso.frontends.kserve_grpc.encoding import encode_stream_error, encode_stream_response
 from neso.frontends.kserve_grpc.errors import as_server_error
@@ -33,10 +34,13 @@ class InferStream:
     is a message on the stream, unless the client's header asks that the first one become the RPC's status.
     """
 
-    def __init__(self, core: Core, context: grpc.aio.ServicerContext) -> None:
+    def __init__(
+        self, core: Core, context: grpc.aio.ServicerContext, forwarding: HeaderForwarding | None
+    ) -> None:
         self._core = core
         self._context = context
         self._status_errors = (STATUS_ERRORS_HEADER, "true") in (context.invocation_metadata() or ())
+        self._forwarded = {} if forwarding is None else forwarding.parameters(metadata_texts(context))
         self._in_flight: dict[asyncio.Task[None], ResponseStream] = {}
         self._reader: asyncio.Task[None] | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -70,6 +74,8 @@ class InferStream:
                 message = decode_infer_message(data)
                 model_name, request_id = message.request.model_name, message.request.id
                 request, parameters = read_request(message, self._core.shared_memory)
+                if self._forwarded:
+                    request.parameters.update(self._forwarded)
                 model = self._core.model(request.model_name, request.model_version)
                 responses = model.submit(request)
             except Exception as failure:

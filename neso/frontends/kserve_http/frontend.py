@@ -22,6 +22,7 @@ from neso.frontends.kserve_http.infer import InferEndpoint
 from neso.frontends.kserve_http.metadata import MetadataEndpoints
 from neso.frontends.kserve_http.options import HttpOptions
 from neso.frontends.kserve_http.repository import RepositoryEndpoints
+from neso.frontends.kserve_http.restricted import group_of, restrict
 from neso.frontends.kserve_http.shared_memory import SharedMemoryEndpoints
 from neso.server.core import Core
 from neso.server.errors import ServerError
@@ -91,11 +92,15 @@ class KServeHttp:
             return respond(error)
         return answer if isinstance(answer, Response) else _guard(answer)
 
+    def _add(self, method: str, pattern: str, handler: Handler) -> None:
+        required = self.options.restrictions.get(group_of(pattern))
+        self._router.add(method, pattern, handler if required is None else restrict(handler, required))
+
     def _route(self, core: Core) -> None:
-        add = self._router.add
+        add, forwarding = self._add, self.options.header_forwarding
         health, metadata = HealthEndpoints(core), MetadataEndpoints(core)
-        infer = InferEndpoint(core, self.options.max_input_size)
-        generate, repository = GenerateEndpoint(core), RepositoryEndpoints(core)
+        infer = InferEndpoint(core, self.options.max_input_size, forwarding)
+        generate, repository = GenerateEndpoint(core, forwarding), RepositoryEndpoints(core)
         add("GET", "/v2", metadata.server)
         add("GET", "/v2/health/live", health.live)
         add("GET", "/v2/health/ready", health.ready)

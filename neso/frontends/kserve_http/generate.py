@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.http import Request, Response, StreamingResponse
 from neso.frontends.http.response import error_body
 from neso.frontends.kserve_http.errors import status_of
@@ -29,8 +30,9 @@ _SSE = "text/event-stream; charset=utf-8"
 class GenerateEndpoint:
     """`POST /v2/models/{model}[/versions/{version}]/generate` and `…/generate_stream`."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, forwarding: HeaderForwarding | None) -> None:
         self._core = core
+        self._forwarding = forwarding
 
     async def generate(self, request: Request) -> Response:
         """Exactly one response, as JSON. The status is that of the first response, whatever else comes."""
@@ -70,7 +72,10 @@ class GenerateEndpoint:
         model = self._core.model(request.params["model"], version)
         if request.header("content-encoding") not in (None, "", "identity"):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-        return model.submit(read_generate_request(request.body, model, version))
+        inference = read_generate_request(request.body, model, version)
+        if self._forwarding is not None:
+            inference.parameters.update(self._forwarding.parameters(request.header_items()))
+        return model.submit(inference)
 
 
 def read_generate_request(body: bytes, model: Model, version: str) -> InferenceRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.http import Request, Response
 from neso.frontends.kserve_http.compression import (
     ACCEPTED,
@@ -24,8 +25,9 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 class InferEndpoint:
     """`POST /v2/models/{model}[/versions/{version}]/infer`."""
 
-    def __init__(self, core: Core, max_input_size: int) -> None:
+    def __init__(self, core: Core, max_input_size: int, forwarding: HeaderForwarding | None) -> None:
         self._core = core
+        self._forwarding = forwarding
         self._max_input_size = max_input_size  # bytes, of a body that is decompressed
 
     async def __call__(self, request: Request) -> Response:
@@ -43,6 +45,8 @@ class InferEndpoint:
             except UnsupportedEncoding as error:
                 return respond(error, ACCEPTED)
         inference, output_format = read_infer_request(request, model, version, self._core.shared_memory)
+        if self._forwarding is not None:
+            inference.parameters.update(self._forwarding.parameters(request.header_items()))
         stream = model.submit(inference)
         try:
             response = await single_response(stream)

@@ -20,6 +20,7 @@ from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
 from neso.frontends.openai.errors import ApiError, to_api_error
 from neso.frontends.openai.models import ModelsApi
 from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.restricted import restrict
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
 
 if TYPE_CHECKING:
@@ -34,9 +35,13 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
     somebody reads it.
     """
     app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False)
-    app.router.routes.extend(
-        [*_generation_routes(core, options), *_model_routes(core), *_health_routes(core)]
-    )
+    for group, routes in (
+        ("inference", _generation_routes(core, options)),
+        ("model-repository", _model_routes(core)),
+        ("health", _health_routes(core)),
+    ):
+        required = options.restrictions.get(group)
+        app.router.routes.extend(routes if required is None else restrict(routes, required))
     app.openapi = _description  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_http_exception)
     return app

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from neso.frontends.restrictions import Restrictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,8 +13,10 @@ class OpenAIOptions:
 
     `default_max_tokens` is for completions that name no `max_tokens` (chats go on to the model's limit, as
     with OpenAI). `tool_call_parser` names the format in which the models write tool calls.
+    `restrictions` of the groups inference, model-repository (the list of models) and health.
     """
 
     max_body_size: int = 64 * 1024 * 1024
     default_max_tokens: int = 16
     tool_call_parser: str = "hermes"
+    restrictions: Restrictions = field(default_factory=Restrictions)

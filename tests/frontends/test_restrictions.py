@@ -1,0 +1,86 @@
+"""The settings of restricted groups."""
+
+from __future__ import annotations
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from neso.frontends.kserve_grpc.restricted import _GROUPS as RPC_GROUPS
+from neso.frontends.kserve_http.restricted import group_of
+from neso.frontends.restrictions import GROUPS, Restrictions
+from neso.server.errors import InvalidArgument
+
+
+def test_groups_share_a_header():
+    restrictions = Restrictions.parse(["health,metadata:Admin-Key=a=b:c", "inference:user=x"])
+    assert restrictions.get("health") == restrictions.get("metadata")
+    required = restrictions.get("health")
+    assert required is not None and required.name == "admin-key"
+    assert required.matches(b"a=b:c")
+    assert not required.matches(b"a=b") and not required.matches(None) and not required.matches(b"")
+    assert restrictions.get("inference") != required
+    assert restrictions.get("logging") is None
+
+
+def test_nothing_is_restricted_by_default():
+    assert not Restrictions() and not Restrictions.parse([])
+    assert all(Restrictions().get(group) is None for group in GROUPS)
+
+
+def test_the_secret_is_not_shown():
+    restrictions = Restrictions.parse(["health:key=secret"])
+    assert "secret" not in repr(restrictions.get("health"))
+    for bad in ("health;key=secret", "nothing:key=secret"):
+        with pytest.raises(InvalidArgument) as caught:
+            Restrictions.parse([bad])
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["health"], "expected GROUP"),
+        (["health:key"], "expected GROUP"),
+        (["health:=value"], "expected GROUP"),
+        (["health:key="], "expected GROUP"),
+        ([":key=value"], "expected GROUP"),
+        (["weather:key=value"], "unknown restricted group 'weather', expected one of: health, metadata"),
+        (["health,:key=value"], "unknown restricted group ''"),
+        (["health:a=b", "metadata,health:c=d"], "restricted group 'health' can not be specified more than once"),
+        (["health,health:a=b"], "restricted group 'health' can not be specified more than once"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(InvalidArgument, match=message):
+        Restrictions.parse(settings)
+
+
+def test_every_rpc_has_a_group():
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    assert {method.name for method in service.methods} | {"Check"} == set(RPC_GROUPS)
+    assert set(RPC_GROUPS.values()) == set(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "group"),
+    [
+        ("/v2", "metadata"),
+        ("/v2/models/{model}", "metadata"),
+        ("/v2/models/{model}/versions/{version:digits}", "metadata"),
+        ("/v2/health/live", "health"),
+        ("/v2/models/{model}/ready", "health"),
+        ("/v2/models/{model}/versions/{version:digits}/infer", "inference"),
+        ("/v2/models/{model}/generate_stream", "inference"),
+        ("/v2/models/{model}/config", "model-config"),
+        ("/v2/models/stats", "statistics"),
+        ("/v2/repository/index", "model-repository"),
+        ("/v2/repository/{repository}/models/{model}/load", "model-repository"),
+        ("/v2/cudasharedmemory/region/{region}/register", "shared-memory"),
+        ("/v2/systemsharedmemory/status", "shared-memory"),
+        ("/v2/trace/setting", "trace"),
+        ("/v2/models/{model}/trace/setting", "trace"),
+        ("/v2/logging", "logging"),
+    ],
+)
+def test_group_of_a_route(pattern, group):
+    assert group_of(pattern) == group
