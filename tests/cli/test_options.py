@@ -66,7 +66,9 @@ def test_what_is_not_there_is_refused(option):
         parse(sample(option))
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o.absent or o.ignored], ids=lambda option: option.name)
+@pytest.mark.parametrize(
+    "option", [o for o in OPTIONS if o.absent or o.ignored], ids=lambda option: option.name
+)
 def test_the_default_may_be_written_out(option):
     for value in (option.default, *option.harmless):
         if value is not None:
@@ -127,7 +129,8 @@ def test_id_names_the_server():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--http-port=x"], ["--no-such-option=1"], ["--http-port"], ["--rate-limit=execution_count"]]
+    "arguments",
+    [["--http-port=x"], ["--no-such-option=1"], ["--http-port"], ["--rate-limit=execution_count"]],
 )
 def test_bad_command_lines_end_with_2(arguments):
     result = subprocess.run(

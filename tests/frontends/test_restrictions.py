@@ -46,7 +46,10 @@ def test_the_secret_is_not_shown():
         ([":key=value"], "expected GROUP"),
         (["weather:key=value"], "unknown restricted group 'weather', expected one of: health, metadata"),
         (["health,:key=value"], "unknown restricted group ''"),
-        (["health:a=b", "metadata,health:c=d"], "restricted group 'health' can not be specified more than once"),
+        (
+            ["health:a=b", "metadata,health:c=d"],
+            "restricted group 'health' can not be specified more than once",
+        ),
         (["health,health:a=b"], "restricted group 'health' can not be specified more than once"),
     ],
 )

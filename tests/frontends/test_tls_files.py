@@ -53,7 +53,12 @@ def test_good_files(pem):
         ("cert.pem", "none.pem", None, "the TLS key '.*none.pem' cannot be read: No such file"),
         ("cert.pem", "key.pem", "none.pem", "the TLS root certificate '.*none.pem' cannot be read"),
         (".", "key.pem", None, "cannot be read: Is a directory"),
-        ("junk.pem", "key.pem", None, "'.*junk.pem' and the key '.*key.pem' do not go together, or one of them"),
+        (
+            "junk.pem",
+            "key.pem",
+            None,
+            "'.*junk.pem' and the key '.*key.pem' do not go together, or one of them",
+        ),
         ("cert.pem", "other.pem", None, "do not go together.*: KEY_VALUES_MISMATCH"),
         ("cert.pem", "encrypted.pem", None, "the TLS key '.*encrypted.pem' cannot be used: it is encrypted"),
         ("cert.pem", "key.pem", "junk.pem", "the TLS root certificate '.*junk.pem' is no PEM file"),

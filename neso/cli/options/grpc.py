@@ -145,7 +145,9 @@ def _tls_files(values: Values) -> TlsFiles | None:
     if not (mutual or values["grpc-use-ssl"]):
         for name in ("grpc-server-cert", "grpc-server-key", "grpc-root-cert"):
             if values.given(name):
-                values.warnings.append(f"--{name} has no effect without --grpc-use-ssl=true: gRPC is not encrypted")
+                values.warnings.append(
+                    f"--{name} has no effect without --grpc-use-ssl=true: gRPC is not encrypted"
+                )
         return None
     if certificate is None or key is None:
         raise OptionError("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
