@@ -11,7 +11,7 @@ from serve_arguments import parse
 
 import neso
 from neso.cli.options.errors import OptionError
-from neso.cli.serve_options import ModelArgument, ServeOptions
+from neso.cli.serve_options import ModelArgument
 from neso.server.options import ModelControlMode
 
 

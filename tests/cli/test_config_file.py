@@ -95,7 +95,7 @@ def test_a_bad_value_is_refused_even_where_the_command_line_has_its_own(config):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(OptionError, match="--config: cannot read '.*none.yaml': No such file"):
+    with pytest.raises(OptionError, match=r"--config: cannot read '.*none.yaml': No such file"):
         parse(f"--config={tmp_path}/none.yaml")
 
 

@@ -207,10 +207,12 @@ def test_versions_and_alpn(one_sided, files):
     context = context_of(files, certificate=False)
     context.set_alpn_protocols(["h2", "http/1.1"])
     host, port = one_sided.address("http").split(":")
-    with socket.create_connection((host, int(port))) as raw:
-        with context.wrap_socket(raw, server_hostname=host) as connection:
-            assert connection.selected_alpn_protocol() == "http/1.1"
-            assert connection.version() == "TLSv1.3"
+    with (
+        socket.create_connection((host, int(port))) as raw,
+        context.wrap_socket(raw, server_hostname=host) as connection,
+    ):
+        assert connection.selected_alpn_protocol() == "http/1.1"
+        assert connection.version() == "TLSv1.3"
 
 
 def test_clients_without_a_certificate_are_refused(mutual, files):
@@ -233,9 +235,8 @@ def test_plain_text_is_refused_and_the_server_goes_on(one_sided, files):
     with socket.create_connection((host, int(port)), timeout=10) as raw:
         raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"HTTP" not in raw.recv(1000)
-    with grpc.insecure_channel(one_sided.address("grpc")) as channel:
-        with pytest.raises(grpc.RpcError):
-            channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)
+    with grpc.insecure_channel(one_sided.address("grpc")) as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)
     with http_client.InferenceServerClient(
         one_sided.address("http"), **http_arguments(files, certificate=False)
     ) as client:
