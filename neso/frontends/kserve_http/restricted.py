@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from neso.frontends.http import Handler, Request, error_response
-from neso.frontends.http.connection import Answer
-from neso.frontends.http.response import Response
+from neso.frontends.http import Answer, DeferredResponse, Handler, Request, Response, error_response
 from neso.frontends.restrictions import RequiredHeader
 
 _BY_LAST_SEGMENT = {
@@ -37,7 +35,7 @@ def restrict(handler: Handler, required: RequiredHeader) -> Handler:
     name = required.name.encode()
     message = f"This API is restricted, expecting header '{required.name}'"
 
-    def restricted(request: Request) -> Response | Awaitable[Answer]:
+    def restricted(request: Request) -> Response | DeferredResponse | Awaitable[Answer]:
         if not required.matches(request.headers.get(name)):
             return error_response(403, message)
         return handler(request)
