@@ -1,0 +1,80 @@
+"""The four clients of `tritonclient` behind one face, which notes what of them is used."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import tritonclient.grpc as grpc_client
+import tritonclient.grpc.aio as grpc_aio
+import tritonclient.http as http_client
+import tritonclient.http.aio as http_aio
+from server_process import ServerProcess
+
+CLASSES = ("InferenceServerClient", "InferInput", "InferRequestedOutput", "InferResult")
+
+
+def public_methods(module: ModuleType, name: str) -> set[str]:
+    """The public methods of one of the module's classes."""
+    members = inspect.getmembers(getattr(module, name), callable)
+    return {name for name, _ in members if not name.startswith("_")}
+
+
+@dataclass
+class Flavour:
+    """A client module: its protocol, and whether its methods are coroutines."""
+
+    name: str
+    module: ModuleType
+    protocol: str
+    asynchronous: bool
+    used: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def make(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """An object of one of the module's classes that notes which of its methods are called."""
+        return Noting(getattr(self.module, name)(*arguments, **options), self.used[name])
+
+    def connect(self, server: ServerProcess, **options: Any) -> Any:
+        return self.make("InferenceServerClient", server.address(self.protocol), **options)
+
+    def input(self, name: str, array: Any, datatype: str, **options: Any) -> Any:
+        """With its data."""
+        tensor = self.make("InferInput", name, list(array.shape), datatype)
+        tensor.set_data_from_numpy(array, **options)
+        return tensor
+
+    def missing(self, name: str) -> set[str]:
+        """The public methods of a class that nobody has called."""
+        return public_methods(self.module, name) - self.used[name]
+
+
+class Noting:
+    """Passes everything on to the object within, and notes the names."""
+
+    def __init__(self, within: Any, used: set[str]) -> None:
+        object.__setattr__(self, "_Noting__within", within)
+        object.__setattr__(self, "_Noting__used", used)
+
+    def __getattr__(self, name: str) -> Any:
+        # The library's own way into these objects: a client reads private methods of inputs.
+        if not name.startswith("_"):
+            self.__used.add(name)
+        return getattr(self.__within, name)
+
+
+def flavours() -> list[Flavour]:
+    """All four."""
+    return [
+        Flavour("http", http_client, "http", False),
+        Flavour("http.aio", http_aio, "http", True),
+        Flavour("grpc", grpc_client, "grpc", False),
+        Flavour("grpc.aio", grpc_aio, "grpc", True),
+    ]
+
+
+async def settled(value: Any) -> Any:
+    """What a method gave, or what its coroutine does."""
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,478 @@
+"""Every public method of `tritonclient`'s four clients and of their tensors, against a real server.
+
+A scenario is written once for all clients. The last test fails for each method that no scenario calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import queue
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parameters_model
+import pytest
+import tritonclient.http.auth
+import tritonclient.utils.shared_memory as shm
+from client_flavours import CLASSES, Flavour, flavours, settled
+from server_process import ServerProcess
+from test_client_shared_memory import CONFIG as DOUBLE_CONFIG
+from test_client_shared_memory import MODEL as DOUBLE
+from tritonclient.utils import InferenceServerException
+
+REPEAT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for i in range(int(pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy()[0])):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([i], np.int32))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+REPEAT_CONFIG = """
+backend: "python"
+input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
+output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
+model_transaction_policy { decoupled: true }
+"""
+X = np.array([0, 1, 2, 3], np.float32)  # the model sleeps for the first number of seconds
+S = np.array([b"one", b"", "drei §".encode()], np.object_)
+
+# Not served yet.
+PENDING = {"get_trace_settings", "update_trace_settings", "get_log_settings", "update_log_settings"}
+
+FLAVOURS = flavours()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    parameters_model.write(path)
+    for name, code, config in (("double", DOUBLE, DOUBLE_CONFIG), ("repeat", REPEAT, REPEAT_CONFIG)):
+        (path / name / "1").mkdir(parents=True)
+        (path / name / "1" / "model.py").write_text(code)
+        (path / name / "config.pbtxt").write_text(config)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(
+        f"--model-repository={repository}",
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        "--allow-client-shm=true",
+        "--http-header-forward-pattern=^(authorization|x-)",
+        "--grpc-header-forward-pattern=^(authorization|x-)",
+    ) as process:
+        assert process.ports, process.output
+        yield process
+
+
+@pytest.fixture(params=FLAVOURS, ids=lambda flavour: flavour.name)
+def flavour(request: pytest.FixtureRequest) -> Flavour:
+    return request.param
+
+
+def inputs(flavour: Flavour, **options: Any) -> list[Any]:
+    return [flavour.input("X", X, "FP32", **options), flavour.input("S", S, "BYTES", **options)]
+
+
+def as_dict(flavour: Flavour) -> dict[str, Any]:
+    """The argument that makes a gRPC client answer with what an HTTP client does."""
+    return {"as_json": True} if flavour.protocol == "grpc" else {}
+
+
+async def parameters_seen(flavour: Flavour, client: Any, **options: Any) -> dict[str, Any]:
+    """The parameters of an infer request with these options, as the model has them."""
+    tensor = flavour.input("IN", np.array([b"x"], np.object_), "BYTES")
+    result = await settled(client.infer("parameters", [tensor], **options))
+    return json.loads(result.as_numpy("OUT")[0])
+
+
+async def health_and_metadata(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    assert await settled(client.is_server_live())
+    assert await settled(client.is_server_ready())
+    assert await settled(client.is_model_ready("double"))
+    assert await settled(client.is_model_ready("double", "1"))
+    assert not await settled(client.is_model_ready("nobody"))
+    metadata = await settled(client.get_server_metadata(**as_dict(flavour)))
+    assert metadata["name"] == "neso" and "system_shared_memory" in metadata["extensions"]
+    metadata = await settled(client.get_model_metadata("double", "1", **as_dict(flavour)))
+    assert metadata["versions"] == ["1"] and metadata["platform"] == "python"
+    assert {entry["name"]: entry["datatype"] for entry in metadata["inputs"]} == {"X": "FP32", "S": "BYTES"}
+    config = await settled(client.get_model_config("repeat", **as_dict(flavour)))
+    assert config.get("config", config)["model_transaction_policy"] == {"decoupled": True}
+    for call in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
+        with pytest.raises(InferenceServerException, match="nobody"):
+            await settled(call("nobody"))
+
+
+async def statistics(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    async def count() -> int:
+        reply = await settled(client.get_inference_statistics("double", "1", **as_dict(flavour)))
+        [stats] = reply["model_stats"]
+        return int(stats.get("inference_count", 0))
+
+    before = await count()
+    await settled(client.infer("double", inputs(flavour)))
+    assert await count() > before  # others' requests may have ended in between
+    everything = await settled(client.get_inference_statistics(**as_dict(flavour)))
+    assert {stats["name"] for stats in everything["model_stats"]} >= {"double", "repeat", "parameters"}
+
+
+async def repository_control(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    async def states() -> dict[str, str]:
+        index = await settled(client.get_model_repository_index(**as_dict(flavour)))
+        return {entry["name"]: entry["state"] for entry in (index["models"] if "models" in index else index)}
+
+    await settled(client.unload_model("repeat"))
+    assert (await states())["repeat"] == "UNAVAILABLE"
+    await settled(client.load_model("repeat"))
+    assert (await states())["repeat"] == "READY"
+    await settled(client.load_model("double", config='{"backend": "python", "max_batch_size": 4}'))
+    config = await settled(client.get_model_config("double", **as_dict(flavour)))
+    assert config.get("config", config)["max_batch_size"] == 4
+    await settled(client.load_model("double"))
+    name = f"uploaded_{flavour.name.replace('.', '_')}"
+    files = {"file:1/model.py": REPEAT.encode()}
+    config = '{"backend": "python", "max_batch_size": 0}'
+    await settled(client.load_model(name, config=config, files=files))
+    assert await settled(client.is_model_ready(name))
+    await settled(client.unload_model(name, unload_dependents=True))
+    assert not await settled(client.is_model_ready(name))
+    with pytest.raises(InferenceServerException, match="failed to load 'nobody'"):
+        await settled(client.load_model("nobody"))
+
+
+async def infer_with_everything(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    y = flavour.make("InferRequestedOutput", "Y", class_count=2)
+    t = flavour.make("InferRequestedOutput", "T")
+    assert y.name() == "Y"
+    codings = {"compression_algorithm": "gzip"}
+    if flavour.protocol == "http":
+        codings = {"request_compression_algorithm": "gzip", "response_compression_algorithm": "deflate"}
+    result = await settled(
+        client.infer(
+            "double",
+            inputs(flavour),
+            model_version="1",
+            outputs=[y, t],
+            request_id="seven",
+            sequence_id=5,
+            sequence_start=True,
+            sequence_end=True,
+            priority=1,
+            timeout=10_000_000,
+            headers={"x-one": "1"},
+            **codings,
+        )
+    )
+    noted = Noted(flavour, result)
+    assert noted.as_numpy("Y").tolist() == [b"6.000000:3", b"4.000000:2"]
+    assert noted.as_numpy("T").tolist() == S.tolist()
+    assert noted.as_numpy("nothing") is None
+    response = noted.get_response(**as_dict(flavour))
+    assert (response["id"], response["model_name"], response["model_version"]) == ("seven", "double", "1")
+    found = noted.get_output("T")
+    assert (found.datatype if flavour.protocol == "grpc" else found["datatype"]) == "BYTES"
+    assert noted.get_output("nothing") is None
+    with pytest.raises(InferenceServerException, match="missing are S"):
+        await settled(client.infer("double", [flavour.input("X", X, "FP32")]))
+
+
+class Noted:
+    """A result whose methods are noted."""
+
+    def __init__(self, flavour: Flavour, result: Any) -> None:
+        self._result, self._used = result, flavour.used["InferResult"]
+
+    def __getattr__(self, name: str) -> Any:
+        self._used.add(name)
+        return getattr(self._result, name)
+
+
+async def inputs_by_hand(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    x = flavour.make("InferInput", "X", [1], "FP32")
+    assert (x.name(), x.datatype(), x.shape()) == ("X", "FP32", [1])
+    x.set_shape([4])
+    x.set_data_from_numpy(X)
+    s = flavour.input("S", S, "BYTES")
+    result = await settled(client.infer("double", [x, s]))
+    np.testing.assert_array_equal(result.as_numpy("Y"), X * 2)
+    if flavour.protocol == "http":
+        result = await settled(client.infer("double", inputs(flavour, binary_data=False)))
+        assert result.as_numpy("T").tolist() == S.tolist()
+        output = flavour.make("InferRequestedOutput", "Y", binary_data=False)
+        result = await settled(client.infer("double", inputs(flavour), outputs=[output]))
+        assert result.get_output("Y")["data"] == [0, 2, 4, 6]
+
+
+async def bodies_by_hand(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    """For those who send and receive by a client of their own."""
+    import urllib.request
+
+    if flavour.protocol != "http":
+        return
+    body, header_length = client.generate_request_body(inputs(flavour))
+    headers = {"Inference-Header-Content-Length": str(header_length)}
+    request = urllib.request.Request(server.url("/v2/models/double/infer"), body, headers)
+    with urllib.request.urlopen(request, timeout=20) as response:
+        length = int(response.headers["Inference-Header-Content-Length"])
+        result = client.parse_response_body(response.read(), header_length=length)
+    np.testing.assert_array_equal(result.as_numpy("Y"), X * 2)
+    flavour.used["InferResult"].add("from_response_body")  # which parse_response_body is
+
+
+async def parameters_and_headers(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    custom = {"text": "t", "number": 3, "half": 0.5, "yes": True}
+    seen = await parameters_seen(flavour, client, parameters=custom, headers={"x-trace": "abc"})
+    assert seen == {**custom, "x-trace": "abc"}
+    for reserved in ("sequence_id", "priority", "headers", "triton_x"):
+        with pytest.raises(InferenceServerException, match="reserved"):
+            await parameters_seen(flavour, client, parameters={reserved: 1})
+
+
+async def plugins(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    auth = tritonclient.http.auth.BasicAuth("user", "pass word")
+    assert client.plugin() is None
+    client.register_plugin(auth)
+    assert client.plugin() is auth
+    seen = await parameters_seen(flavour, client, headers={})
+    assert base64.b64decode(seen["authorization"].removeprefix("Basic ")) == b"user:pass word"
+    client.unregister_plugin()
+    assert await parameters_seen(flavour, client, headers={}) == {}
+
+
+async def shared_memory(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    key = f"/neso_surface_{flavour.name}_{os.getpid()}"
+    memory = shm.create_shared_memory_region("region", key, 4096)
+    try:
+        assert shm.mapped_shared_memory_regions()
+        shm.set_shared_memory_region(memory, [X])
+        await settled(client.register_system_shared_memory("region", key, 4096, offset=0))
+        status = await settled(client.get_system_shared_memory_status("region", **as_dict(flavour)))
+        region = status["regions"]["region"] if flavour.protocol == "grpc" else status[0]
+        assert (region["name"], region["key"], int(region["byte_size"])) == ("region", key, 4096)
+        x = flavour.make("InferInput", "X", [4], "FP32")
+        x.set_shared_memory("region", X.nbytes)
+        y = flavour.make("InferRequestedOutput", "Y")
+        y.set_shared_memory("region", X.nbytes, offset=1024)
+        for _ in range(2):
+            result = await settled(client.infer("double", [x, flavour.input("S", S, "BYTES")], outputs=[y]))
+        assert result.get_output("Y") is not None  # with its place in the region, without data
+        np.testing.assert_array_equal(shm.get_contents_as_numpy(memory, np.float32, [4], 1024), X * 2)
+        y.unset_shared_memory()
+        result = await settled(client.infer("double", [x, flavour.input("S", S, "BYTES")], outputs=[y]))
+        np.testing.assert_array_equal(result.as_numpy("Y"), X * 2)
+        await settled(client.unregister_system_shared_memory("region"))
+        status = await settled(client.get_system_shared_memory_status(**as_dict(flavour)))
+        assert not (status.get("regions") if flavour.protocol == "grpc" else status)
+    finally:
+        await settled(client.unregister_system_shared_memory())
+        shm.destroy_shared_memory_region(memory)
+
+
+async def cuda_shared_memory(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    """What there is without a GPU: no regions, and a clear refusal. With one, a handle that is none."""
+    status = await settled(client.get_cuda_shared_memory_status(**as_dict(flavour)))
+    assert not (status.get("regions") if flavour.protocol == "grpc" else status)
+    handle = base64.b64encode(bytes(64))
+    with pytest.raises(InferenceServerException, match="failed to register CUDA shared memory region 'mine'"):
+        await settled(client.register_cuda_shared_memory("mine", handle, 0, 64))
+    await settled(client.unregister_cuda_shared_memory("mine"))
+    await settled(client.unregister_cuda_shared_memory())
+    with pytest.raises(InferenceServerException, match="cuda shared memory region: 'mine'"):
+        await settled(client.get_cuda_shared_memory_status("mine"))
+
+
+async def asynchronous_requests(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    if flavour.asynchronous:
+        replies = await asyncio.gather(*(client.infer("double", inputs(flavour)) for _ in range(8)))
+    elif flavour.protocol == "http":
+        pending = [client.async_infer("double", inputs(flavour)) for _ in range(8)]
+        replies = [request.get_result(block=True, timeout=20) for request in pending]
+    else:
+        answers: queue.Queue[Any] = queue.Queue()
+        for _ in range(8):
+            client.async_infer("double", inputs(flavour), lambda result, error: answers.put(error or result))
+        replies = [answers.get(timeout=20) for _ in range(8)]
+    for reply in replies:
+        np.testing.assert_array_equal(reply.as_numpy("Y"), X * 2)
+
+
+async def cancelling_one(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    """The call context of an asynchronous gRPC request."""
+    slow = [flavour.input("X", X + 1, "FP32"), flavour.input("S", S, "BYTES")]
+    if flavour.name == "grpc":
+        answers: queue.Queue[Any] = queue.Queue()
+        context = client.async_infer("double", slow, lambda result, error: answers.put((result, error)))
+        context.cancel()
+        _, error = answers.get(timeout=20)
+        assert error.status() == "StatusCode.CANCELLED"
+    elif flavour.name == "grpc.aio":
+        task = asyncio.ensure_future(client.infer("double", slow))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def timeouts(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    slow = [flavour.input("X", X + 1, "FP32"), flavour.input("S", S, "BYTES")]
+    if flavour.protocol == "grpc":
+        with pytest.raises(InferenceServerException) as caught:
+            await settled(client.infer("double", slow, client_timeout=0.2))
+        assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        assert await settled(client.is_server_live(client_timeout=10))
+        return
+    options = {"conn_timeout": 0.3} if flavour.asynchronous else {"network_timeout": 0.3}
+    impatient = flavour.connect(server, **options)
+    with pytest.raises(Exception, match=r"(?i)timed? ?out|^$"):
+        await settled(impatient.infer("double", slow))
+    await settled(impatient.close())
+
+
+async def streams(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    counts = {"a": 3, "b": 0, "c": 5}
+
+    def arguments(name: str) -> dict[str, Any]:
+        tensor = flavour.input("COUNT", np.array([counts[name]], np.int32), "INT32")
+        return {
+            "model_name": "repeat",
+            "inputs": [tensor],
+            "request_id": name,
+        }
+
+    found: dict[str, list[int]] = {name: [] for name in counts}
+    ended: set[str] = set()
+
+    def take(result: Any, error: Any) -> None:
+        assert error is None, error
+        response = result.get_response()
+        if response.outputs:
+            found[response.id].append(int(result.as_numpy("OUT")[0]))
+        if response.parameters["triton_final_response"].bool_param:
+            ended.add(response.id)
+
+    if flavour.name == "grpc":
+        answers: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for name in counts:
+            client.async_stream_infer(**arguments(name), enable_empty_final_response=True)
+        while len(ended) < len(counts):
+            take(*answers.get(timeout=20))
+        client.stop_stream()
+        assert ended == set(counts)
+    elif flavour.name == "grpc.aio":
+
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            for name in counts:
+                yield arguments(name)
+
+        async for result, error in client.stream_infer(requests()):
+            take(result, error)
+    else:
+        return
+    assert found == {name: list(range(count)) for name, count in counts.items()}
+
+
+async def cancelling_streams(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    slow = {"model_name": "double", "inputs": [flavour.input("X", X + 30, "FP32"), inputs(flavour)[1]]}
+    if flavour.name == "grpc":
+        answers: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error: answers.put(error))
+        client.async_stream_infer(**{**slow, "inputs": inputs(flavour)})
+        assert answers.get(timeout=20) is None
+        client.async_stream_infer(**{**slow, "model_name": "nobody"})
+        assert "nobody" in str(answers.get(timeout=20))
+        client.stop_stream(cancel_requests=True)
+    elif flavour.name == "grpc.aio":
+        more = asyncio.Event()
+
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            yield {**slow, "inputs": inputs(flavour)}
+            await more.wait()
+
+        responses = client.stream_infer(requests())
+        async for _, error in responses:
+            assert error is None
+            responses.cancel()
+            break
+        more.set()
+
+
+async def settings_to_come(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    """What is not there yet says so."""
+    module_client = flavour.module.InferenceServerClient(server.address(flavour.protocol))
+    for name in sorted(PENDING):
+        arguments = [{"log_info": True}] if name == "update_log_settings" else []
+        with pytest.raises(InferenceServerException, match="not supported"):
+            await settled(getattr(module_client, name)(*arguments))
+    await settled(module_client.close())
+
+
+async def closing(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    other = flavour.connect(server)
+    assert await settled(other.is_server_live())
+    await settled(other.close())
+
+
+Scenario = Callable[[Flavour, Any, ServerProcess], Awaitable[None]]
+SCENARIOS: tuple[Scenario, ...] = (
+    health_and_metadata,
+    statistics,
+    repository_control,
+    infer_with_everything,
+    inputs_by_hand,
+    bodies_by_hand,
+    parameters_and_headers,
+    plugins,
+    shared_memory,
+    cuda_shared_memory,
+    asynchronous_requests,
+    cancelling_one,
+    timeouts,
+    streams,
+    cancelling_streams,
+    settings_to_come,
+    closing,
+)
+done: set[tuple[str, Scenario]] = set()
+
+
+async def run(scenario: Scenario, flavour: Flavour, server: ServerProcess) -> None:
+    options = {"concurrency": 8} if flavour.name == "http" else {}
+    client = flavour.connect(server, **options)
+    try:
+        await scenario(flavour, client, server)
+    finally:
+        await settled(client.close())
+    done.add((flavour.name, scenario))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+async def test_scenario(scenario: Scenario, flavour: Flavour, server: ServerProcess) -> None:
+    await run(scenario, flavour, server)
+
+
+async def test_every_method_is_exercised(flavour: Flavour, server: ServerProcess) -> None:
+    for scenario in SCENARIOS:
+        if (flavour.name, scenario) not in done:  # when this test runs alone
+            await run(scenario, flavour, server)
+    missing = {name: flavour.missing(name) for name in CLASSES}
+    assert missing == {
+        "InferenceServerClient": PENDING,
+        "InferInput": set(),
+        "InferRequestedOutput": set(),
+        "InferResult": set(),
+    }
+    assert "Traceback" not in server.output
