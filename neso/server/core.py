@@ -90,8 +90,12 @@ class Core:
 
     def metadata(self) -> ServerMetadata:
         """Name, version and extensions."""
-        extensions = (*EXTENSIONS, "system_shared_memory") if self.shared_memory.enabled else EXTENSIONS
-        return ServerMetadata(self.options.server_id, neso.__version__, extensions)
+        extensions = [*EXTENSIONS]
+        if self.shared_memory.enabled:
+            extensions.append("system_shared_memory")
+        if self.shared_memory.cuda is not None:
+            extensions.append("cuda_shared_memory")
+        return ServerMetadata(self.options.server_id, neso.__version__, tuple(extensions))
 
     def model(self, name: str, version: str = "") -> Model:
         """The model that serves a name; version "" is the newest that is ready. Raises `ServerError`."""

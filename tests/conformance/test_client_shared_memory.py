@@ -271,8 +271,10 @@ def test_cuda_regions_are_refused(triton, protocol):
     assert status == [] if protocol == "http" else not status.regions
     triton.unregister_cuda_shared_memory()
     triton.unregister_cuda_shared_memory("c")
-    message = "failed to register CUDA shared memory region 'c': CUDA shared memory is not supported"
-    with refused(protocol, message, "501", "UNIMPLEMENTED"):
+    message = (
+        "failed to register CUDA shared memory region: 'c', "  # GPUs not supported; or invalid args, with one
+    )
+    with refused(protocol, message, "400", "INVALID_ARGUMENT"):
         triton.register_cuda_shared_memory("c", b"AAAA", 0, 16)
 
 

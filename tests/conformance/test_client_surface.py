@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import parameters_model
 import pytest
@@ -132,7 +133,8 @@ async def statistics(flavour: Flavour, client: Any, server: ServerProcess) -> No
 async def repository_control(flavour: Flavour, client: Any, server: ServerProcess) -> None:
     async def states() -> dict[str, str]:
         index = await settled(client.get_model_repository_index(**as_dict(flavour)))
-        return {entry["name"]: entry["state"] for entry in (index["models"] if "models" in index else index)}
+        entries = index["models"] if flavour.protocol == "grpc" else index
+        return {entry["name"]: entry["state"] for entry in entries}
 
     await settled(client.unload_model("repeat"))
     assert (await states())["repeat"] == "UNAVAILABLE"
@@ -218,16 +220,16 @@ async def inputs_by_hand(flavour: Flavour, client: Any, server: ServerProcess) -
 
 async def bodies_by_hand(flavour: Flavour, client: Any, server: ServerProcess) -> None:
     """For those who send and receive by a client of their own."""
-    import urllib.request
-
     if flavour.protocol != "http":
         return
     body, header_length = client.generate_request_body(inputs(flavour))
     headers = {"Inference-Header-Content-Length": str(header_length)}
-    request = urllib.request.Request(server.url("/v2/models/double/infer"), body, headers)
-    with urllib.request.urlopen(request, timeout=20) as response:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(server.url("/v2/models/double/infer"), data=body, headers=headers) as response,
+    ):
         length = int(response.headers["Inference-Header-Content-Length"])
-        result = client.parse_response_body(response.read(), header_length=length)
+        result = client.parse_response_body(await response.read(), header_length=length)
     np.testing.assert_array_equal(result.as_numpy("Y"), X * 2)
     flavour.used["InferResult"].add("from_response_body")  # which parse_response_body is
 
@@ -286,7 +288,9 @@ async def cuda_shared_memory(flavour: Flavour, client: Any, server: ServerProces
     status = await settled(client.get_cuda_shared_memory_status(**as_dict(flavour)))
     assert not (status.get("regions") if flavour.protocol == "grpc" else status)
     handle = base64.b64encode(bytes(64))
-    with pytest.raises(InferenceServerException, match="failed to register CUDA shared memory region 'mine'"):
+    with pytest.raises(
+        InferenceServerException, match="failed to register CUDA shared memory region: 'mine'"
+    ):
         await settled(client.register_cuda_shared_memory("mine", handle, 0, 64))
     await settled(client.unregister_cuda_shared_memory("mine"))
     await settled(client.unregister_cuda_shared_memory())

@@ -14,6 +14,7 @@ import pytest
 
 from neso.server.datatypes import DataType
 from neso.server.errors import ErrorCode, ServerError
+from neso.server.shared_memory.cuda_driver import CudaDriver
 from neso.server.shared_memory.manager import SharedMemory
 from neso.server.tensor import Tensor
 
@@ -182,13 +183,15 @@ def test_a_region_stays_mapped_while_it_is_used(manager, memory):
     assert is_mapped(memory) == 0
 
 
-def test_cuda_is_refused_and_empty(manager):
-    manager.cuda_status()
+def test_cuda_is_refused_and_empty_without_a_gpu(manager, monkeypatch):
+    monkeypatch.setattr(CudaDriver, "load", lambda: None)
+    assert manager.cuda_status() == []
     manager.unregister_cuda()
     with refused(ErrorCode.NOT_FOUND, "Unable to find cuda shared memory region: 'c'"):
         manager.cuda_status("c")
-    with refused(ErrorCode.UNSUPPORTED, "failed to register CUDA shared memory region 'c': .* not supported"):
-        manager.register_cuda("c")
+    message = "failed to register CUDA shared memory region: 'c', GPUs not supported"
+    with refused(ErrorCode.INVALID_ARG, message):
+        manager.register_cuda("c", bytes(64), 0, 8)
 
 
 def test_nothing_is_allowed_when_disabled(memory):
@@ -199,7 +202,7 @@ def test_nothing_is_allowed_when_disabled(memory):
         manager.cuda_status,
         manager.unregister_cuda,
         lambda: manager.register("a", key(memory), 0, 8),
-        lambda: manager.register_cuda("a"),
+        lambda: manager.register_cuda("a", bytes(64), 0, 8),
         lambda: manager.window("a", 0, 8),
     ):
         with refused(ErrorCode.UNSUPPORTED, "disabled; start the server with --allow-client-shm=true"):

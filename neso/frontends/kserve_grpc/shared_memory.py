@@ -38,15 +38,20 @@ class SharedMemoryMethods:
 
     @rpc
     async def CudaSharedMemoryStatus(self, request: Any, context: Context) -> Any:
-        self.core.shared_memory.cuda_status(request.name)
-        return service_pb2.CudaSharedMemoryStatusResponse()
+        reply = service_pb2.CudaSharedMemoryStatusResponse()
+        for region in self.core.shared_memory.cuda_status(request.name):
+            status = reply.regions[region.name]
+            status.name, status.device_id, status.byte_size = region.name, region.device_id, region.byte_size
+        return reply
 
     @rpc
     async def CudaSharedMemoryRegister(self, request: Any, context: Context) -> Any:
-        self.core.shared_memory.register_cuda(request.name)
+        self.core.shared_memory.register_cuda(
+            request.name, request.raw_handle, request.device_id, request.byte_size
+        )
         return service_pb2.CudaSharedMemoryRegisterResponse()
 
     @rpc
     async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
-        self.core.shared_memory.unregister_cuda()
+        self.core.shared_memory.unregister_cuda(request.name)
         return service_pb2.CudaSharedMemoryUnregisterResponse()

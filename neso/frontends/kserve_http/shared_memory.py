@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Iterator
 from typing import Any
 
 from neso.frontends.http import Handler, Request, Response, json_response
 from neso.frontends.kserve_http.json_body import read_object
-from neso.frontends.kserve_http.parameters import read_string, read_unsigned
+from neso.frontends.kserve_http.parameters import read_object_member, read_string, read_unsigned
 from neso.server.errors import InvalidArgument
 from neso.server.shared_memory.manager import SharedMemory
 from neso.server.shared_memory.window import BYTE_SIZE, OFFSET, REGION, SharedMemoryWindow
@@ -47,12 +49,7 @@ class SharedMemoryEndpoints:
 
     def register(self, request: Request) -> Response:
         self._shared_memory.check_enabled()
-        name, body = _region(request), read_object(request.body)
-        for field in ("key", "byte_size"):
-            if field not in body:
-                raise InvalidArgument(
-                    f"Shared memory region '{name}' register request has no '{field}' field"
-                )
+        name, body = _registration(request, "key", "byte_size")
         self._shared_memory.register(
             name,
             read_string("key", body["key"]),
@@ -66,15 +63,27 @@ class SharedMemoryEndpoints:
         return Response(b"", 200, None)
 
     def cuda_status(self, request: Request) -> Response:
-        self._shared_memory.cuda_status(_region(request))
-        return json_response([])
+        regions = self._shared_memory.cuda_status(_region(request))
+        return json_response(
+            [
+                {"name": region.name, "device_id": region.device_id, "byte_size": region.byte_size}
+                for region in regions
+            ]
+        )
 
     def cuda_register(self, request: Request) -> Response:
-        self._shared_memory.register_cuda(_region(request))
+        self._shared_memory.check_enabled()
+        name, body = _registration(request, "raw_handle", "device_id", "byte_size")
+        self._shared_memory.register_cuda(
+            name,
+            _read_handle(name, read_object_member("raw_handle", body["raw_handle"])),
+            read_unsigned("device_id", body["device_id"]),
+            read_unsigned("byte_size", body["byte_size"]),
+        )
         return Response(b"", 200, None)
 
     def cuda_unregister(self, request: Request) -> Response:
-        self._shared_memory.unregister_cuda()
+        self._shared_memory.unregister_cuda(_region(request))
         return Response(b"", 200, None)
 
 
@@ -97,3 +106,25 @@ def read_window(
 def _region(request: Request) -> str:
     """The region's name, "" for all."""
     return request.params.get("region", "")
+
+
+def _registration(request: Request, *fields: str) -> tuple[str, dict[str, Any]]:
+    """The region's name and the body, which has these fields. Raises `InvalidArgument`."""
+    name, body = _region(request), read_object(request.body)
+    for field in fields:
+        if field not in body:
+            raise InvalidArgument(f"Shared memory region '{name}' register request has no '{field}' field")
+    return name, body
+
+
+def _read_handle(name: str, handle: dict[str, Any]) -> bytes:
+    if "b64" not in handle:
+        raise InvalidArgument(
+            f"Shared memory region '{name}' register request has no 'b64' field in 'raw_handle'"
+        )
+    try:
+        return base64.b64decode(read_string("b64", handle["b64"]), validate=True)
+    except binascii.Error:
+        raise InvalidArgument(
+            f"Shared memory region '{name}' register request: 'raw_handle' is not valid base64"
+        ) from None

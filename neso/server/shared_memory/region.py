@@ -41,6 +41,18 @@ class SharedMemoryRegion:
             os.close(descriptor)  # the mapping has its own
         return cls(name, key, offset, byte_size, mapping, start)
 
+    def check(self, offset: int, byte_size: int) -> None:
+        """Raises `InvalidArgument` for a part that is out of range."""
+        self.view(offset, byte_size)
+
+    def read(self, offset: int, byte_size: int) -> memoryview:
+        """The bytes from `offset` of the region, not a copy of them. Raises `InvalidArgument`."""
+        return self.view(offset, byte_size).toreadonly()
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put bytes at `offset` of the region. Raises `InvalidArgument`."""
+        self.view(offset, len(data))[:] = data
+
     def view(self, offset: int, byte_size: int) -> memoryview:
         """`byte_size` writable bytes from `offset` of the region. Raises `InvalidArgument` if out of range."""
         if offset >= self.byte_size:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from neso.server.datatypes import DataType
 from neso.server.errors import InternalError
-from neso.server.shared_memory.region import SharedMemoryRegion
 from neso.server.tensor import Tensor
 
 REGION = "shared_memory_region"
@@ -16,21 +16,34 @@ OFFSET = "shared_memory_offset"
 BYTE_SIZE = "shared_memory_byte_size"
 
 
+class Region(Protocol):
+    """Memory of a client, on the host or on a GPU."""
+
+    @property
+    def name(self) -> str: ...
+
+    def check(self, offset: int, byte_size: int) -> None: ...
+
+    def read(self, offset: int, byte_size: int) -> memoryview: ...
+
+    def write(self, offset: int, data: bytes | memoryview) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedMemoryWindow:
     """`byte_size` bytes from `offset` of a region, which stays mapped as long as the window lives."""
 
-    region: SharedMemoryRegion
+    region: Region
     offset: int
     byte_size: int
 
     def read(self, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
         """The tensor in it, in the binary tensor format. Raises `InvalidArgument` when the sizes disagree.
 
-        Fixed-size types are read-only views of the region. A client that writes into it while the request is
-        in flight changes what the model sees.
+        Fixed-size types are read-only views of the region, if it is on the host. A client that writes into it
+        while the request is in flight changes what the model sees.
         """
-        data = self.region.view(self.offset, self.byte_size).toreadonly()
+        data = self.region.read(self.offset, self.byte_size)
         tensor = Tensor.from_wire(name, datatype, shape, data)
         if tensor.array.flags.aligned:
             return tensor
@@ -44,12 +57,11 @@ class SharedMemoryWindow:
                 f"shared memory size specified with the request for output '{tensor.name}' ({self.byte_size} bytes) "
                 f"should be at least {size} bytes to hold the results"
             )
-        view = self.region.view(self.offset, size)
         if tensor.datatype is DataType.BYTES:
-            view[:] = tensor.to_wire()
+            self.region.write(self.offset, tensor.to_wire())
         else:
-            target = np.frombuffer(view, np.uint8)
-            target[:] = np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8)
+            elements = np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8)
+            self.region.write(self.offset, elements.data)
         return size
 
     def parameters(self, written: int) -> dict[str, str | int]:
