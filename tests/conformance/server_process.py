@@ -16,15 +16,21 @@ from typing import Any
 import orjson
 
 PORT_LINE = re.compile(r"^  (http|grpc|metrics|openai)\s+(\d+)", re.MULTILINE)
-FREE_PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
-LOCAL = [f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics", "openai")]
+# Where the front ends listen unless a test says otherwise.
+PLACES = {
+    f"--{name}-{what}": value
+    for name in ("http", "grpc", "metrics", "openai")
+    for what, value in (("port", "0"), ("address", "127.0.0.1"))
+}
 
 
 class ServerProcess:
     """Started by the constructor, which returns when the server says that it is ready, or has ended."""
 
     def __init__(self, *arguments: str | Path, cwd: Path | None = None, timeout: float = 60.0) -> None:
-        command = [sys.executable, "-m", "neso.cli", "serve", *FREE_PORTS, *LOCAL, *map(str, arguments)]
+        given = {str(argument).split("=")[0] for argument in arguments}
+        places = [f"{flag}={value}" for flag, value in PLACES.items() if flag not in given]
+        command = [sys.executable, "-m", "neso.cli", "serve", *places, *map(str, arguments)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd
         )

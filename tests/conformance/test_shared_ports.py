@@ -1,0 +1,63 @@
+"""Ports that several servers share, and connections of a limited age."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import grpc
+import pytest
+import tritonclient.grpc as grpc_client
+from server_process import ServerProcess
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_two_servers_share_a_port(protocol):
+    port = free_port()
+    options = (f"--{protocol}-port={port}", f"--reuse-{protocol}-port=true", "--allow-openai=false")
+    with ServerProcess("--id=left", *options) as left, ServerProcess("--id=right", *options) as right:
+        assert left.ports[protocol] == right.ports[protocol] == port, right.output
+        assert names(left, protocol) == {"left", "right"}
+    with ServerProcess(*options) as left, ServerProcess(f"--{protocol}-port={port}") as other:
+        assert left.ports
+        assert other.process.wait(20) == 1 and "in use" in other.output
+
+
+def names(server: ServerProcess, protocol: str) -> set[str]:
+    """Who answers, on a fresh connection each time."""
+    found = set()
+    for _ in range(60):
+        if protocol == "http":
+            found.add(json.loads(server.get("/v2")[1])["name"])
+        else:
+            # Channels of one process share their connections unless they are told not to.
+            arguments = [("grpc.use_local_subchannel_pool", 1)]
+            with grpc_client.InferenceServerClient(server.address("grpc"), channel_args=arguments) as client:
+                found.add(client.get_server_metadata().name)
+        if len(found) == 2:
+            break
+    return found
+
+
+def test_connections_end_at_their_age():
+    with ServerProcess(
+        "--grpc-max-connection-age=300", "--grpc-max-connection-age-grace=100", "--allow-openai=false"
+    ) as server:
+        states: list[grpc.ChannelConnectivity] = []
+        with grpc.insecure_channel(server.address("grpc")) as channel:
+            channel.subscribe(states.append)
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            deadline = time.monotonic() + 10
+            while grpc.ChannelConnectivity.IDLE not in states[1:] and time.monotonic() < deadline:
+                assert check(b"", timeout=5, wait_for_ready=True) == b"\x08\x01"
+                time.sleep(0.1)
+        assert grpc.ChannelConnectivity.IDLE in states[1:], (
+            states
+        )  # closed, and opened again by the next call
