@@ -17,11 +17,11 @@ class TlsFiles:
     key: Path
     client_root: Path | None = None
 
-    def context(self) -> ssl.SSLContext:
-        """For HTTP. Raises `InvalidArgument` that names the file at fault."""
+    def context(self, protocol: str) -> ssl.SSLContext:
+        """For a server of that protocol, by its name in ALPN. Raises `InvalidArgument` that names the file at fault."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols([protocol])
         for what, path in (("certificate", self.certificate), ("key", self.key)):
             _read(what, path)
         try:
@@ -43,12 +43,6 @@ class TlsFiles:
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
-
-    def contents(self) -> tuple[bytes, bytes, bytes | None]:
-        """Certificate, key and root, checked as for `context`, for libraries that want them as bytes."""
-        self.context()
-        root = None if self.client_root is None else self.client_root.read_bytes()
-        return self.certificate.read_bytes(), self.key.read_bytes(), root
 
 
 def _read(what: str, path: Path) -> None:

@@ -38,12 +38,11 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_good_files(pem):
-    context = TlsFiles(pem / "cert.pem", pem / "key.pem").context()
+    context = TlsFiles(pem / "cert.pem", pem / "key.pem").context("http/1.1")
     assert context.verify_mode is ssl.CERT_NONE
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     mutual = TlsFiles(pem / "cert.pem", pem / "key.pem", pem / "ca.pem")
-    assert mutual.context().verify_mode is ssl.CERT_REQUIRED
-    assert mutual.contents() == tuple((pem / name).read_bytes() for name in ("cert.pem", "key.pem", "ca.pem"))
+    assert mutual.context("h2").verify_mode is ssl.CERT_REQUIRED
 
 
 @pytest.mark.parametrize(
@@ -67,6 +66,4 @@ def test_good_files(pem):
 def test_bad_files_are_named(pem, certificate, key, root, message):
     files = TlsFiles(pem / certificate, pem / key, pem / root if root else None)
     with pytest.raises(InvalidArgument, match=message):
-        files.context()
-    with pytest.raises(InvalidArgument, match=message):
-        files.contents()
+        files.context("http/1.1")

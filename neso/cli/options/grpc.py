@@ -155,7 +155,7 @@ def _tls_files(values: Values) -> TlsFiles | None:
         raise OptionError("--grpc-use-ssl-mutual needs --grpc-root-cert")
     files = TlsFiles(certificate, key, root if mutual else None)
     with about("--grpc-server-cert"):
-        files.context()
+        files.context("h2")
     return files
 
 

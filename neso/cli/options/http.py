@@ -84,7 +84,7 @@ def tls_files(values: Values) -> TlsFiles | None:
         raise OptionError("--http-server-cert and --http-server-key must be given together")
     files = TlsFiles(certificate, key, root)
     with about("--http-server-cert"):
-        files.context()
+        files.context("http/1.1")
     return files
 
 

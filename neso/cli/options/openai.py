@@ -49,5 +49,5 @@ def openai_http_options(values: Values) -> HttpServerOptions:
         port=values["openai-port"],
         max_body=values["http-max-input-size"],
         reuse_port=values["reuse-http-port"],
-        tls=None if tls is None else tls.context(),
+        tls=None if tls is None else tls.context("http/1.1"),
     )

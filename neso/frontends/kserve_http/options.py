@@ -36,5 +36,5 @@ class HttpOptions:
             keep_alive_timeout=self.keep_alive_timeout,
             header_timeout=self.header_timeout,
             reuse_port=self.reuse_port,
-            tls=None if self.tls is None else self.tls.context(),
+            tls=None if self.tls is None else self.tls.context("http/1.1"),
         )
