@@ -52,9 +52,6 @@ class OutputFormat:
     binary: dict[str, bool] = field(default_factory=dict)
     windows: dict[str, SharedMemoryWindow] = field(default_factory=dict)
 
-    def is_binary(self, name: str) -> bool:
-        return self.binary.get(name, self.default)
-
 
 def read_infer_request(
     request: Request, model: Model, version: str, shared_memory: SharedMemory
