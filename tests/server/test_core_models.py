@@ -221,10 +221,18 @@ async def test_load_and_unload_need_explicit_control(repository, start_core):
 
 
 def test_options_that_cannot_be_served():
-    with pytest.raises(ServerError, match="poll"):
-        ServerOptions(model_control_mode=ModelControlMode.POLL)
     with pytest.raises(InvalidArgument, match="explicit"):
         ServerOptions(startup_models=("a",))
+    with pytest.raises(InvalidArgument, match="must be the ONLY startup model"):
+        ServerOptions(model_control_mode=ModelControlMode.EXPLICIT, startup_models=("*", "a"))
+    for options in (
+        {"repository_poll_secs": -1},
+        {"model_load_thread_count": 0},
+        {"model_load_retry_count": -1},
+        {"model_config_name": "../config"},
+    ):
+        with pytest.raises(InvalidArgument, match=next(iter(options))):
+            ServerOptions(**options)
 
 
 async def test_load_and_unload(repository, start_core):
