@@ -112,9 +112,11 @@ class ModelLifecycle:
             if not serving:
                 record.slots = {}
             raise
-        finally:
-            # Not when it began: it may have had its own steps loaded.
-            record.checked = next(self._clock)
+        except ServerError:
+            if not serving:  # else it may have to go, as its steps have changed
+                record.checked = next(self._clock)
+            raise
+        record.checked = next(self._clock)  # not when it began: it may have had its own steps loaded
         self._swap(record, source, old, fresh)
         self._raise_failures(record.name, fresh)
 
@@ -125,18 +127,19 @@ class ModelLifecycle:
         record.slots = {0: VersionSlot(ModelState.UNAVAILABLE, reason)}
         return not known
 
-    async def unload(self, id: str, timeout: float | None, *, forget: bool = False) -> None:
-        """Stop serving all versions of a model, when the requests in flight have ended.
-
-        `forget`: there is no such model any more.
-        """
+    async def unload(self, id: str, timeout: float | None) -> None:
+        """Stop serving all versions of a model, when the requests in flight have ended."""
         async with self._order.lock(id):
             record = self._table.get(id)
-            if record is None:
-                return
-            record.explicit, record.wanted = False, None
-            await self._unload(record, timeout, UNLOADED)
-            if forget:
+            if record is not None:
+                record.explicit, record.wanted = False, None
+                await self._unload(record, timeout, UNLOADED)
+
+    async def forget(self, id: str) -> None:
+        """There is no such model any more; to be called after an unload."""
+        async with self._order.lock(id):
+            record = self._table.get(id)
+            if record is not None and record.unloaded:
                 self._table.drop(id)
 
     async def _unload(self, record: ModelRecord, timeout: float | None, reason: str) -> None:

@@ -209,10 +209,12 @@ class ModelControl:
                 for record in self._table
                 if record.id not in there and (record.models or record.name not in scan.ambiguous)
             ]
-            await self._all(self._lifecycle.unload(id, self._options.unload_timeout, forget=True) for id in gone)
+            await self._all(self._lifecycle.unload(id, self._options.unload_timeout) for id in gone)
             for name in scan.ambiguous - self._added.keys():
                 self._fail(name, f"model '{name}' is not unique across all model repositories")
             await self._load_or_log(there.values())
+            for id in gone:
+                await self._lifecycle.forget(id)
 
     def _fail(self, name: str, reason: str) -> None:
         if self._lifecycle.fail(name, reason):

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from core_requests import ask, ask_slow, collect
+from core_requests import ask, ask_slow, collect, index_of
 from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
 
 from neso.server.backend import BUILTIN
@@ -16,10 +16,6 @@ from neso.server.core import Core
 from neso.server.errors import Cancelled, ErrorCode, InvalidArgument, NotFound, ServerError, Unavailable
 from neso.server.metadata import IndexEntry, ModelState
 from neso.server.options import ModelControlMode, ServerOptions
-
-
-def index_of(core: Core, name: str) -> list[IndexEntry]:
-    return [entry for entry in core.repository_index() if entry.name == name]
 
 
 async def test_models_of_a_repository_are_ready(repository, start_core):
