@@ -76,13 +76,7 @@ class ModelControl:
         self._check_control()
         check_model_name(name)
         sources = await asyncio.to_thread(self._requested, name, config, files)
-        steps = await asyncio.to_thread(self._steps, sources)
-        await self._all(self._load_step(step) for step in steps)
-        results = await self._all(self._in_task(self._lifecycle.load(s, explicit=True), s.name) for s in sources)
-        await self._lifecycle.refresh_ensembles()
-        for error in results:
-            if error is not None:
-                raise error
+        await self._in_task(self._load(sources), name)
 
     async def require(self, name: str, namespace: str) -> None:
         """Load a model that another one needs, unless it is loaded. Raises `ServerError`."""
@@ -144,16 +138,25 @@ class ModelControl:
                 names = {step.model_name for step in config.ensemble_scheduling.step} if config else set()
                 steps = [self._find_one(name, source.namespace) for name in sorted(names)]
             except ServerError:
-                continue  # the load of the ensemble tells
+                continue  # its load tells
             fresh = [step for step in steps if step.id not in found]
             found.update((step.id, step) for step in fresh)
             pending += fresh
         return list(found.values())[len(sources) :]
 
-    async def _load_step(self, source: ModelSource) -> None:
+    async def _load(self, sources: list[ModelSource]) -> None:
+        steps = await asyncio.to_thread(self._steps, sources)
+        # Why a step fails is told by the ensemble that needs it.
+        await self._all(self._lifecycle.load(step) for step in steps if not self._is_overridden(step))
+        results = await self._all(self._lifecycle.load(source, explicit=True) for source in sources)
+        await self._lifecycle.refresh_ensembles()
+        for error in results:
+            if error is not None:
+                raise error
+
+    def _is_overridden(self, source: ModelSource) -> bool:
         record = self._table.get(source.id)
-        if record is None or record.source is None or not record.source.overridden:
-            await self._in_task(self._lifecycle.load(source), source.name)
+        return record is not None and record.source is not None and record.source.overridden
 
     async def _unload(self, name: str, unload_dependents: bool) -> None:
         records = self._table.named(name)
