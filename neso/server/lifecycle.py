@@ -14,6 +14,7 @@ from neso.server.backend import ModelContext
 from neso.server.errors import InternalError, ServerError
 from neso.server.load_order import LoadOrder
 from neso.server.loader import ModelPlan, plan_model
+from neso.server.memory import release_memory
 from neso.server.metadata import ModelState
 from neso.server.model import Model
 from neso.server.model_config import differ_in_instances_only, is_ensemble
@@ -39,6 +40,7 @@ class ModelLifecycle:
         self._retiring: set[asyncio.Task[None]] = set()
         self._order = LoadOrder(core.options.model_load_thread_count)
         self._clock = itertools.count(1)
+        self._ending = False
 
     def all_ready(self) -> bool:
         """Whether every version that is meant to be loaded can serve."""
@@ -131,9 +133,11 @@ class ModelLifecycle:
         """Stop serving all versions of a model, when the requests in flight have ended."""
         async with self._order.lock(id):
             record = self._table.get(id)
-            if record is not None:
-                record.explicit, record.wanted = False, None
-                await self._unload(record, timeout, UNLOADED)
+            if record is None:
+                return
+            record.explicit, record.wanted = False, None
+            if await self._unload(record, timeout, UNLOADED) and not self._ending:
+                await asyncio.to_thread(release_memory)
 
     async def forget(self, id: str) -> None:
         """There is no such model any more; to be called after an unload."""
@@ -142,7 +146,8 @@ class ModelLifecycle:
             if record is not None and record.unloaded:
                 self._table.drop(id)
 
-    async def _unload(self, record: ModelRecord, timeout: float | None, reason: str) -> None:
+    async def _unload(self, record: ModelRecord, timeout: float | None, reason: str) -> bool:
+        """False if nothing was loaded."""
         slots = tuple(record.slots.values())
         models = [model for slot in slots if (model := slot.retire()) is not None]
         record.source = None
@@ -151,9 +156,11 @@ class ModelLifecycle:
         await asyncio.gather(*(self._unload_model(model, timeout) for model in models))
         for slot in slots:
             slot.close(reason)
+        return bool(models)
 
     async def unload_all(self, timeout: float | None) -> None:
-        """Unload everything, models that were replaced included."""
+        """Unload everything, models that were replaced included. The end: no more is to be loaded."""
+        self._ending = True
         await asyncio.gather(*(self.unload(record.id, timeout) for record in self._table), *self._retiring)
 
     async def _load_all(
@@ -277,8 +284,11 @@ class ModelLifecycle:
 
     async def _retire(self, model: Model, slot: VersionSlot | None) -> None:
         await self._unload_model(model, self._core.options.unload_timeout)
+        del model
         if slot is not None and slot.state is ModelState.UNLOADING:
             slot.close()
+        if not self._ending:
+            await asyncio.to_thread(release_memory)
 
     async def _unload_model(self, model: Model, timeout: float | None) -> None:
         try:

@@ -44,10 +44,12 @@ class PythonBackend(Backend):
         """Let the model's `auto_complete_config` fill in tensors and batching."""
         try:
             model_class = load_model_class(version_directory / config.default_model_filename, config.name)
-            auto_complete = getattr(model_class, "auto_complete_config", None)
-            if auto_complete is not None:
-                model_config.complete(config, auto_complete)
-            forget_model_class(model_class)
+            try:
+                auto_complete = getattr(model_class, "auto_complete_config", None)
+                if auto_complete is not None:
+                    model_config.complete(config, auto_complete)
+            finally:
+                forget_model_class(model_class)
         except ServerError:
             raise
         except Exception as error:

@@ -95,6 +95,16 @@ class ModelInstance:
     def _live(self) -> None:
         try:
             model_class = load_model_class(self._path, self._args["model_name"])
+        except Exception as error:
+            self.started.set_exception(error)
+            return
+        try:
+            self._serve(model_class)
+        finally:
+            forget_model_class(model_class)
+
+    def _serve(self, model_class: type[Any]) -> None:
+        try:
             model = model_class()
             if not callable(getattr(model, "execute", None)):
                 raise TritonModelException(f"TritonPythonModel in '{self._path}' has no execute function")
@@ -116,7 +126,6 @@ class ModelInstance:
             self._loop.call_soon_threadsafe(self._loop.stop)
         if hasattr(model, "finalize"):
             model.finalize()
-        forget_model_class(model_class)
 
     def _execute(self, model: Any, work: Work) -> None:
         responders = self._still_wanted(work.streams)
