@@ -19,7 +19,9 @@ class LoadOrder:
     """Locks and places. A model that has others loaded while it loads itself waits for them."""
 
     def __init__(self, num_places: int) -> None:
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # while someone wants them
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = (
+            WeakValueDictionary()
+        )  # while someone wants them
         self._waits_for: dict[str, str] = {}  # while they load: a model to the one that it needs
         self._places = asyncio.Semaphore(num_places)
         self._placed: Counter[str] = Counter()

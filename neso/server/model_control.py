@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
-from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerError, Unavailable, Unsupported
+from neso.server.errors import InternalError, NotFound, ServerError, Unavailable, Unsupported
 from neso.server.lifecycle import ModelLifecycle
 from neso.server.metadata import IndexEntry
 from neso.server.model_config import read_config
@@ -31,7 +31,9 @@ class ModelControl:
         self._options = options
         self._table = table
         self._lifecycle = lifecycle
-        self._repositories = ModelRepositories(options.model_repository, namespacing=options.model_namespacing)
+        self._repositories = ModelRepositories(
+            options.model_repository, namespacing=options.model_namespacing
+        )
         self._added: dict[str, ModelSource] = {}
         self._loads: set[asyncio.Task[None]] = set()
         self._looking = asyncio.Lock()

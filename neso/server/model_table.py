@@ -45,9 +45,10 @@ class VersionSlot:
 class ModelRecord:
     """A model that was touched.
 
-    `source`: what serves was loaded from it; `wanted`: the last that was to be loaded, None when it is to be gone. `steps`: the models that an
-    ensemble is made of. `explicit`: asked for by name, not only because an ensemble needs it. `changed` and `checked`
-    order events: when other versions than before began to serve or to be gone; when a load was tried the last time.
+    `source`: what serves was loaded from it; `wanted`: the last that was to be loaded, None when it is to be gone.
+    `steps`: the models that an ensemble is made of. `explicit`: asked for by name, not only because an ensemble needs
+    it. `changed` and `checked` order events: when other versions than before began to serve or to be gone; when a load
+    was tried the last time.
     """
 
     id: str

@@ -13,7 +13,16 @@ from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
 
 from neso.server.backend import BUILTIN
 from neso.server.core import Core
-from neso.server.errors import Cancelled, ErrorCode, InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.errors import (
+    Cancelled,
+    ErrorCode,
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    ServerError,
+    Unavailable,
+    Unsupported,
+)
 from neso.server.metadata import IndexEntry, ModelState
 from neso.server.options import ModelControlMode, ServerOptions
 
@@ -417,3 +426,46 @@ async def test_a_model_without_a_repository(repository, tmp_path):
     await core.start()
     assert core.model("named").config.name == "named"
     await core.stop()
+
+
+async def test_a_configuration_of_another_name(repository, start_core):
+    for name in ("with", "without"):
+        repository.add(name)
+    (repository.path / "with" / "configs").mkdir()
+    custom = 'backend: "python" max_batch_size: 3 ' + IDENTITY_TENSORS
+    (repository.path / "with" / "configs" / "small.pbtxt").write_text(custom)
+    core = await start_core(model_config_name="small")
+    assert [model.config.max_batch_size for model in core.models()] == [3, 0]
+
+
+async def test_registered_repositories(repository, start_core, tmp_path):
+    other = RepositoryBuilder(tmp_path / "other")
+    folder = other.add("folder")
+    (folder / "config.pbtxt").write_text('name: "folder" backend: "python"' + IDENTITY_TENSORS)
+    core = await start_core(explicit=True)
+    await core.register_repository(other.path, {"renamed": "folder"})
+    assert index_of(core, "renamed") == [IndexEntry("renamed")] and not index_of(core, "folder")
+    await core.load_model("renamed")
+    assert core.model("renamed").config.name == "renamed"
+    await core.unregister_repository(other.path)
+    assert core.model("renamed").ready()
+    with pytest.raises(InternalError, match="failed to poll from model repository"):
+        await core.load_model("renamed")
+    core = await start_core()
+    for work in (core.register_repository(other.path), core.unregister_repository(other.path)):
+        with pytest.raises(
+            Unsupported, match="registration is not allowed if model control mode is not EXPLICIT"
+        ):
+            await work
+
+
+async def test_steps_that_were_asked_for_stay(repository, start_core):
+    repository.add("step")
+    repository.add_ensemble("all", "step")
+    core = await start_core(explicit=True)
+    for explicit in (False, True):
+        if explicit:
+            await core.load_model("step")
+        await core.load_model("all")
+        await core.unload_model("all", unload_dependents=True)
+        assert [model.name for model in core.models()] == (["step"] if explicit else [])

@@ -42,8 +42,11 @@ async def values(core: Core) -> list[float]:
 
 
 def ambiguous(core: Core, name: str = "step") -> None:
-    with pytest.raises(InvalidArgument, match=f"There are 2 identifiers of model '{name}' in global map, model "
-                       "namespace must be provided to resolve ambiguity."):
+    with pytest.raises(
+        InvalidArgument,
+        match=f"There are 2 identifiers of model '{name}' in global map, model "
+        "namespace must be provided to resolve ambiguity.",
+    ):
         core.model(name)
     assert not core.model_ready(name)
 

@@ -63,7 +63,9 @@ async def test_versions_come_and_go_and_the_others_stay(repository: RepositoryBu
     assert (await value_of(core, "m"), await value_of(core, "m", "1")) == (3, 1)
 
 
-async def test_a_broken_change_keeps_what_serves_until_it_is_mended(repository: RepositoryBuilder, start_core):
+async def test_a_broken_change_keeps_what_serves_until_it_is_mended(
+    repository: RepositoryBuilder, start_core
+):
     folder = repository.add_constant("m", 1)
     core = await start_core(poll=True)
     for break_it in (
@@ -110,7 +112,9 @@ async def test_a_name_that_becomes_ambiguous(repository: RepositoryBuilder, star
     assert await value_of(core, "m") == 1
 
 
-async def test_a_repository_that_cannot_be_read_unloads_nothing(repository: RepositoryBuilder, start_core, tmp_path):
+async def test_a_repository_that_cannot_be_read_unloads_nothing(
+    repository: RepositoryBuilder, start_core, tmp_path
+):
     repository.add_constant("m", 1)
     core = await start_core(poll=True)
     repository.path.rename(tmp_path / "away")
@@ -184,7 +188,9 @@ async def test_requests_to_load_and_unload_are_refused(repository: RepositoryBui
     repository.add_constant("m", 1)
     core = await start_core(poll=True)
     for work in (core.load_model("m"), core.unload_model("m")):
-        with pytest.raises(Unavailable, match="explicit model load / unload is not allowed if polling is enabled"):
+        with pytest.raises(
+            Unavailable, match="explicit model load / unload is not allowed if polling is enabled"
+        ):
             await work
     with pytest.raises(Unavailable, match="polling is disabled"):
         await (await start_core(explicit=True)).poll_repositories()

@@ -98,8 +98,7 @@ async def test_models_that_were_replaced(repository: RepositoryBuilder, start_co
         objects = await use(core, False)
         add_heavy(repository, f"parameters {{ key: 'n' value {{ string_value: '{index}' }} }}")
         await core.load_model("m")
-        while core._lifecycle._retiring:
-            await asyncio.sleep(0.01)
+        await asyncio.gather(*core._lifecycle._retiring)
         assert [ref() for ref in objects] == [None, None, None]
     assert taken() == before
 

@@ -7,6 +7,7 @@ import hashlib
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import numpy as np
 from core_requests import ask, collect, index_of
@@ -50,7 +51,7 @@ async def test_checksums(repository, start_core):
 class Rewriter(RepositoryAgent):
     """Loads the model from a copy with other code, or fails."""
 
-    folders: list[Path] = []
+    folders: ClassVar[list[Path]] = []
 
     def load(self, directory: Path) -> Path:
         if "fail" in self.parameters:

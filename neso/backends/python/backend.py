@@ -161,9 +161,7 @@ class PythonBackend(Backend):
         kinds = config_to_dict(config)["instance_group"]
         text = config_to_json(config)
         decoupled = bool(config.model_transaction_policy.decoupled)
-        outputs = {
-            t["name"]: DataType.from_config(t["data_type"]) for t in config_to_dict(config)["output"]
-        }
+        outputs = {t["name"]: DataType.from_config(t["data_type"]) for t in config_to_dict(config)["output"]}
         sequences = config_to_dict(config).get("sequence_batching")
         states = {
             t["output_name"]: DataType.from_config(t["data_type"])
@@ -183,9 +181,7 @@ class PythonBackend(Backend):
                 "model_version": context.version,
                 "model_name": context.name,
             }
-            link = ModelOutputs(
-                asyncio.get_running_loop(), name, decoupled, outputs | states, tuple(states)
-            )
+            link = ModelOutputs(asyncio.get_running_loop(), name, decoupled, outputs | states, tuple(states))
             work = self._work
             if sequences is not None:
                 work = WorkQueue()

@@ -24,9 +24,7 @@ class LocalRepository:
     def folders(self) -> list[str]:
         """The names of the models' folders. Raises `OSError`."""
         return [
-            path.name
-            for path in self._directory.iterdir()
-            if not path.name.startswith(".") and path.is_dir()
+            path.name for path in self._directory.iterdir() if not path.name.startswith(".") and path.is_dir()
         ]
 
     def listed(self) -> list[str]:

@@ -85,7 +85,9 @@ class ModelRepositories:
             if not stays_inside(folder):
                 raise InvalidArgument(f"failed to register '{name}', '{folder}' is not in the repository")
             if name in self._mappings:
-                raise AlreadyExists(f"failed to register '{name}', there is a conflicting mapping for '{name}'")
+                raise AlreadyExists(
+                    f"failed to register '{name}', there is a conflicting mapping for '{name}'"
+                )
         self._repositories[repository.uri] = repository
         for name, folder in (mapping or {}).items():
             self._mappings[name] = repository.uri, folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from pathlib import Path
 
@@ -79,7 +80,9 @@ async def value_of(core: Core) -> float:
 
 
 async def test_models_are_copied_when_they_are_loaded(bucket) -> None:
-    core = Core(ServerOptions(("memory://models",), model_control_mode=ModelControlMode.POLL, repository_poll_secs=0))
+    core = Core(
+        ServerOptions(("memory://models",), model_control_mode=ModelControlMode.POLL, repository_poll_secs=0)
+    )
     await core.start()
     assert await value_of(core) == 1
     copied = Path(core.model("m")._backend.context.directory)
@@ -96,7 +99,7 @@ async def test_models_are_copied_when_they_are_loaded(bucket) -> None:
     assert index_of(core, "m") == []
     await core.stop()
     gc.collect()
-    assert not copied.exists()
+    assert not await asyncio.to_thread(copied.exists)
 
 
 async def test_by_request(bucket) -> None:

@@ -39,7 +39,12 @@ def test_names_in_namespaces(both) -> None:
     repositories = ModelRepositories([repository.path for repository in both], namespacing=True)
     first, second = (str(repository.path) for repository in both)
     assert {source.id for source in repositories.find("twice")} == {f"{first}::twice", f"{second}::twice"}
-    assert set(repositories.scan().sources) == {f"{first}::a", f"{first}::twice", f"{second}::b", f"{second}::twice"}
+    assert set(repositories.scan().sources) == {
+        f"{first}::a",
+        f"{first}::twice",
+        f"{second}::b",
+        f"{second}::twice",
+    }
     assert repositories.find_one("twice", second).namespace == second
     assert repositories.find_one("a", second).namespace == first
     with pytest.raises(InvalidArgument, match="ambiguous"):
