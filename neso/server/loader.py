@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from neso.server.options import ServerOptions
 from neso.server.repository.source import ModelSource
 from neso.server.repository.versions import choose_versions, find_versions
 from neso.server.repository_agents import RepositoryAgent, run_agents
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
