@@ -42,7 +42,9 @@ class Server:
             if isinstance(model_repository, str | PathLike):
                 model_repository = (model_repository,)
             options = ServerOptions(
-                model_repository=tuple(Path(path) for path in model_repository),
+                model_repository=tuple(
+                    path if isinstance(path, str) else Path(path) for path in model_repository
+                ),
                 model_control_mode=ModelControlMode(model_control_mode),
                 **fields,
             )
@@ -127,6 +129,24 @@ class Server:
     def unload(self, name: str, unload_dependents: bool = False) -> None:
         """Unload a model when its requests in flight have ended, in model control mode `explicit`."""
         self.wait_for(self.core.unload_model(name, unload_dependents))
+
+    def register_model_repository(
+        self, path: str | PathLike[str], name_mapping: dict[str, str] | None = None
+    ) -> None:
+        """Add a model repository, in model control mode `explicit`: a directory, or a URI.
+
+        `name_mapping` has folders of it by the names that their models are to have. Raises `ServerError`.
+        """
+        uri = path if isinstance(path, str) else Path(path)
+        self.wait_for(self.core.register_repository(uri, name_mapping))
+
+    def unregister_model_repository(self, path: str | PathLike[str]) -> None:
+        """Forget a model repository; models that are loaded stay. Raises `ServerError`."""
+        self.wait_for(self.core.unregister_repository(path if isinstance(path, str) else Path(path)))
+
+    def poll_model_repository(self) -> None:
+        """Load and unload by what the repositories hold, now, in model control mode `poll`."""
+        self.wait_for(self.core.poll_repositories())
 
     def running_core(self) -> Core:
         """The core. Raises `Unavailable` when the server does not run."""
