@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +152,12 @@ class Signature:
                 check_datatype(self.outputs[name].datatype)
         given, most = len(request.inputs), len(self.inputs)
         absent = [n for n, spec in self.inputs.items() if not spec.optional and n not in request.inputs]
-        missing = f", missing are {', '.join(absent)}" if absent else ""
+        missing = ""
+        if absent:
+            missing = (
+                f". Got input(s) {_quoted(request.inputs)}, but missing required input(s) {_quoted(absent)}. "
+                "Please provide all required input(s)."
+            )
         if given > most or given < self._required:
             expected = f"number of inputs between {self._required} and {most}"
             if self._required == most:
@@ -193,8 +199,8 @@ class Signature:
     def _check_tensor(self, spec: TensorSpec, tensor: Tensor) -> None:
         if tensor.datatype is not spec.datatype:
             raise InvalidArgument(
-                f"inference input data-type is '{tensor.datatype.value}', model expects "
-                f"'{spec.datatype.value}' for '{self.model}'"
+                f"inference input '{tensor.name}' data-type is '{tensor.datatype.value}', but model "
+                f"'{self.model}' expects '{spec.datatype.value}'"
             )
         batched = self.max_batch_size > 0
         if not spec.matches(tensor.shape[1:] if batched else tensor.shape):
@@ -221,3 +227,7 @@ class Signature:
 
 def _text(shape: Shape) -> str:
     return "[" + ",".join(str(extent) for extent in shape) + "]"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return "[" + ",".join(f"'{name}'" for name in names) + "]"

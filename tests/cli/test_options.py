@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from serve_arguments import parse
 
 from neso.cli.options import OPTIONS
 from neso.cli.options.errors import OptionError
+from neso.frontends.kserve_grpc.options import ResponseCompression
+from neso.server.options import ModelControlMode
 
 # What tritonserver's command line has.
 TRITONSERVER = """
@@ -33,7 +36,15 @@ trace-log-frequency trace-rate vertex-ai-default-model vertex-ai-port vertex-ai-
 """.split()
 
 # A value that each kind takes and that is not the default of any option of it.
-SAMPLES = {"TEXT": "x", "PATH": "x", "INTEGER": "7", "NUMBER": "7.5", "true|false": "true", "LEVEL": "1"}
+SAMPLES = {
+    "TEXT": "x",
+    "PATH|URI": "x",
+    "PATH": "x",
+    "INTEGER": "7",
+    "NUMBER": "7.5",
+    "true|false": "true",
+    "LEVEL": "1",
+}
 
 
 def sample(option) -> str:
@@ -101,7 +112,7 @@ def test_false(text):
         (["--backend-config=x"], "--backend-config: expected BACKEND,KEY=VALUE, got 'x'"),
         (
             ["--model-control-mode=explicit", "--load-model=*", "--load-model=a"],
-            r"--load-model: \* stands for all models and must be alone",
+            r"Wildcard model name '\*' must be the ONLY startup model",
         ),
         (["--load-model=a"], "startup models can be named in model control mode 'explicit' only"),
     ],
@@ -138,3 +149,42 @@ def test_bad_command_lines_end_with_2(arguments):
     )
     assert result.returncode == 2
     assert arguments[0].split("=")[0] in result.stderr and "Traceback" not in result.stderr
+
+
+def test_model_management():
+    server = parse(
+        "--model-repository=local",
+        "--model-store=s3://bucket/models",
+        "--model-control-mode=poll",
+        "--repository-poll-secs=2",
+        "--model-config-name=gpu",
+        "--model-namespacing=true",
+        "--model-load-thread-count=2",
+        "--model-load-retry-count=3",
+    ).server
+    assert server.model_repository == (Path("local"), "s3://bucket/models")
+    assert server.model_control_mode is ModelControlMode.POLL and server.repository_poll_secs == 2
+    assert (server.model_config_name, server.model_namespacing) == ("gpu", True)
+    assert (server.model_load_thread_count, server.model_load_retry_count) == (2, 3)
+
+
+def test_grpc_options():
+    grpc = parse(
+        "--grpc-keepalive-time=1",
+        "--grpc-keepalive-timeout=2",
+        "--grpc-keepalive-permit-without-calls=1",
+        "--grpc-http2-min-recv-ping-interval-without-data=3",
+        "--grpc-http2-max-ping-strikes=4",
+        "--grpc-max-connection-age=5",
+        "--grpc-max-connection-age-grace=6",
+        "--grpc-infer-response-compression-level=high",
+        "--reuse-grpc-port=true",
+    ).grpc
+    assert (grpc.keepalive_time_ms, grpc.keepalive_timeout_ms, grpc.keepalive_permit_without_calls) == (
+        1,
+        2,
+        True,
+    )
+    assert (grpc.http2_min_recv_ping_interval_without_data_ms, grpc.http2_max_ping_strikes) == (3, 4)
+    assert (grpc.max_connection_age_ms, grpc.max_connection_age_grace_ms) == (5, 6)
+    assert grpc.response_compression is ResponseCompression.high and grpc.reuse_port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -275,7 +276,7 @@ def test_cuda_regions_are_refused(triton, protocol):
         "failed to register CUDA shared memory region: 'c', "  # GPUs not supported; or invalid args, with one
     )
     with refused(protocol, message, "400", "INVALID_ARGUMENT"):
-        triton.register_cuda_shared_memory("c", b"AAAA", 0, 16)
+        triton.register_cuda_shared_memory("c", base64.b64encode(bytes(64)), 0, 16)
 
 
 def test_the_extension_is_advertised(process):

@@ -187,7 +187,7 @@ async def infer_with_everything(flavour: Flavour, client: Any, server: ServerPro
     found = noted.get_output("T")
     assert (found.datatype if flavour.protocol == "grpc" else found["datatype"]) == "BYTES"
     assert noted.get_output("nothing") is None
-    with pytest.raises(InferenceServerException, match="missing are S"):
+    with pytest.raises(InferenceServerException, match=r"missing required input\(s\) \['S'\]"):
         await settled(client.infer("double", [flavour.input("X", X, "FP32")]))
 
 

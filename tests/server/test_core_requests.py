@@ -51,11 +51,11 @@ async def add_sub(repository, start_core):
     [
         ("add_sub", {}, "expected number of inputs between 1 and 2 but got 0 inputs for model 'add_sub'"),
         ("add_sub", {"A": PAIR, "C": PAIR}, "unexpected inference input 'C' for model 'add_sub'"),
-        ("add_sub", {"B": PAIR}, "missing are A"),
+        ("add_sub", {"B": PAIR}, "Got input(s) ['B'], but missing required input(s) ['A']. Please"),
         (
             "add_sub",
             {"A": PAIR.astype(np.int64)},
-            "inference input data-type is 'INT64', model expects 'INT32' for 'add_sub'",
+            "inference input 'A' data-type is 'INT64', but model 'add_sub' expects 'INT32'",
         ),
         (
             "add_sub",

@@ -61,9 +61,10 @@ GRPC = Topic(
         ),
         Option(
             "grpc-http2-max-pings-without-data",
-            "Pings that may be sent without data between them; 0: any number.",
+            "Pings that may be sent without data between them.",
             integer(0),
             2,
+            ignored="pings are as far apart as --grpc-keepalive-time says",
         ),
         Option(
             "grpc-http2-min-recv-ping-interval-without-data",
@@ -124,7 +125,6 @@ def grpc_options(values: Values) -> GrpcOptions | None:
         keepalive_time_ms=values["grpc-keepalive-time"],
         keepalive_timeout_ms=values["grpc-keepalive-timeout"],
         keepalive_permit_without_calls=values["grpc-keepalive-permit-without-calls"],
-        http2_max_pings_without_data=values["grpc-http2-max-pings-without-data"],
         http2_min_recv_ping_interval_without_data_ms=values["grpc-http2-min-recv-ping-interval-without-data"],
         http2_max_ping_strikes=values["grpc-http2-max-ping-strikes"],
         max_connection_age_ms=values["grpc-max-connection-age"] or 0,

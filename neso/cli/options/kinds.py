@@ -81,6 +81,7 @@ def _level(text: str) -> int:
 
 
 TEXT = Kind("TEXT", str)
+LOCATION = Kind("PATH|URI", lambda text: text if "://" in text else Path(text))
 PATH = Kind("PATH", Path)
 INTEGER = integer()
 NUMBER = number()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from neso.cli.options.errors import OptionError
-from neso.cli.options.kinds import BOOLEAN, FLAG, PATH, choice, integer, number
+from neso.cli.options.kinds import BOOLEAN, FLAG, LOCATION, PATH, choice, integer, number
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
 
@@ -14,29 +14,30 @@ REPOSITORY = Topic(
     (
         Option(
             "model-repository",
-            "Directory of models in Triton's layout.",
-            PATH,
+            "Directory of models in Triton's layout, or the URI of a folder in a bucket.",
+            LOCATION,
             aliases=("model-store",),
             repeated=True,
         ),
         Option(
             "model-control-mode",
-            "none: load all models at start. explicit: those of --load-model, then by request.",
+            "none: load all models at start. explicit: those of --load-model, then by request. poll: what the "
+            "repositories hold at the moment.",
             choice("none", "explicit", "poll"),
             "none",
         ),
         Option(
             "repository-poll-secs",
-            "Seconds between two looks at the repositories, in mode poll.",
+            "Seconds between two looks at the repositories, in mode poll; 0: only when asked.",
             number(0),
             15,
-            absent="model control mode poll",
         ),
         Option("load-model", "Model to load at start in explicit mode; * alone for all.", repeated=True),
         Option(
             "model-config-name",
-            "Take configs/NAME.pbtxt of each model that has it as its configuration.",
-            absent="choosing among several configurations of a model",
+            "Read configs/NAME.pbtxt of each model that has it in place of config.pbtxt.",
+            default="",
+            metavar="NAME",
         ),
         Option("disable-auto-complete-config", "Take config.pbtxt as it is.", FLAG),
         Option(
@@ -46,18 +47,13 @@ REPOSITORY = Topic(
             "strict-readiness", "Ready only while every model that was to be loaded is ready.", BOOLEAN, True
         ),
         Option("exit-on-error", "Exit if a model cannot be loaded at start.", BOOLEAN, False),
-        Option(
-            "model-load-thread-count", "Models that load at the same time.", integer(1), absent="this limit"
-        ),
-        Option(
-            "model-load-retry-count", "How often to retry a failed load.", integer(0), 0, absent="retrying"
-        ),
+        Option("model-load-thread-count", "Models that load at the same time.", integer(1), 4),
+        Option("model-load-retry-count", "How often to retry a failed load.", integer(0), 0),
         Option(
             "model-namespacing",
             "Serve models of the same name from several repositories.",
             BOOLEAN,
             False,
-            absent="model namespacing",
         ),
         Option(
             "backend-config",
@@ -75,7 +71,7 @@ REPOSITORY = Topic(
             "repoagent-directory",
             "Where tritonserver looks for repository agents.",
             PATH,
-            ignored="there are no repository agents",
+            ignored="repository agents are part of the package",
         ),
     ),
 )
@@ -85,13 +81,15 @@ def repository_options(values: Values) -> dict[str, Any]:
     """Fields of `ServerOptions`. Raises `OptionError`, `ServerError`."""
     from neso.server.options import ModelControlMode
 
-    startup_models = tuple(values["load-model"])
-    if "*" in startup_models and len(startup_models) > 1:
-        raise OptionError("--load-model: * stands for all models and must be alone")
     return {
         "model_repository": tuple(values["model-repository"]),
         "model_control_mode": ModelControlMode(values["model-control-mode"]),
-        "startup_models": startup_models,
+        "startup_models": tuple(values["load-model"]),
+        "repository_poll_secs": values["repository-poll-secs"],
+        "model_config_name": values["model-config-name"],
+        "model_namespacing": values["model-namespacing"],
+        "model_load_thread_count": values["model-load-thread-count"],
+        "model_load_retry_count": values["model-load-retry-count"],
         "strict_readiness": values["strict-readiness"],
         "exit_on_error": values["exit-on-error"],
         "disable_auto_complete_config": bool(

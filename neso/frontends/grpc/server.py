@@ -17,7 +17,6 @@ from neso.frontends.grpc.options import GrpcServerOptions
 from neso.frontends.http2 import Http2Connection, Http2Stream, Shared, StreamEvents
 from neso.frontends.http2.headers import Headers
 
-
 # Seconds. Without them, who connects and says nothing would hold up the end of the server for a minute.
 _TLS_TIMES = {"ssl_handshake_timeout": 20.0, "ssl_shutdown_timeout": 2.0}
 

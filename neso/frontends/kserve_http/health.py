@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from neso.frontends.http import Request, Response, error_response
 from neso.server.core import Core
-from neso.server.errors import ServerError
 
 
 class HealthEndpoints:
@@ -20,11 +19,8 @@ class HealthEndpoints:
         return _empty(self._core.ready())
 
     def model_ready(self, request: Request) -> Response:
-        try:
-            model = self._core.model(request.params["model"], request.params.get("version", ""))
-        except ServerError as error:
-            return error_response(400, error.message)
-        return _empty(True) if model.ready() else error_response(400, "Model version not ready")
+        ready = self._core.model_ready(request.params["model"], request.params.get("version", ""))
+        return _empty(True) if ready else error_response(400, "Model version not ready")
 
 
 def _empty(good: bool) -> Response:

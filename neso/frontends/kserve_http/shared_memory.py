@@ -11,6 +11,7 @@ from neso.frontends.http import Handler, Request, Response, json_response
 from neso.frontends.kserve_http.json_body import read_object
 from neso.frontends.kserve_http.parameters import read_object_member, read_string, read_unsigned
 from neso.server.errors import InvalidArgument
+from neso.server.shared_memory.cuda_driver import HANDLE_SIZE
 from neso.server.shared_memory.manager import SharedMemory
 from neso.server.shared_memory.window import BYTE_SIZE, OFFSET, REGION, SharedMemoryWindow
 
@@ -29,6 +30,7 @@ class SharedMemoryEndpoints:
         ):
             region = f"/v2/{kind}sharedmemory/region/{{region}}"
             yield "POST", f"{region}/register", register
+            yield "POST", f"/v2/{kind}sharedmemory/register", _nameless(kind)
             for prefix in (f"/v2/{kind}sharedmemory", region):
                 yield "GET", f"{prefix}/status", status
                 yield "POST", f"{prefix}/unregister", unregister
@@ -76,7 +78,7 @@ class SharedMemoryEndpoints:
         name, body = _registration(request, "raw_handle", "device_id", "byte_size")
         self._shared_memory.register_cuda(
             name,
-            _read_handle(name, read_object_member("raw_handle", body["raw_handle"])),
+            _read_handle(read_object_member("raw_handle", body["raw_handle"])),
             read_unsigned("device_id", body["device_id"]),
             read_unsigned("byte_size", body["byte_size"]),
         )
@@ -113,18 +115,24 @@ def _registration(request: Request, *fields: str) -> tuple[str, dict[str, Any]]:
     name, body = _region(request), read_object(request.body)
     for field in fields:
         if field not in body:
-            raise InvalidArgument(f"Shared memory region '{name}' register request has no '{field}' field")
+            raise InvalidArgument(f"Shared memory register request has no '{field}' field")
     return name, body
 
 
-def _read_handle(name: str, handle: dict[str, Any]) -> bytes:
-    if "b64" not in handle:
-        raise InvalidArgument(
-            f"Shared memory region '{name}' register request has no 'b64' field in 'raw_handle'"
-        )
+def _read_handle(handle: dict[str, Any]) -> bytes:
     try:
-        return base64.b64decode(read_string("b64", handle["b64"]), validate=True)
+        data = base64.b64decode(read_string("b64", handle.get("b64", "")), validate=True)
     except binascii.Error:
-        raise InvalidArgument(
-            f"Shared memory region '{name}' register request: 'raw_handle' is not valid base64"
-        ) from None
+        data = b""
+    if len(data) != HANDLE_SIZE:
+        raise InvalidArgument("'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
+    return data
+
+
+def _nameless(kind: str) -> Handler:
+    """Refuses to register a region without a name."""
+
+    def refuse(request: Request) -> Response:
+        raise InvalidArgument(f"'region name' is necessary to register {kind} shared memory region")
+
+    return refuse

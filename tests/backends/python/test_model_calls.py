@@ -107,7 +107,7 @@ async def test_async_exec_in_coroutines_that_run_at_the_same_time(serve):
         ('call("nope")', "2: Request for unknown model: 'nope' is not found"),
         ('call("double", model_version=7)', "'double' version 7 is not found"),
         ('call("double", name="WHAT")', "3: [request id: <id_unknown>] unexpected inference input 'WHAT'"),
-        ('call("double", kind=np.int8)', "inference input data-type is 'INT8', model expects 'FP32'"),
+        ('call("double", kind=np.int8)', "data-type is 'INT8', but model 'double' expects 'FP32'"),
         ('call("repeat", "COUNT", [3], np.int32)', "Please use 'decoupled=True'"),
         ('call("")', "needs a model_name"),
     ],

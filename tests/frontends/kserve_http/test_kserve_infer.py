@@ -200,7 +200,7 @@ def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         ({"inputs": [tensor("FP16", [1.0])]}, "receiving FP16 data via JSON is not supported"),
         ({"inputs": [tensor("BF16", [1.0])]}, "receiving BF16 data via JSON is not supported"),
         (wrong({"name": "NO"}), "unexpected inference input 'NO' for model 'identity'"),
-        (wrong({"datatype": "INT64"}), "inference input data-type is 'INT64', model expects 'INT32'"),
+        (wrong({"datatype": "INT64"}), "data-type is 'INT64', but model '"),
         (wrong({"shape": [1, 2]}), "unexpected shape for input 'IN_INT32'"),
         ({"inputs": [tensor("BOOL", [True])] * 2}, "input 'IN_BOOL' already exists in request"),
         (wrong(outputs=[{"name": "NO"}]), "unexpected inference output 'NO' for model 'identity'"),
