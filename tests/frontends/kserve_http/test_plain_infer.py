@@ -1,4 +1,4 @@
-"""The parser of plain infer requests: what it takes it reads as the full parser does, and it takes what clients send."""
+"""The parser of plain infer requests reads what it takes as the full parser does, and takes what clients send."""
 
 from __future__ import annotations
 
