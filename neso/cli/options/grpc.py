@@ -45,7 +45,7 @@ GRPC = Topic(
         ),
         Option(
             "grpc-infer-response-compression-level",
-            "Compress gRPC responses; any level but none is gzip.",
+            "Compress gRPC responses by gzip, as hard as this says.",
             choice("none", "low", "medium", "high"),
             "none",
         ),
