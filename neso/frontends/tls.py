@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from neso.server.errors import InvalidArgument
 
@@ -43,6 +44,22 @@ class TlsFiles:
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def listening_arguments(
+    context: ssl.SSLContext | None, handshake_timeout: float, shutdown_timeout: float
+) -> dict[str, Any]:
+    """What a loop's `create_server` is to be told of TLS; it refuses the times (seconds) where there is none.
+
+    With its own times, who connects and says nothing would hold up the end of a server for a minute.
+    """
+    if context is None:
+        return {}
+    return {
+        "ssl": context,
+        "ssl_handshake_timeout": handshake_timeout,
+        "ssl_shutdown_timeout": shutdown_timeout,
+    }
 
 
 def _read(what: str, path: Path) -> None:

@@ -16,9 +16,10 @@ from neso.frontends.grpc.metadata import CallHeaders
 from neso.frontends.grpc.options import GrpcServerOptions
 from neso.frontends.http2 import Http2Connection, Http2Stream, Shared, StreamEvents
 from neso.frontends.http2.headers import Headers
+from neso.frontends.tls import listening_arguments
 
-# Seconds. Without them, who connects and says nothing would hold up the end of the server for a minute.
-_TLS_TIMES = {"ssl_handshake_timeout": 20.0, "ssl_shutdown_timeout": 2.0}
+# Seconds that a client has for TLS before and after the calls.
+_HANDSHAKE_TIMEOUT, _SHUTDOWN_TIMEOUT = 20.0, 2.0
 
 
 class CallDetails(NamedTuple):
@@ -71,7 +72,7 @@ class GrpcServer:
             backlog=options.backlog,
             reuse_address=True,
             reuse_port=options.reuse_port or None,
-            **({} if options.tls is None else {"ssl": options.tls, **_TLS_TIMES}),
+            **listening_arguments(options.tls, _HANDSHAKE_TIMEOUT, _SHUTDOWN_TIMEOUT),
         )
 
     async def stop(self, grace: float) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import errno
 import socket
-from typing import Any
 
 from neso.frontends.http.connection import Handler, HttpConnection, Shared
 from neso.frontends.http.options import HttpServerOptions
+from neso.frontends.tls import listening_arguments
 
 
 class BindError(OSError):
@@ -51,7 +51,7 @@ class HttpServer:
                 backlog=self.options.backlog,
                 reuse_address=True,
                 reuse_port=self.options.reuse_port,
-                **self._tls_arguments(),
+                **listening_arguments(self.options.tls, self.options.header_timeout, self.options.linger),
             )
         except (OSError, OverflowError) as error:
             raise BindError(self._bind_message(error)) from error
@@ -92,16 +92,6 @@ class HttpServer:
         for connection in list(shared.connections):
             connection.check_timeout(now)
         self._sweeper = shared.loop.call_later(self.options.tick, self._sweep)
-
-    def _tls_arguments(self) -> dict[str, Any]:
-        options = self.options
-        if options.tls is None:
-            return {}
-        return {
-            "ssl": options.tls,
-            "ssl_handshake_timeout": options.header_timeout,
-            "ssl_shutdown_timeout": options.linger,
-        }
 
     def _bind_message(self, error: OSError | OverflowError) -> str:
         if isinstance(error, OSError):
