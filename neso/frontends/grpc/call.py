@@ -114,7 +114,7 @@ class ServerCall:
         if self._handler.request_streaming:
             self._notify()
         elif len(self._messages) == 1 and not self._reader.in_message:
-            self._start(self._deserialize(self._messages.popleft()))
+            self._start_unary(self._messages.popleft())
         elif not self._done:
             self._finish(grpc.StatusCode.INTERNAL, f"expected one message, got {len(self._messages)}")
 
@@ -128,6 +128,14 @@ class ServerCall:
     def _start(self, request: Any) -> None:
         if not self._done:
             self.task = asyncio.get_running_loop().create_task(self._run(request))
+
+    def _start_unary(self, message: bytes) -> None:
+        try:
+            request = self._deserialize(message)
+        except Exception as error:  # of whatever library reads messages; the connection has other calls
+            self._finish(grpc.StatusCode.INTERNAL, f"Unable to parse request: {error}")
+        else:
+            self._start(request)
 
     async def _run(self, request: Any) -> None:
         try:

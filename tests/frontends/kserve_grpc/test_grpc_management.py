@@ -130,6 +130,22 @@ async def test_refusals_have_a_status_and_say_what(stub, method, message, status
     assert "support" in caught.value.details() or "parameter" in caught.value.details()
 
 
+async def test_a_malformed_message_ends_its_call_only(server):
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        stream = stub.ModelStreamInfer()
+        await stream.write(repeat_request("a", 1))
+        assert (await stream.read()).infer_response.id == "a"
+        for method in ("ModelMetadata", "RepositoryModelLoad", "SystemSharedMemoryRegister"):
+            call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+            with pytest.raises(grpc.aio.AioRpcError, match="Unable to parse request") as caught:
+                await call(b"\xff\xff")
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+        await stream.write(repeat_request("b", 1))
+        assert (await stream.read()).infer_response.id == "b"
+        stream.cancel()
+
+
 async def test_a_bug_is_an_internal_error(stub, core: Core, monkeypatch, caplog):
     monkeypatch.setattr(core, "metadata", lambda: 1 // 0)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
