@@ -17,6 +17,8 @@ from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
 from neso.server.metrics import MetricsRegistry, ModelCollector
 from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
+from neso.server.rate_limiter.limiter import RateLimiter
+from neso.server.rate_limiter.options import RateLimitMode
 from neso.server.repository import ModelRepository, check_model_name
 from neso.server.response_cache import ResponseCache
 from neso.server.shared_memory.manager import SharedMemory
@@ -49,6 +51,9 @@ class Core:
             ResponseCache(options.response_cache_size) if options.response_cache_size else None
         )
         self.shared_memory = SharedMemory(options.allow_client_shm)
+        self.rate_limiter = (
+            RateLimiter(options.rate_limit_resources) if options.rate_limit is not RateLimitMode.OFF else None
+        )
         self._repository = ModelRepository(options.model_repository)
         self._lifecycle = ModelLifecycle(self)
         self._added: dict[str, ModelSource] = {}

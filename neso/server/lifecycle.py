@@ -17,6 +17,7 @@ from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerE
 from neso.server.loader import ModelPlan, ModelSource, plan_model
 from neso.server.metadata import IndexEntry, ModelState
 from neso.server.model import Model
+from neso.server.rate_limiter.limiter import LimitedInstances
 from neso.server.repository import find_versions
 from neso.server.statistics import ModelStatistics
 from neso.server.warmup import warm_up
@@ -213,6 +214,29 @@ class ModelLifecycle:
             logger.info("loaded version %d of model '%s' in %.2f s", version, model.name, model.load_duration)
 
     async def _make(self, plan: ModelPlan, version: int) -> Model:
+        limited = self._admit(plan)
+        try:
+            return await self._make_limited(plan, version, limited)
+        except BaseException:
+            if limited is not None:
+                limited.close()
+            raise
+
+    def _admit(self, plan: ModelPlan) -> LimitedInstances | None:
+        """The instances as the rate limiter sees them. Raises `InvalidArgument` for what they never get."""
+        limiter = self._core.rate_limiter
+        if limiter is None:
+            return None
+        if not plan.backend.batches:
+            if any(group.rate_limiter.resources for group in plan.config.instance_group):
+                logger.warning(
+                    "model '%s': its backend schedules its requests by itself, rate_limiter has no effect",
+                    plan.source.name,
+                )
+            return None
+        return limiter.admit(plan.config)
+
+    async def _make_limited(self, plan: ModelPlan, version: int, limited: LimitedInstances | None) -> Model:
         config = type(plan.config)()
         config.CopyFrom(plan.config)
         context = ModelContext(
@@ -224,6 +248,7 @@ class ModelLifecycle:
             version_directory=plan.versions[version],
             statistics=ModelStatistics(plan.source.name, str(version)),
             backend_config=self._core.options.backend_config.get(config.backend, {}),
+            limited=limited,
         )
         backend = plan.backend(context)
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from neso.server.backend import Backend, find_backend
 from neso.server.errors import InvalidArgument
+from neso.server.ignored_config import ignored_fields
 from neso.server.model_config import check_config, complete_config, config_from_json, is_ensemble, read_config
 from neso.server.options import ServerOptions
 from neso.server.repository import choose_versions, find_versions
@@ -52,6 +53,10 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     if not options.disable_auto_complete_config:
         backend.auto_complete(config, source.directory, source.directory / str(chosen[-1]))
         check_config(config, source.name)
+    if ignored := ignored_fields(config, backend.heeds):
+        logger.warning(
+            "model '%s': its configuration has fields without effect: %s", source.name, ", ".join(ignored)
+        )
     return ModelPlan(
         source, config, backend, {version: source.directory / str(version) for version in chosen}
     )

@@ -46,15 +46,26 @@ class QueuePolicy:
         return stream.timeline.queue_start + 1000 * timeout if timeout else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Level:
     policy: QueuePolicy
     waiting: deque[ResponseStream] = field(default_factory=deque)
     delayed: deque[ResponseStream] = field(default_factory=deque)
 
+    def is_full(self) -> bool:
+        most = self.policy.max_size
+        if not most or len(self.waiting) + len(self.delayed) < most:
+            return False
+        for queue in (self.waiting, self.delayed):  # those that were cancelled take no place
+            if any(stream.closed for stream in queue):
+                left = [stream for stream in queue if not stream.closed]
+                queue.clear()
+                queue.extend(left)
+        return len(self.waiting) + len(self.delayed) >= most
+
 
 class PriorityQueue:
-    """Levels from 1, the first to be executed, in order of arrival within each; delayed requests come last.
+    """Levels from 1, the first to be executed, in order of arrival within each, those that are delayed last.
 
     A request that was cancelled or timed out is answered and skipped when its turn comes.
     """
@@ -65,8 +76,10 @@ class PriorityQueue:
         self._levels = {
             level: _Level(policies.get(level, default)) for level in range(1, max(num_levels, 1) + 1)
         }
+        self._queues = [queue for level in self._levels.values() for queue in (level.waiting, level.delayed)]
         self._default_level = default_level or 1
         self._deadlines: list[tuple[int, int, ResponseStream]] = []
+        self._impatient: dict[ResponseStream, _Level] = {}  # those that wait, and have a deadline
         self._arrivals = 0
 
     @classmethod
@@ -93,7 +106,7 @@ class PriorityQueue:
                 f"priority level must be between 1 and {len(self._levels)}, got {priority} "
                 f"for model '{stream.request.model_name}'"
             )
-        if level.policy.max_size and len(level.waiting) + len(level.delayed) >= level.policy.max_size:
+        if level.is_full():
             raise Unavailable(
                 f"[request id: {stream.request.id or '<id_unknown>'}] Exceeds maximum queue size"
             )
@@ -101,58 +114,63 @@ class PriorityQueue:
         deadline = level.policy.deadline(stream)
         if deadline is not None:
             self._arrivals += 1
+            self._impatient[stream] = level
             heapq.heappush(self._deadlines, (deadline, self._arrivals, stream))
 
     def waiting(self) -> Iterator[ResponseStream]:
         """Those that are still wanted, in the order of execution."""
-        for level in self._levels.values():
-            yield from (stream for stream in level.waiting if not stream.closed)
-        for level in self._levels.values():
-            yield from (stream for stream in level.delayed if not stream.closed)
+        for queue in self._queues:
+            for stream in queue:
+                if not stream.closed:
+                    yield stream
 
-    def take(self, streams: list[ResponseStream]) -> None:
-        """Remove some that `waiting` gave, and those before them that have ended."""
-        taken = set(map(id, streams))
-        for level in self._levels.values():
-            for queue in (level.waiting, level.delayed):
-                while queue and (id(queue[0]) in taken or queue[0].closed):
-                    taken.discard(id(queue.popleft()))
-                if taken and any(id(stream) in taken for stream in queue):
-                    kept = [stream for stream in queue if id(stream) not in taken]
-                    queue.clear()
-                    queue.extend(kept)
+    def take(self, count: int) -> None:
+        """Remove the first that `waiting` gives, and those before them that have ended."""
+        for queue in self._queues:
+            while queue and (count or queue[0].closed):
+                stream = queue.popleft()
+                if not stream.closed:
+                    count -= 1
+                if self._impatient:
+                    self._impatient.pop(stream, None)
+            if not count:
+                return
 
     def expire(self) -> None:
         """Refuse or delay the requests whose time is over."""
+        if not self._deadlines:
+            return
         now = time.monotonic_ns()
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, stream = heapq.heappop(self._deadlines)
-            for level in self._levels.values():
-                if stream not in level.waiting:
-                    continue
-                if level.policy.delays:
-                    level.waiting.remove(stream)
-                    level.delayed.append(stream)
-                elif not stream.closed:
-                    stream.reject(
-                        Unavailable(
-                            f"[request id: {stream.request.id or '<id_unknown>'}] Request timeout expired"
-                        )
+            stream = heapq.heappop(self._deadlines)[2]
+            level = self._impatient.pop(stream, None)
+            if level is None or stream.closed:
+                continue
+            if level.policy.delays:
+                level.waiting.remove(stream)
+                level.delayed.append(stream)
+            else:
+                stream.reject(
+                    Unavailable(
+                        f"[request id: {stream.request.id or '<id_unknown>'}] Request timeout expired"
                     )
+                )
 
     def next_deadline(self) -> int | None:
         """The earliest time at which `expire` has something to do, in ns of the monotonic clock."""
-        while self._deadlines and (
-            self._deadlines[0][2].closed or self._deadlines[0][2].timeline.compute_start
-        ):
+        while self._deadlines:
+            deadline, _, stream = self._deadlines[0]
+            if stream in self._impatient and not stream.closed:
+                return deadline
+            self._impatient.pop(stream, None)
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return None
 
     def clear(self) -> list[ResponseStream]:
         """Take all that wait."""
         left = list(self.waiting())
-        for level in self._levels.values():
-            level.waiting.clear()
-            level.delayed.clear()
+        for queue in self._queues:
+            queue.clear()
         self._deadlines.clear()
+        self._impatient.clear()
         return left

@@ -3,26 +3,32 @@
 A sequence begins with START and holds a slot of an instance until its END is executed, or until it was idle for
 `max_sequence_idle_microseconds`; those without a slot wait in a backlog. A batch has at most one request of a
 sequence. Nothing polls: arrivals, executions and requests that end, and one timer drive it.
+
+An iterative sequence is a single request that the backend has executed again and again, each time with whatever else
+waits then, until it has its final response.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.errors import Cancelled, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.rate_limiter.limiter import LimitedInstances
+from neso.server.schedulers.batch_choice import NOTHING, Choice
 from neso.server.schedulers.control_inputs import ControlInputs
 from neso.server.schedulers.dispatcher import Dispatcher
 from neso.server.schedulers.dynamic_batcher import ResponseOrder
 from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots
 from neso.server.schedulers.sequence_state import SequenceStates
-from neso.server.schedulers.sequence_strategy import Choice, Strategy
+from neso.server.schedulers.sequence_strategy import Strategy
 from neso.server.signature import Signature
 
 logger = logging.getLogger(__name__)
@@ -33,19 +39,17 @@ ExecuteOn = Callable[[list[ResponseStream], Callable[[], None], int], None]
 """execute(batch, done, instance): start on that instance; `done` is called on the loop when it is free again."""
 
 
-def check_sequence_batching(config: Any) -> None:
-    """Raises `InvalidArgument` for what makes no sense, `Unsupported` for what is not there."""
-    if getattr(config.sequence_batching, "iterative_sequence", False):
-        raise Unsupported(f"iterative sequences are not supported yet, for {config.name}")
-    ControlInputs(config)
-    SequenceStates(config, None)
-
-
 class SequenceBatcher:
     """Made and used on the core's event loop. Raises `InvalidArgument` for initial states that are not there."""
 
     def __init__(
-        self, config: Any, signature: Signature, execute: ExecuteOn, num_instances: int, directory: Path
+        self,
+        config: Any,
+        signature: Signature,
+        execute: ExecuteOn,
+        num_instances: int,
+        directory: Path,
+        limited: LimitedInstances | None = None,
     ) -> None:
         batching = config.sequence_batching
         self._model: str = config.name
@@ -60,10 +64,16 @@ class SequenceBatcher:
         self._sequences: dict[int | str, Sequence] = {}
         self._idle: dict[Sequence, int] = {}  # with their ends, which come in the order of insertion
         self._running: dict[ResponseStream, Sequence] = {}
+        self._iterative_ids = count(1) if batching.iterative_sequence else None
         self._dispatcher = Dispatcher(self._dispatch)
+        self._limited = limited
+        if limited is not None:
+            limited.on_grant = self._dispatcher.wake
 
     def submit(self, stream: ResponseStream) -> None:
         """Queue a request; one that is not taken is answered."""
+        if self._iterative_ids is not None and not stream.request.sequence_id:
+            self._begin_iterative(stream.request, self._iterative_ids)
         try:
             sequence = self._sequence_of(stream)
         except InvalidArgument as error:
@@ -76,17 +86,28 @@ class SequenceBatcher:
         sequence.waiting.append(stream)
         self._idle.pop(sequence, None)
         stream.fail_if_cancelled_while_waiting()
+        if self._iterative_ids is not None:
+            sequence.ended = True
+            stream.on_reschedule = partial(self._reschedule, stream, sequence)
+            stream.request.on_cancel(partial(self._cancel_between_iterations, stream, sequence))
         self._dispatcher.wake()
 
     def observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
         """Keep the states of a response, before the client gets it."""
         sequence = self._running.get(stream)
-        if sequence is not None and response.error is None:
+        if sequence is None:
+            return
+        if response.error is None:
             self._states.take(sequence.states, response)
+        if response.final and sequence.started:
+            # Of several executions: the request was in the queue until the first one.
+            stream.timeline.compute_start = stream.timeline.input_end = sequence.started
 
     def close(self) -> list[ResponseStream]:
         """Stop; gives back what was not sent."""
         self._dispatcher.stop()
+        if self._limited is not None:
+            self._limited.withdraw_all()
         left = [stream for sequence in self._sequences.values() for stream in sequence.waiting]
         for stream in left:
             stream.on_close = None
@@ -134,7 +155,7 @@ class SequenceBatcher:
         times: list[int | None] = []
         for instance in range(len(self._slots)):
             choice = self._choose(instance)
-            if choice.batch:
+            if self._may_begin(instance, choice.batch):
                 self._send(choice.batch, instance)
             times.append(choice.until)
         times.append(next(iter(self._idle.values()), None))  # of an idle sequence
@@ -142,12 +163,20 @@ class SequenceBatcher:
 
     def _choose(self, instance: int) -> Choice:
         if self._busy[instance]:
-            return Choice()
+            return NOTHING
         ready = [
             stream for sequence in self._slots.holders(instance) if (stream := sequence.next) is not None
         ]
         ready.sort(key=lambda stream: stream.timeline.queue_start)
-        return self._strategy.choose(ready) if ready else Choice()
+        return self._strategy.choose(ready) if ready else NOTHING
+
+    def _may_begin(self, instance: int, batch: list[ResponseStream]) -> bool:
+        if self._limited is None:
+            return bool(batch)
+        if batch:
+            return self._limited.take(instance)  # if not, it tells when
+        self._limited.withdraw(instance)
+        return False
 
     def _send(self, batch: list[ResponseStream], instance: int) -> None:
         for stream in batch:
@@ -166,11 +195,15 @@ class SequenceBatcher:
     def _executed(self, batch: list[ResponseStream], instance: int) -> None:
         """The instance is free; requests whose responses still come keep their sequences from going on."""
         self._busy[instance] = False
+        if self._limited is not None:
+            self._limited.release(instance)
         for stream in batch:
             sequence = self._running[stream]
             sequence.executed = True
             if stream.closed:
                 self._end_request(sequence, stream)
+            elif sequence.again:
+                self._requeue(sequence, stream)
         self._dispatcher.wake()
 
     def _closed(
@@ -187,9 +220,9 @@ class SequenceBatcher:
         self._dispatcher.wake()
 
     def _end_request(self, sequence: Sequence, stream: ResponseStream) -> None:
-        sequence.running = None
+        sequence.running, sequence.again, sequence.started = None, False, 0
         del self._running[stream]
-        ended = _ends(stream)
+        ended = self._ends(stream)
         if ended:
             sequence.begun = False
         self._advance(sequence, ended)
@@ -205,7 +238,7 @@ class SequenceBatcher:
             if not stream.closed and (sequence.begun or stream.request.sequence_start):
                 break
             sequence.waiting.popleft()
-            if _ends(stream):
+            if self._ends(stream):
                 sequence.begun, ended = False, True
             if not stream.closed:
                 orphans.append(stream)
@@ -236,8 +269,40 @@ class SequenceBatcher:
             logger.debug("sequence %s of model '%s' was idle too long", sequence.id, self._model)
             self._forget(sequence)
 
+    def _ends(self, stream: ResponseStream) -> bool:
+        """Whether the sequence is over after this request. One whose START was never executed has not begun."""
+        request = stream.request
+        return (
+            request.sequence_end
+            or (request.sequence_start and not stream.timeline.compute_start)
+            or self._iterative_ids is not None
+        )
 
-def _ends(stream: ResponseStream) -> bool:
-    """Whether the sequence is over after this request. One whose START was never executed has not begun."""
-    request = stream.request
-    return request.sequence_end or (request.sequence_start and not stream.timeline.compute_start)
+    # -- iterative sequences ------------------------------------------------------------------------------------
+
+    def _begin_iterative(self, request: InferenceRequest, ids: Iterator[int]) -> None:
+        """Each request without a sequence is one of its own."""
+        request.sequence_id = next(number for number in ids if number not in self._sequences)
+        request.sequence_start = True
+
+    def _reschedule(self, stream: ResponseStream, sequence: Sequence) -> None:
+        """The backend wants to execute the running request again: when this execution is over."""
+        if sequence.running is stream and not stream.closed:
+            sequence.again = True
+            if sequence.executed:
+                self._requeue(sequence, stream)
+
+    def _requeue(self, sequence: Sequence, stream: ResponseStream) -> None:
+        sequence.running, sequence.again = None, False
+        del self._running[stream]
+        sequence.started = sequence.started or stream.timeline.compute_start
+        stream.request.sequence_start = stream.request.sequence_end = False  # the first execution had them
+        sequence.waiting.appendleft(stream)
+        if stream.request.cancelled:
+            self._cancel_between_iterations(stream, sequence)
+        self._dispatcher.wake()
+
+    def _cancel_between_iterations(self, stream: ResponseStream, sequence: Sequence) -> None:
+        """While it executes the backend may notice, and answers."""
+        if sequence.running is not stream:
+            stream.fail(Cancelled("the request was cancelled"))

@@ -41,7 +41,9 @@ class Instances:
         self.batches: list[list[str]] = []
         self.batcher = DynamicBatcher(config, self.signature, self.execute, count)
 
-    def execute(self, batch: list[ResponseStream], done: Callable[[], None]) -> None:
+    def execute(
+        self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
+    ) -> None:
         for stream in batch:
             assert not stream.closed
             stream.timeline.compute_start = 1
