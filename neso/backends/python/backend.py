@@ -18,6 +18,7 @@ from neso.server.backend import Backend
 from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
+from neso.server.instances import instances_of
 from neso.server.model_config import config_to_dict, config_to_json
 from neso.server.statistics import Timeline
 
@@ -35,7 +36,6 @@ class PythonBackend(Backend):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self._work: WorkQueue = WorkQueue()
-        self._own_work: list[WorkQueue] = []  # of each instance, where requests are for a certain one
         self._instances: list[ModelInstance] = []
 
     @classmethod
@@ -67,10 +67,11 @@ class PythonBackend(Backend):
                 raise InternalError(_text(result))
 
     def submit(self, request: ResponseStream) -> None:
-        """Queue the request for the first instance that is free."""
+        """Queue the request for the first instance that is free; where the scheduler says which, for the first."""
         if not self.ready():
             raise Unavailable(f"no instance of model '{self.context.name}' is alive")
-        self._work.put(Work([request]))
+        work = self._instances[0].work if self.context.assigns_instances else self._work
+        work.put(Work([request]))
         request.fail_if_cancelled_while_waiting()
 
     def execute(
@@ -92,7 +93,7 @@ class PythonBackend(Backend):
         def executed(timeline: Timeline) -> None:
             post(statistics.record_execution, size, timeline)
 
-        work = self._work if instance is None else self._own_work[instance]
+        work = self._work if instance is None else self._instances[instance].work
         work.put(Work(batch, executed, lambda: post(done)))
 
     async def unload(self) -> None:
@@ -114,7 +115,6 @@ class PythonBackend(Backend):
     def _make_instances(self) -> list[ModelInstance]:
         context = self.context
         path = context.version_directory / context.config.default_model_filename
-        kinds = config_to_dict(context.config)["instance_group"]
         text = config_to_json(context.config)
         decoupled = bool(context.config.model_transaction_policy.decoupled)
         outputs = {
@@ -127,26 +127,26 @@ class PythonBackend(Backend):
         }
         access = ServerAccess(context.core, asyncio.get_running_loop())
         instances = []
-        for group in kinds:
-            for index in range(group["count"]):
-                name = f"{group['name']}_{index}"
-                args = {
-                    "model_config": text,
-                    "model_instance_kind": group["kind"].removeprefix("KIND_"),
-                    "model_instance_name": name,
-                    "model_instance_device_id": str(group["gpus"][0] if group["gpus"] else 0),
-                    "model_repository": str(context.directory),
-                    "model_version": context.version,
-                    "model_name": context.name,
-                }
-                link = ModelOutputs(
-                    asyncio.get_running_loop(), name, decoupled, outputs | states, tuple(states)
-                )
-                work = self._work
-                if sequences is not None:
-                    work = WorkQueue()
-                    self._own_work.append(work)
-                instances.append(ModelInstance(path, args, link, work, access))
+        for spec in instances_of(context.config):
+            args = {
+                "model_config": text,
+                "model_instance_kind": spec.kind,
+                "model_instance_name": spec.name,
+                "model_instance_device_id": str(spec.device),
+                "model_repository": str(context.directory),
+                "model_version": context.version,
+                "model_name": context.name,
+            }
+            link = ModelOutputs(
+                asyncio.get_running_loop(),
+                spec.name,
+                decoupled,
+                outputs | states,
+                tuple(states),
+                reschedules=sequences is not None and sequences["iterative_sequence"],
+            )
+            own = context.assigns_instances or spec.passive
+            instances.append(ModelInstance(path, args, link, WorkQueue() if own else self._work, access))
         return instances
 
 

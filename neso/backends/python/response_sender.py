@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.response import InferenceResponse
@@ -22,7 +24,8 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 class ModelOutputs:
     """What the responders of one instance need to know of its model.
 
-    `datatypes`: of all outputs, implicit states included; `states`: the names of those.
+    `datatypes`: of all outputs, implicit states included; `states`: the names of those. `reschedules`: whether requests
+    may be executed again, as iterative sequences.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -30,6 +33,7 @@ class ModelOutputs:
     decoupled: bool
     datatypes: dict[str, DataType]
     states: tuple[str, ...] = ()
+    reschedules: bool = False
     mismatched: set[str] = field(default_factory=set)
 
     def convert(self, response: InferenceResponse) -> ServerResponse:
@@ -64,6 +68,8 @@ class Responder:
     def __init__(self, stream: ResponseStream, outputs: ModelOutputs) -> None:
         self.stream = stream
         self.closed = False
+        self.rescheduled = False  # asked for by the model
+        self._released = False  # another responder follows, for the next execution
         self._outputs = outputs
         self._held: ServerResponse | None = None
 
@@ -96,6 +102,21 @@ class Responder:
             converted.final = final
             self._post(converted)
 
+    def set_reschedule(self, reschedule: bool) -> None:
+        """Whether the request is to be executed again. Raises `TritonModelException` where it cannot be."""
+        if reschedule and not self._outputs.reschedules:
+            raise TritonModelException(
+                "Unable to set request release flags. Rescheduling requests needs "
+                "'sequence_batching { iterative_sequence: true }' in the model configuration."
+            )
+        self.rescheduled = reschedule
+
+    def reschedule_if_asked(self) -> None:
+        """The execution is over: hand the request back to its scheduler."""
+        if self.rescheduled and not self.closed:
+            self._released = True
+            self._call(self.stream.reschedule)
+
     def fail(self, error: ServerError) -> None:
         """End the request with an error, unless it has ended."""
         if not self.closed:
@@ -103,13 +124,16 @@ class Responder:
             self._post(ServerResponse("", "", error=error, final=True))
 
     def _post(self, response: ServerResponse) -> None:
+        self._call(self.stream.send, response)
+
+    def _call(self, method: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._outputs.loop.call_soon_threadsafe(self.stream.send, response)
+            self._outputs.loop.call_soon_threadsafe(method, *arguments)
         except RuntimeError:
             logger.debug("response of '%s' came after the server's end", self._outputs.instance)
 
     def __del__(self) -> None:
-        if not self.closed:
+        if not self.closed and not self._released:
             self.fail(
                 InternalError(
                     f"model instance '{self._outputs.instance}' let go of a request without a final response"

@@ -30,6 +30,7 @@ from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots
 from neso.server.schedulers.sequence_state import SequenceStates
 from neso.server.schedulers.sequence_strategy import Strategy
 from neso.server.signature import Signature
+from neso.server.tensor import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class SequenceBatcher:
         self._sequences: dict[int | str, Sequence] = {}
         self._idle: dict[Sequence, int] = {}  # with their ends, which come in the order of insertion
         self._running: dict[ResponseStream, Sequence] = {}
+        self._fills_slots = self._controls.tell_ready and not batching.HasField("oldest")
         self._iterative_ids = count(1) if batching.iterative_sequence else None
         self._dispatcher = Dispatcher(self._dispatch)
         self._limited = limited
@@ -190,7 +192,20 @@ class SequenceBatcher:
             self._controls.give(stream.request)
             self._states.give(sequence.states, stream.request)
         self._busy[instance] = True
-        self._execute(batch, partial(self._executed, batch, instance), instance)
+        whole = self._with_empty_slots(batch) if self._fills_slots else batch
+        self._execute(whole, partial(self._executed, batch, instance), instance)
+
+    def _with_empty_slots(self, batch: list[ResponseStream]) -> list[ResponseStream]:
+        """Each request at the place of its slot, with something to execute in those before it that have none."""
+        by_slot = {self._running[stream].slot or 0: stream for stream in batch}
+        return [by_slot.get(slot) or self._empty_slot(batch[0].request) for slot in range(max(by_slot) + 1)]
+
+    def _empty_slot(self, like: InferenceRequest) -> ResponseStream:
+        """Zeros, and nobody who waits for the answer."""
+        inputs = {name: Tensor.zeros(name, t.datatype, t.shape) for name, t in like.inputs.items()}
+        request = InferenceRequest(self._model, inputs, like.model_version)
+        self._controls.give_empty(request)
+        return ResponseStream(request)
 
     def _executed(self, batch: list[ResponseStream], instance: int) -> None:
         """The instance is free; requests whose responses still come keep their sequences from going on."""

@@ -379,3 +379,34 @@ def test_sequences_keep_their_order_and_instance_whatever_happens(
         assert not any(instances.batcher._slots.holders(index) for index in range(count))
 
     asyncio.run(asyncio.wait_for(play(), 20))
+
+
+READY = 'control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } '
+CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } } '
+
+
+async def test_models_that_ask_what_is_ready_see_every_request_at_the_place_of_its_slot() -> None:
+    instances = Instances(READY + CORRID, size=4)
+    for flags in ("+1", "+2", "+3"):
+        instances.submit(flags)
+    await settle()
+    instances.finish()
+    for flags in ("-3", "-1"):
+        instances.submit(flags)
+    await settle()
+    batch, _ = instances.running[0]
+    assert [stream.request.id for stream in batch] == ["-1", "", "-3"]
+    for name, expected in (("READY", [1, 0, 1]), ("ID", [1, 0, 3]), ("IN", [0.0, 0.0, 0.0])):
+        assert [stream.request.inputs[name].array.ravel()[0] for stream in batch] == expected
+    instances.finish()
+    instances.submit("+4")  # takes the first slot that is free
+    instances.submit("-2")
+    assert (await instances.play())[2:] == [(0, ["+4", "-2"])]
+
+
+async def test_others_see_requests_only() -> None:
+    for strategy in ("oldest { max_candidate_sequences: 4 } " + READY, CORRID):
+        instances = Instances(strategy, size=4)
+        for flags in ("+1", "+2", "-2"):
+            instances.submit(flags)
+        assert await instances.play() == [(0, ["+1", "+2"]), (0, ["-2"])]
