@@ -60,11 +60,14 @@ class Backend(ABC):
     `counts_executions`: the backend executes several requests at once and calls `statistics.record_execution`
     itself; otherwise each request that succeeds counts as one execution.
     `batches`: it can execute several requests together, by `execute`; then the dynamic batcher may stand before it.
+    `concatenates`: it makes one tensor of an input of all requests that it executes together, as `Batch` does; requests
+    whose sequences have states of other shapes come apart then.
     `heeds`: fields of the configuration that it heeds, of those that say nothing to the core (`ignored_fields`).
     """
 
     counts_executions = False
     batches = False
+    concatenates = False
     heeds: frozenset[str] = frozenset()
 
     def __init__(self, context: ModelContext) -> None:

@@ -208,6 +208,7 @@ class Model:
             backend.num_instances,
             backend.context.directory,
             self._limited,
+            backend.concatenates,
         )
 
     def _after_retirement(self) -> Model:

@@ -29,7 +29,7 @@ from neso.server.schedulers.dynamic_batcher import ResponseOrder
 from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots
 from neso.server.schedulers.sequence_state import SequenceStates
 from neso.server.schedulers.sequence_strategy import Strategy
-from neso.server.signature import Signature
+from neso.server.signature import Shape, Signature
 from neso.server.tensor import Tensor
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,14 @@ class SequenceBatcher:
         num_instances: int,
         directory: Path,
         limited: LimitedInstances | None = None,
+        concatenates: bool = False,
     ) -> None:
         batching = config.sequence_batching
         self._model: str = config.name
         self._strategy = Strategy.of(config, signature)
         self._controls = ControlInputs(config)
         self._states = SequenceStates(config, directory)
+        self._same_shapes = concatenates and self._states.vary
         self._execute = execute
         self._idle_ns = 1000 * (batching.max_sequence_idle_microseconds or DEFAULT_IDLE_US)
         self._order = ResponseOrder() if batching.oldest.preserve_ordering else None
@@ -169,8 +171,19 @@ class SequenceBatcher:
         ready = [
             stream for sequence in self._slots.holders(instance) if (stream := sequence.next) is not None
         ]
+        if not ready:
+            return NOTHING
         ready.sort(key=lambda stream: stream.timeline.queue_start)
-        return self._strategy.choose(ready) if ready else NOTHING
+        if self._same_shapes:
+            shapes = [self._shapes(stream) for stream in ready]
+            ready = [stream for stream, of_stream in zip(ready, shapes, strict=True) if of_stream == shapes[0]]
+        return self._strategy.choose(ready)
+
+    def _shapes(self, stream: ResponseStream) -> list[Shape]:
+        """Of the states that the request will have."""
+        request = stream.request
+        begins, sequence = request.sequence_start, self._sequences[request.sequence_id]
+        return [state.shape for state in (self._states.initial() if begins else sequence.states).values()]
 
     def _may_begin(self, instance: int, batch: list[ResponseStream]) -> bool:
         if self._limited is None:

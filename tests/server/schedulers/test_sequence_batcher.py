@@ -35,7 +35,9 @@ class Instances:
     A request is written like "+7", "7", "-7" or "±7": START, nothing, END or both, for the sequence 7.
     """
 
-    def __init__(self, batching: str = "", count: int = 1, size: int = 2) -> None:
+    def __init__(
+        self, batching: str = "", count: int = 1, size: int = 2, concatenates: bool = False
+    ) -> None:
         config = ModelConfig()
         text_format.Parse(
             f'name: "m" max_batch_size: {size} {TENSORS} sequence_batching {{ {batching} }}', config
@@ -43,7 +45,9 @@ class Instances:
         self.signature = Signature(config)
         self.running: dict[int, tuple[list[ResponseStream], Callable[[], None]]] = {}
         self.batches: list[tuple[int, list[str]]] = []
-        self.batcher = SequenceBatcher(config, self.signature, self.execute, count, Path())
+        self.batcher = SequenceBatcher(
+            config, self.signature, self.execute, count, Path(), concatenates=concatenates
+        )
 
     def execute(self, batch: list[ResponseStream], done: Callable[[], None], instance: int) -> None:
         assert instance not in self.running
@@ -410,3 +414,23 @@ async def test_others_see_requests_only() -> None:
         for flags in ("+1", "+2", "-2"):
             instances.submit(flags)
         assert await instances.play() == [(0, ["+1", "+2"]), (0, ["-2"])]
+
+
+@pytest.mark.parametrize(("concatenates", "expected"), [(True, [["1"], ["2"]]), (False, [["1", "2"]])])
+async def test_states_of_other_shapes_come_apart_where_they_are_concatenated(
+    concatenates: bool, expected: list[list[str]]
+) -> None:
+    state = 'state { input_name: "S" output_name: "NEXT" data_type: TYPE_FP32 dims: [ -1 ] }'
+    instances = Instances(state, concatenates=concatenates)
+    for flags in ("+1", "+2"):
+        instances.submit(flags)
+    await settle()
+    batch, done = instances.running.pop(0)
+    for stream, length in zip(batch, (1, 3), strict=True):
+        outputs = [Tensor.from_numpy("NEXT", np.zeros((1, length), np.float32))]
+        instances.batcher.observe(stream, InferenceResponse("m", "1", outputs=outputs))
+        stream.finish()
+    done()
+    for flags in ("1", "2"):
+        instances.submit(flags)
+    assert [ids for _, ids in await instances.play()][1:] == expected
