@@ -54,14 +54,7 @@ class _Level:
 
     def is_full(self) -> bool:
         most = self.policy.max_size
-        if not most or len(self.waiting) + len(self.delayed) < most:
-            return False
-        for queue in (self.waiting, self.delayed):  # those that were cancelled take no place
-            if any(stream.closed for stream in queue):
-                left = [stream for stream in queue if not stream.closed]
-                queue.clear()
-                queue.extend(left)
-        return len(self.waiting) + len(self.delayed) >= most
+        return bool(most) and len(self.waiting) + len(self.delayed) >= most
 
 
 class PriorityQueue:
@@ -81,6 +74,8 @@ class PriorityQueue:
         self._deadlines: list[tuple[int, int, ResponseStream]] = []
         self._impatient: dict[ResponseStream, _Level] = {}  # those that wait, and have a deadline
         self._arrivals = 0
+        self._bounded = any(level.policy.max_size for level in self._levels.values())
+        self._some_left = False  # since their places were counted
 
     @classmethod
     def of(cls, batching: Any) -> PriorityQueue:
@@ -106,11 +101,15 @@ class PriorityQueue:
                 f"priority level must be between 1 and {len(self._levels)}, got {priority} "
                 f"for model '{stream.request.model_name}'"
             )
+        if level.is_full() and self._some_left:
+            self._remove_closed()
         if level.is_full():
             raise Unavailable(
                 f"[request id: {stream.request.id or '<id_unknown>'}] Exceeds maximum queue size"
             )
         level.waiting.append(stream)
+        if self._bounded:
+            stream.request.on_cancel(self._note_departure)
         deadline = level.policy.deadline(stream)
         if deadline is not None:
             self._arrivals += 1
@@ -150,11 +149,24 @@ class PriorityQueue:
                 level.waiting.remove(stream)
                 level.delayed.append(stream)
             else:
+                self._some_left = True
                 stream.reject(
                     Unavailable(
                         f"[request id: {stream.request.id or '<id_unknown>'}] Request timeout expired"
                     )
                 )
+
+    def _note_departure(self) -> None:
+        self._some_left = True
+
+    def _remove_closed(self) -> None:
+        """Those that were cancelled or timed out take no place."""
+        self._some_left = False
+        for queue in self._queues:
+            if any(stream.closed for stream in queue):
+                wanted = [stream for stream in queue if not stream.closed]
+                queue.clear()
+                queue.extend(wanted)
 
     def next_deadline(self) -> int | None:
         """The earliest time at which `expire` has something to do, in ns of the monotonic clock."""
