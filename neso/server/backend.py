@@ -34,8 +34,8 @@ class ModelContext:
     """What a backend is told of the model version that it is to execute.
 
     `config` is the completed `ModelConfig` message; `auto_complete` may have changed it. `directory` is the
-    model's folder in the repository, `version_directory` the version's folder in it. `limited`: the instances as the rate
-    limiter sees them, None when they wait for nothing.
+    model's folder in the repository, `version_directory` the version's folder in it. `limited`: the instances as the
+    rate limiter sees them, None when they wait for nothing.
     """
 
     core: Core

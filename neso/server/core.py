@@ -52,7 +52,9 @@ class Core:
         )
         self.shared_memory = SharedMemory(options.allow_client_shm)
         self.rate_limiter = (
-            RateLimiter(options.rate_limit_resources) if options.rate_limit is not RateLimitMode.OFF else None
+            RateLimiter(options.rate_limit_resources)
+            if RateLimitMode(options.rate_limit) is not RateLimitMode.OFF
+            else None
         )
         self._repository = ModelRepository(options.model_repository)
         self._lifecycle = ModelLifecycle(self)

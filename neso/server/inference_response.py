@@ -124,7 +124,11 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
     def reschedule(self) -> None:
         """Have the request executed again, in a later batch; a scheduler of iterative sequences does that."""
         if self.on_reschedule is None:
-            self.fail(InternalError(f"model '{self.request.model_name}' has no scheduler that executes requests again"))
+            self.fail(
+                InternalError(
+                    f"model '{self.request.model_name}' has no scheduler that executes requests again"
+                )
+            )
         else:
             self.on_reschedule()
 

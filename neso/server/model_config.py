@@ -11,8 +11,8 @@ from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-un
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from neso.server.errors import InvalidArgument
-from neso.server.scheduling_config import check_scheduling
 from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
+from neso.server.scheduling_config import check_scheduling
 
 CONFIG_FILENAME = "config.pbtxt"
 
@@ -166,7 +166,9 @@ def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:
     if tensor.is_shape_tensor:
         raise InvalidArgument(f"shape tensors are only supported for TensorRT platform {where}")
     if tensor.is_non_linear_format_io:
-        raise InvalidArgument(f"non-linear formats of tensors are only supported for TensorRT platform {where}")
+        raise InvalidArgument(
+            f"non-linear formats of tensors are only supported for TensorRT platform {where}"
+        )
     if getattr(tensor, "format", 0) and len(tensor.dims) != 3:
         raise InvalidArgument(f"model input NHWC/NCHW require 3 dims {where}")
     if tensor.HasField("reshape"):

@@ -32,7 +32,8 @@ class ServerOptions:
     `backend_config` holds settings by backend name. `response_cache_size` (bytes) is that of the response cache of
     all models that enable it; 0: there is none. `allow_client_shm`: clients may have tensors read from and written
     to system shared memory. `rate_limit` says whether executions wait for resources, `rate_limit_resources` how much
-    there is of them; without any, the most that an instance needs. Raises `ServerError` for options that cannot be served.
+    there is of them; without any, the most that an instance needs. Raises `ServerError` for options that cannot be
+    served.
     """
 
     model_repository: tuple[Path, ...] = ()

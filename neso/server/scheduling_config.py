@@ -68,7 +68,9 @@ def _check_instance_groups(config: Any) -> None:
         if kind in ("KIND_CPU", "KIND_MODEL") and group.gpus:
             raise InvalidArgument(f"{where} has kind {kind} but specifies one or more GPUs")
         if group.profile:
-            raise InvalidArgument(f"{where} specifies profile field which is only supported for TensorRT models")
+            raise InvalidArgument(
+                f"{where} specifies profile field which is only supported for TensorRT models"
+            )
     if config.instance_group and all(group.passive for group in config.instance_group):
         raise InvalidArgument("at least one instance group must not be passive")
 
@@ -79,7 +81,9 @@ def _check_batch_tensors(config: Any) -> None:
     targets = set(inputs)
     for spec in config.batch_input:
         _check_source(spec, "input", inputs)
-        if spec.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[spec.data_type].name not in (
+        if spec.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[
+            spec.data_type
+        ].name not in (
             "TYPE_INT32",
             "TYPE_FP32",
         ):

@@ -1,4 +1,4 @@
-"""A repository of stateful models, asked as Triton's examples ask theirs: many sequences at once, over both protocols."""
+"""A repository of stateful models, asked as Triton's examples ask theirs: many sequences at once."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def expected(model: str, sequence: int, values: list[int]) -> list[int]:
 @pytest.mark.parametrize("model", ["simple_sequence", "simple_dyna_sequence"])
 def test_sequences_of_different_lengths_in_one_stream(sequences: ServerProcess, model: str) -> None:
     ids = [1001, 1002, 1003, 2**63 - 1, 1005, 1006]  # more than simple_sequence has slots
-    values = {sequence: [index * 100 + value for value in VALUES[index:]] for index, sequence in enumerate(ids)}
+    values = {
+        sequence: [index * 100 + value for value in VALUES[index:]] for index, sequence in enumerate(ids)
+    }
     with Stream(sequences) as stream:
         for position in range(len(VALUES)):
             for sequence, of_sequence in values.items():

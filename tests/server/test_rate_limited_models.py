@@ -155,7 +155,7 @@ async def test_a_model_that_needs_too_much_is_not_loaded(repository, start_core,
 async def test_an_unload_and_a_failed_load_give_resources_back(repository, start_core, gauge) -> None:
     repository.add("large", MODEL, TENSORS + GROUP.format(count=1, needs=4))
     repository.add("small", MODEL, TENSORS + GROUP.format(count=4, needs=1))
-    broken = "class TritonPythonModel:\n    def initialize(self, args): raise ValueError('no')\n    def execute(self, r): ..."
+    broken = MODEL.replace("self.name = ", "raise ValueError('no')  # ")
     repository.add("broken", broken, TENSORS + GROUP.format(count=1, needs=9))
     core = await start_core(
         explicit=True, startup_models=("large", "small"), rate_limit=RateLimitMode.EXECUTION_COUNT
@@ -176,7 +176,8 @@ async def test_an_unload_and_a_failed_load_give_resources_back(repository, start
 
 
 async def test_limited_and_stateful_models_warm_up(repository, start_core, gauge) -> None:
-    warmup = 'model_warmup { name: "w" inputs { key: "IN" value { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } } }'
+    zeros = "data_type: TYPE_FP32 dims: [ 1 ] zero_data: true"
+    warmup = f'model_warmup {{ name: "w" inputs {{ key: "IN" value {{ {zeros} }} }} }}'
     for name, batching in KINDS.items():
         repository.add(name, MODEL, TENSORS + batching + warmup + GROUP.format(count=2, needs=1))
     for mode in RateLimitMode:

@@ -251,7 +251,10 @@ groups = st.tuples(needs, st.integers(0, 1), st.integers(0, 3), st.integers(1, 2
 
 
 @settings(max_examples=60, deadline=None)
-@given(models=st.lists(st.lists(groups, min_size=1, max_size=2), min_size=1, max_size=4), seed=st.integers(0, 9999))
+@given(
+    models=st.lists(st.lists(groups, min_size=1, max_size=2), min_size=1, max_size=4),
+    seed=st.integers(0, 9999),
+)
 def test_never_more_than_there_is_and_everybody_gets_a_turn(models: list[Any], seed: int) -> None:
     """Against books of our own: which instance holds what, and how long each has waited."""
 
@@ -268,7 +271,9 @@ def test_never_more_than_there_is_and_everybody_gets_a_turn(models: list[Any], s
             admit(
                 limiter,
                 *(
-                    group(" ".join(f"{k}:{n}" for k, n in wanted.items()), gpu=device, priority=p, count=count)
+                    group(
+                        " ".join(f"{k}:{n}" for k, n in wanted.items()), gpu=device, priority=p, count=count
+                    )
                     for wanted, device, p, count in of_model
                 ),
             )

@@ -89,7 +89,10 @@ def check(text: str, base: str = BASE) -> None:
             f'batch_input {{ {ELEMENTS} target_name: "IN" }}',
             "target input name 'IN' can only be specified once",
         ),
-        (f"batch_output {{ {SCATTER} }}", "batch output kind 'BATCH_SCATTER_WITH_INPUT_SHAPE' expects 1 source input"),
+        (
+            f"batch_output {{ {SCATTER} }}",
+            "batch output kind 'BATCH_SCATTER_WITH_INPUT_SHAPE' expects 1 source input",
+        ),
         (
             f'batch_output {{ {SCATTER} source_input: "IN" target_name: "X" }}',
             "unknown target output name 'X'",

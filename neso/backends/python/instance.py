@@ -173,7 +173,9 @@ class ModelInstance:
         if executed is not None:
             executed(responders[0].stream.timeline)
         for response, responder in zip(result or (), responders, strict=False):
-            if response is not None:  # None: the model answers through the request's sender, or reschedules it
+            if (
+                response is not None
+            ):  # None: the model answers through the request's sender, or reschedules it
                 self._answer(response, responder)
         for responder in responders:
             responder.reschedule_if_asked()

@@ -152,7 +152,9 @@ class InferenceRequest:
         Raises `TritonModelException` for other flags, and where requests cannot be executed again.
         """
         if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
-            raise TritonModelException(f"Unable to set request release flags. Unsupported flag provided: {flags}")
+            raise TritonModelException(
+                f"Unable to set request release flags. Unsupported flag provided: {flags}"
+            )
         if self._responder is None:
             raise TritonModelException("only requests that the server handed to execute can be rescheduled")
         self._responder.set_reschedule(flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)

@@ -15,7 +15,7 @@ from typing import Any
 
 from neso.server.instances import instances_of
 from neso.server.rate_limiter.options import ResourceLimit
-from neso.server.rate_limiter.resources import Needs, Resources, needs_of
+from neso.server.rate_limiter.resources import Needs, ResourceKey, Resources, needs_of
 from neso.server.schedulers.dispatcher import Dispatcher
 
 
@@ -58,7 +58,7 @@ class RateLimiter:
         return limited
 
     def _grant(self) -> None:
-        kept = set()
+        kept: set[ResourceKey] = set()
         for instance in sorted(self._asking, key=lambda instance: instance.turn):
             if kept.isdisjoint(instance.needs) and self._resources.fit(instance.needs):
                 self._resources.take(instance.needs)

@@ -30,7 +30,11 @@ class ResourceLimit:
         """From "name:count" or "name:count:device". Raises `InvalidArgument`."""
         parts = text.split(":")
         numbers = parts[1:]
-        if not parts[0] or len(numbers) not in (1, 2) or not all(n.isascii() and n.isdigit() for n in numbers):
+        if (
+            not parts[0]
+            or len(numbers) not in (1, 2)
+            or not all(n.isascii() and n.isdigit() for n in numbers)
+        ):
             raise InvalidArgument(
                 "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or "
                 f"'<resource_name>:<count>'. Got {text}"

@@ -87,7 +87,9 @@ class DynamicBatcher:
             instance = None
             if self._limited is not None:
                 instance = self._limited.take_any()
-                if instance is None:  # it tells when one may begin; more requests may join the batch until then
+                if (
+                    instance is None
+                ):  # it tells when one may begin; more requests may join the batch until then
                     break
             self._queue.take(len(batch))
             self._free -= 1

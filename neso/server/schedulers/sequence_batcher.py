@@ -176,7 +176,9 @@ class SequenceBatcher:
         ready.sort(key=lambda stream: stream.timeline.queue_start)
         if self._same_shapes:
             shapes = [self._shapes(stream) for stream in ready]
-            ready = [stream for stream, of_stream in zip(ready, shapes, strict=True) if of_stream == shapes[0]]
+            ready = [
+                stream for stream, of_stream in zip(ready, shapes, strict=True) if of_stream == shapes[0]
+            ]
         return self._strategy.choose(ready)
 
     def _shapes(self, stream: ResponseStream) -> list[Shape]:

@@ -48,7 +48,9 @@ class SequenceSlots:
     def __init__(self, num_instances: int, per_instance: int) -> None:
         # Dictionaries as ordered sets: sequences leave from anywhere.
         self._holders: list[dict[Sequence, None]] = [{} for _ in range(num_instances)]
-        self._free = [list(range(per_instance)) for _ in range(num_instances)]  # heaps: the first slot is taken first
+        self._free = [
+            list(range(per_instance)) for _ in range(num_instances)
+        ]  # heaps: the first slot is taken first
         self._backlog: dict[Sequence, None] = {}
 
     def __len__(self) -> int:

@@ -147,7 +147,9 @@ async def test_a_client_may_choose_the_sequence(serve) -> None:
 
 
 async def test_a_coroutine_may_reschedule_too(serve) -> None:
-    code = GENERATOR.replace("    def execute", "    async def execute").replace("time.sleep", "await asyncio.sleep")
+    code = GENERATOR.replace("    def execute", "    async def execute").replace(
+        "time.sleep", "await asyncio.sleep"
+    )
     model = await serve("import asyncio\n" + code, DECOUPLED % STATE)
     assert await asyncio.wait_for(numbers(submit(model, 5)), 10) == [4, 3, 2, 1, 0]
 

@@ -35,9 +35,7 @@ class Instances:
     A request is written like "+7", "7", "-7" or "±7": START, nothing, END or both, for the sequence 7.
     """
 
-    def __init__(
-        self, batching: str = "", count: int = 1, size: int = 2, concatenates: bool = False
-    ) -> None:
+    def __init__(self, batching: str = "", count: int = 1, size: int = 2, concatenates: bool = False) -> None:
         config = ModelConfig()
         text_format.Parse(
             f'name: "m" max_batch_size: {size} {TENSORS} sequence_batching {{ {batching} }}', config

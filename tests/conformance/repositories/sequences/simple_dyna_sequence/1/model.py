@@ -18,5 +18,7 @@ class TritonPythonModel:
             if values["END"]:
                 del self.sums[key]
                 total += key % 1000
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", np.array([[total]], np.int32))]))
+            responses.append(
+                pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", np.array([[total]], np.int32))])
+            )
         return responses

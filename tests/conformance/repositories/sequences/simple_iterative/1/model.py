@@ -11,7 +11,9 @@ class TritonPythonModel:
         for request in requests:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             left = (inputs["IN"] if inputs["START"].item() else inputs["LEFT"]) - 1
-            response = pb_utils.InferenceResponse([pb_utils.Tensor("OUT", left), pb_utils.Tensor("LEFT_NEXT", left)])
+            response = pb_utils.InferenceResponse(
+                [pb_utils.Tensor("OUT", left), pb_utils.Tensor("LEFT_NEXT", left)]
+            )
             sender = request.get_response_sender()
             if left.item() > 0:
                 request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
