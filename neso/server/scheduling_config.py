@@ -11,8 +11,8 @@ from neso.server.schedulers.sequence_state import SequenceStates
 
 def check_scheduling(config: Any) -> None:
     """Raises `InvalidArgument` for what makes no sense."""
+    _check_instance_groups(config)
     try:
-        _check_instance_groups(config)
         _check_batch_tensors(config)
         if config.HasField("dynamic_batching"):
             _check_dynamic_batching(config.dynamic_batching, config.max_batch_size)
@@ -72,7 +72,7 @@ def _check_instance_groups(config: Any) -> None:
                 f"{where} specifies profile field which is only supported for TensorRT models"
             )
     if config.instance_group and all(group.passive for group in config.instance_group):
-        raise InvalidArgument("at least one instance group must not be passive")
+        raise InvalidArgument(f"model {config.name} must have an instance group that is not passive")
 
 
 def _check_batch_tensors(config: Any) -> None:

@@ -383,6 +383,68 @@ def test_sequences_keep_their_order_and_instance_whatever_happens(
     asyncio.run(asyncio.wait_for(play(), 20))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.integers(1, 2),
+    strategy=st.sampled_from(["", "oldest { max_candidate_sequences: 3 }"]),
+)
+def test_iterative_requests_are_executed_as_often_as_they_want_and_answered_once(
+    seed: int, count: int, strategy: str
+) -> None:
+    async def play() -> None:
+        rng = random.Random(seed)
+        instances = Instances("iterative_sequence: true " + strategy, count, size=3)
+        wanted: dict[ResponseStream, int] = {}
+        executed: dict[ResponseStream, list[bool]] = {}  # whether each execution had START
+
+        def finish(instance: int) -> None:
+            batch, done = instances.running.pop(instance)
+            early = (
+                rng.random() < 0.5
+            )  # the instance is free before the requests are done with, as with coroutines
+            if early:
+                done()
+            for stream in batch:
+                executed.setdefault(stream, []).append(stream.request.sequence_start)
+                if len(executed[stream]) < wanted[stream]:
+                    stream.reschedule()
+                else:
+                    stream.finish()
+            if not early:
+                done()
+
+        for number in range(60):
+            action = rng.random()
+            if action < 0.3:
+                stream = instances.submit("", str(number))
+                wanted[stream] = rng.randint(1, 6)
+            elif action < 0.9 and instances.running:
+                finish(rng.choice(list(instances.running)))
+            elif wanted:
+                rng.choice(list(wanted)).cancel()
+            if rng.random() < 0.6:
+                await settle()
+        while any(not stream.closed for stream in wanted):
+            await settle()
+            for instance in list(instances.running):
+                finish(instance)
+        for stream, times in wanted.items():
+            (response,) = [response async for response in stream]
+            runs = executed.get(stream, [])
+            assert runs == [True, *[False] * (len(runs) - 1)][: len(runs)]
+            if response.error is None:
+                assert len(runs) == times
+            else:
+                assert isinstance(response.error, Cancelled) and len(runs) < times
+        for instance in list(instances.running):  # of those that were cancelled
+            finish(instance)
+        await settle()
+        assert not instances.batcher._sequences and not instances.batcher._running
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+
+
 READY = 'control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } '
 CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } } '
 
