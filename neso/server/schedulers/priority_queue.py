@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from neso.server.errors import InvalidArgument, Unavailable
+from neso.server.errors import Unavailable
 from neso.server.inference_response import ResponseStream
 
 
@@ -70,7 +70,7 @@ class PriorityQueue:
             level: _Level(policies.get(level, default)) for level in range(1, max(num_levels, 1) + 1)
         }
         self._queues = [queue for level in self._levels.values() for queue in (level.waiting, level.delayed)]
-        self._default_level = default_level or 1
+        self._default_level = self._levels[default_level or 1]
         self._deadlines: list[tuple[int, int, ResponseStream]] = []
         self._impatient: dict[ResponseStream, _Level] = {}  # those that wait, and have a deadline
         self._arrivals = 0
@@ -91,16 +91,8 @@ class PriorityQueue:
         )
 
     def put(self, stream: ResponseStream) -> None:
-        """Raises `InvalidArgument` for a priority that the model does not have, `Unavailable` when it is full."""
-        priority = stream.request.priority or self._default_level
-        if len(self._levels) == 1:
-            priority = 1
-        level = self._levels.get(priority)
-        if level is None:
-            raise InvalidArgument(
-                f"priority level must be between 1 and {len(self._levels)}, got {priority} "
-                f"for model '{stream.request.model_name}'"
-            )
+        """A priority that the model does not have is its default one. Raises `Unavailable` when the level is full."""
+        level = self._levels.get(stream.request.priority, self._default_level)
         if level.is_full() and self._some_left:
             self._remove_closed()
         if level.is_full():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.errors import Cancelled, InvalidArgument, Unavailable
+from neso.server.errors import Cancelled, Unavailable
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
@@ -149,10 +149,15 @@ async def test_priorities_go_first() -> None:
     assert instances.batches[1:] == [["high", "high too"], ["default", "low"]]
 
 
-async def test_a_priority_that_there_is_not_is_refused() -> None:
-    instances = Instances("priority_levels: 2 default_priority_level: 1")
-    error = await error_of(instances.submit("a", priority=3))
-    assert isinstance(error, InvalidArgument) and "between 1 and 2, got 3" in error.message
+async def test_a_priority_that_there_is_not_is_the_default() -> None:
+    instances = Instances("priority_levels: 3 default_priority_level: 2")
+    instances.submit("running")
+    await settle()
+    for name, priority in (("third", 3), ("none", 7), ("first", 1)):
+        instances.submit(name, priority=priority)
+    instances.finish()
+    await settle()
+    assert instances.batches == [["running"], ["first", "none", "third"]]
 
 
 async def test_a_queue_that_is_full_refuses() -> None:
