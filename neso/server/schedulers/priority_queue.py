@@ -70,7 +70,7 @@ class PriorityQueue:
             level: _Level(policies.get(level, default)) for level in range(1, max(num_levels, 1) + 1)
         }
         self._queues = [queue for level in self._levels.values() for queue in (level.waiting, level.delayed)]
-        self._default_level = self._levels[default_level or 1]
+        self._default_level = self._levels.get(default_level, self._levels[1])
         self._deadlines: list[tuple[int, int, ResponseStream]] = []
         self._impatient: dict[ResponseStream, _Level] = {}  # those that wait, and have a deadline
         self._arrivals = 0
