@@ -62,6 +62,8 @@ class Backend(ABC):
     `batches`: it can execute several requests together, by `execute`; then the dynamic batcher may stand before it.
     `concatenates`: it makes one tensor of an input of all requests that it executes together, as `Batch` does; requests
     whose sequences have states of other shapes come apart then.
+    `on_reschedule`: what has a request of an iterative sequence executed again, in a later batch; to be called on the
+    core's loop, before or after `done`. None for other models.
     `heeds`: fields of the configuration that it heeds, of those that say nothing to the core (`ignored_fields`).
     """
 
@@ -72,6 +74,7 @@ class Backend(ABC):
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
+        self.on_reschedule: Callable[[ResponseStream], None] | None = None
 
     @classmethod  # noqa: B027  most backends have nothing to add
     def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from neso.server.errors import Cancelled, InternalError, ServerError
+from neso.server.errors import Cancelled, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.statistics import FailureReason, Timeline
 from neso.server.tensor import Tensor
@@ -70,7 +70,6 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self._responses: deque[InferenceResponse] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self.on_close: Callable[[], None] | None = None
-        self.on_reschedule: Callable[[], None] | None = None
         self._held: list[InferenceResponse] | None = None
         self._closed = False
         self._drained = False
@@ -120,17 +119,6 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         """Close the stream with an error, for a request that was never executed."""
         self.failure = self.failure or FailureReason.REJECTED
         self.fail(error)
-
-    def reschedule(self) -> None:
-        """Have the request executed again, in a later batch; a scheduler of iterative sequences does that."""
-        if self.on_reschedule is None:
-            self.fail(
-                InternalError(
-                    f"model '{self.request.model_name}' has no scheduler that executes requests again"
-                )
-            )
-        else:
-            self.on_reschedule()
 
     def fail_if_cancelled_while_waiting(self) -> None:
         """Answer a cancellation at once until the execution begins; then the backend may notice, and answers."""

@@ -201,7 +201,7 @@ class Model:
             raise Unsupported(
                 f"sequence batching is not supported by backend '{self.config.backend}', for {self.name}"
             )
-        return SequenceBatcher(
+        batcher = SequenceBatcher(
             self.config,
             self.signature,
             backend.execute,
@@ -210,6 +210,8 @@ class Model:
             self._limited,
             backend.concatenates,
         )
+        backend.on_reschedule = batcher.reschedule
+        return batcher
 
     def _after_retirement(self) -> Model:
         if self._successor is None:

@@ -108,6 +108,10 @@ class PythonBackend(Backend):
         if stuck:
             logger.error("%d instances of model '%s' do not end", len(stuck), self.context.name)
 
+    def _reschedule(self, stream: ResponseStream) -> None:
+        if self.on_reschedule is not None:  # there is no request before there is a scheduler
+            self.on_reschedule(stream)
+
     def ready(self) -> bool:
         """Whether at least one thread is there to execute."""
         return any(instance.alive for instance in self._instances)
@@ -143,7 +147,7 @@ class PythonBackend(Backend):
                 decoupled,
                 outputs | states,
                 tuple(states),
-                reschedules=sequences is not None and sequences["iterative_sequence"],
+                self._reschedule if sequences is not None and sequences["iterative_sequence"] else None,
             )
             own = context.assigns_instances or spec.passive
             instances.append(ModelInstance(path, args, link, WorkQueue() if own else self._work, access))

@@ -24,8 +24,8 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 class ModelOutputs:
     """What the responders of one instance need to know of its model.
 
-    `datatypes`: of all outputs, implicit states included; `states`: the names of those. `reschedules`: whether requests
-    may be executed again, as iterative sequences.
+    `datatypes`: of all outputs, implicit states included; `states`: the names of those. `reschedule`: has the
+    request of a stream executed again, as an iterative sequence; None where that cannot be.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -33,7 +33,7 @@ class ModelOutputs:
     decoupled: bool
     datatypes: dict[str, DataType]
     states: tuple[str, ...] = ()
-    reschedules: bool = False
+    reschedule: Callable[[ResponseStream], None] | None = None
     mismatched: set[str] = field(default_factory=set)
 
     def convert(self, response: InferenceResponse) -> ServerResponse:
@@ -104,7 +104,7 @@ class Responder:
 
     def set_reschedule(self, reschedule: bool) -> None:
         """Whether the request is to be executed again. Raises `TritonModelException` where it cannot be."""
-        if reschedule and not self._outputs.reschedules:
+        if reschedule and self._outputs.reschedule is None:
             raise TritonModelException(
                 "Unable to set request release flags. Rescheduling requests needs "
                 "'sequence_batching { iterative_sequence: true }' in the model configuration."
@@ -113,9 +113,9 @@ class Responder:
 
     def reschedule_if_asked(self) -> None:
         """The execution is over: hand the request back to its scheduler."""
-        if self.rescheduled and not self.closed:
+        if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
             self._released = True
-            self._call(self.stream.reschedule)
+            self._call(self._outputs.reschedule, self.stream)
 
     def fail(self, error: ServerError) -> None:
         """End the request with an error, unless it has ended."""

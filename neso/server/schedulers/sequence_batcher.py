@@ -92,7 +92,6 @@ class SequenceBatcher:
         stream.fail_if_cancelled_while_waiting()
         if self._iterative_ids is not None:
             sequence.ended = True
-            stream.on_reschedule = partial(self._reschedule, stream, sequence)
             stream.request.on_cancel(partial(self._cancel_between_iterations, stream, sequence))
         self._dispatcher.wake()
 
@@ -106,6 +105,16 @@ class SequenceBatcher:
         if response.final and sequence.started:
             # Of several executions: the request was in the queue until the first one.
             stream.timeline.compute_start = stream.timeline.input_end = sequence.started
+
+    def reschedule(self, stream: ResponseStream) -> None:
+        """Execute a request of an iterative sequence again, in a batch after this execution; the backend says so."""
+        sequence = self._running.get(stream)
+        if sequence is None:
+            stream.finish()  # of warmup: no sequence waits for it
+        elif not stream.closed:
+            sequence.again = True
+            if sequence.executed:
+                self._requeue(sequence, stream)
 
     def close(self) -> list[ResponseStream]:
         """Stop; gives back what was not sent."""
@@ -314,13 +323,6 @@ class SequenceBatcher:
         """Each request without a sequence is one of its own."""
         request.sequence_id = next(number for number in ids if number not in self._sequences)
         request.sequence_start = True
-
-    def _reschedule(self, stream: ResponseStream, sequence: Sequence) -> None:
-        """The backend wants to execute the running request again: when this execution is over."""
-        if sequence.running is stream and not stream.closed:
-            sequence.again = True
-            if sequence.executed:
-                self._requeue(sequence, stream)
 
     def _requeue(self, sequence: Sequence, stream: ResponseStream) -> None:
         sequence.running, sequence.again = None, False

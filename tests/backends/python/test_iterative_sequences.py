@@ -138,6 +138,14 @@ async def test_a_request_that_is_cancelled_leaves_its_slot_to_others(serve) -> N
     assert await asyncio.wait_for(numbers(waiting), 5) == [11]
 
 
+async def test_a_warmup_ends_with_its_first_execution(serve) -> None:
+    zeros = "data_type: TYPE_INT32 dims: [ 1 ] zero_data: true"
+    warmup = f'model_warmup {{ name: "w" inputs {{ key: "IN" value {{ {zeros} }} }} }}'
+    code = COUNTDOWN.replace("if len(seen) < count", "if count == 0 or len(seen) < count")
+    model = await asyncio.wait_for(serve(code, CONFIG % "" + warmup), 5)
+    assert await numbers(submit(model, 2)) == [11, 1]
+
+
 async def test_a_client_may_choose_the_sequence(serve) -> None:
     model = await serve(COUNTDOWN, CONFIG % "")
     for _ in range(2):  # it ends with its request, without END

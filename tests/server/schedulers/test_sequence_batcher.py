@@ -408,7 +408,7 @@ def test_iterative_requests_are_executed_as_often_as_they_want_and_answered_once
             for stream in batch:
                 executed.setdefault(stream, []).append(stream.request.sequence_start)
                 if len(executed[stream]) < wanted[stream]:
-                    stream.reschedule()
+                    instances.batcher.reschedule(stream)
                 else:
                     stream.finish()
             if not early:
