@@ -99,7 +99,7 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
         group.name = group.name or f"{name}_{index}"
         group.count = max(group.count, 1)
         if group.kind == ModelInstanceGroup.KIND_AUTO:
-            group.kind = ModelInstanceGroup.KIND_CPU
+            group.kind = ModelInstanceGroup.KIND_GPU if group.gpus else ModelInstanceGroup.KIND_CPU
 
 
 def _infer_backend(config: ModelConfig, version_directory: Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tritonclient.grpc.model_config_pb2 import TYPE_FP32, TYPE_INT32
+
 from neso.server.errors import InvalidArgument
 from neso.server.schedulers.control_inputs import ControlInputs
 from neso.server.schedulers.sequence_state import SequenceStates
@@ -81,12 +83,7 @@ def _check_batch_tensors(config: Any) -> None:
     targets = set(inputs)
     for spec in config.batch_input:
         _check_source(spec, "input", inputs)
-        if spec.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[
-            spec.data_type
-        ].name not in (
-            "TYPE_INT32",
-            "TYPE_FP32",
-        ):
+        if spec.data_type not in (TYPE_INT32, TYPE_FP32):
             raise InvalidArgument("batch input data type must be TYPE_INT32 or TYPE_FP32")
         for name in spec.target_name:
             if name in targets:

@@ -173,12 +173,11 @@ class ModelInstance:
         if executed is not None:
             executed(responders[0].stream.timeline)
         for response, responder in zip(result or (), responders, strict=False):
-            if (
-                response is not None
-            ):  # None: the model answers through the request's sender, or reschedules it
+            if response is not None:  # None: the model answers through the request's sender, or later
                 self._answer(response, responder)
-        for responder in responders:
-            responder.reschedule_if_asked()
+        if self._outputs.reschedule is not None:
+            for responder in responders:
+                responder.reschedule_if_asked()
 
     def _check_result(self, result: Any, count: int) -> None:
         if self._outputs.decoupled:

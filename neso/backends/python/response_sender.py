@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.response import InferenceResponse
@@ -65,11 +65,12 @@ class Responder:
     so that no client waits for ever.
     """
 
+    rescheduled = False  # asked for by the model
+    _released = False  # another responder follows, for the next execution
+
     def __init__(self, stream: ResponseStream, outputs: ModelOutputs) -> None:
         self.stream = stream
         self.closed = False
-        self.rescheduled = False  # asked for by the model
-        self._released = False  # another responder follows, for the next execution
         self._outputs = outputs
         self._held: ServerResponse | None = None
 
@@ -115,7 +116,8 @@ class Responder:
         """The execution is over: hand the request back to its scheduler."""
         if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
             self._released = True
-            self._call(self._outputs.reschedule, self.stream)
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                self._outputs.loop.call_soon_threadsafe(self._outputs.reschedule, self.stream)
 
     def fail(self, error: ServerError) -> None:
         """End the request with an error, unless it has ended."""
@@ -124,11 +126,8 @@ class Responder:
             self._post(ServerResponse("", "", error=error, final=True))
 
     def _post(self, response: ServerResponse) -> None:
-        self._call(self.stream.send, response)
-
-    def _call(self, method: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._outputs.loop.call_soon_threadsafe(method, *arguments)
+            self._outputs.loop.call_soon_threadsafe(self.stream.send, response)
         except RuntimeError:
             logger.debug("response of '%s' came after the server's end", self._outputs.instance)
 
