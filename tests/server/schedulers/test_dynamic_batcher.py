@@ -250,13 +250,13 @@ async def test_responses_keep_the_order_of_requests_where_the_model_wants_it() -
 async def test_who_is_delayed_stays_before_lower_levels() -> None:
     instances = Instances(
         "priority_levels: 2 default_priority_level: 2 priority_queue_policy { key: 1 value { "
-        "timeout_action: DELAY default_timeout_microseconds: 10000 } }"
+        "timeout_action: DELAY default_timeout_microseconds: 100000 } }"
     )
     instances.submit("running")
     await settle()
     instances.submit("low", rows=8)
     instances.submit("late", rows=8, priority=1)
-    await settle(0.02)
+    await settle(0.15)
     instances.submit("punctual", rows=8, priority=1)
     for _ in range(3):
         instances.finish()
@@ -280,11 +280,11 @@ async def test_who_has_left_takes_no_place_in_a_full_queue() -> None:
 
 
 async def test_the_delay_is_that_of_the_oldest_whatever_its_priority() -> None:
-    instances = Instances("max_queue_delay_microseconds: 40000 priority_levels: 2 default_priority_level: 2")
+    instances = Instances("max_queue_delay_microseconds: 400000 priority_levels: 2 default_priority_level: 2")
     instances.submit("old")
-    await settle(0.03)
+    await settle(0.25)
     instances.submit("new", priority=1)
-    await settle(0.02)
+    await settle(0.25)
     assert instances.batches == [["new", "old"]]
 
 
