@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-_FIELDS = ("optimization", "cc_model_filenames", "model_operations", "model_repository_agents", "runtime")
+_FIELDS = ("optimization", "cc_model_filenames", "model_operations", "runtime")
 _FIELDS_OF_INSTANCE_GROUP = ("host_policy", "secondary_devices")
 
 

@@ -70,7 +70,7 @@ class DynamicBatcher:
         return self._queue.clear()
 
     def _schedule(self) -> None:
-        if self._free:
+        if self._free > 0:
             self._dispatcher.wake()
         else:
             self._dispatcher.wake_at((self._queue.next_deadline(),))  # for the patience of those who wait
@@ -78,7 +78,7 @@ class DynamicBatcher:
     def _dispatch(self) -> None:
         self._queue.expire()
         until = None
-        while self._free:
+        while self._free > 0:
             batch, until = self._chooser.choose(self._queue.waiting())
             if not batch:
                 if self._limited is not None:
