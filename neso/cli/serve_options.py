@@ -14,6 +14,7 @@ from neso.cli.options.grpc import grpc_options
 from neso.cli.options.http import http_options
 from neso.cli.options.metrics import metrics_options
 from neso.cli.options.openai import openai_http_options, openai_options
+from neso.cli.options.rate_limiter import rate_limiter_options
 from neso.cli.options.repository import repository_options
 from neso.cli.options.values import Values
 from neso.frontends.http import HttpServerOptions
@@ -80,6 +81,7 @@ class ServeOptions:
         names = values["models"] or ([] if values["model-repository"] else [SHIPPED_MODEL])
         server = ServerOptions(
             **repository_options(values),
+            **rate_limiter_options(values),
             server_id=values["id"],
             exit_timeout=values["exit-timeout-secs"],
             response_cache_size=cache_size(values),

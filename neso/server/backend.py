@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neso.server.errors import InvalidArgument
+from neso.server.instances import instances_of
 
 if TYPE_CHECKING:
     from neso.generation import LanguageModel
     from neso.server.core import Core
     from neso.server.inference_response import ResponseStream
+    from neso.server.rate_limiter.limiter import LimitedInstances
     from neso.server.statistics import ModelStatistics
 
 BUILTIN = {
@@ -33,7 +35,8 @@ class ModelContext:
 
     `config` is the completed `ModelConfig` message; `auto_complete` may have changed it. `directory` is the
     model's folder in the repository, `version_directory` the version's folder in it. `namespace` is the repository
-    whose models are meant first by the names of others, empty where names are unique.
+    whose models are meant first by the names of others, empty where names are unique. `limited`: the instances as the
+    rate limiter sees them, None when they wait for nothing.
     """
 
     core: Core
@@ -45,6 +48,12 @@ class ModelContext:
     statistics: ModelStatistics
     backend_config: dict[str, str]
     namespace: str = ""
+    limited: LimitedInstances | None = None
+
+    @property
+    def assigns_instances(self) -> bool:
+        """Whether the scheduler always says which instance is to execute: they are not alike to it."""
+        return self.limited is not None or self.config.HasField("sequence_batching")
 
 
 class Backend(ABC):
@@ -53,13 +62,21 @@ class Backend(ABC):
     `counts_executions`: the backend executes several requests at once and calls `statistics.record_execution`
     itself; otherwise each request that succeeds counts as one execution.
     `batches`: it can execute several requests together, by `execute`; then the dynamic batcher may stand before it.
+    `concatenates`: it makes one tensor of an input of all requests that it executes together, as `Batch` does; requests
+    whose sequences have states of other shapes come apart then.
+    `on_reschedule`: what has a request of an iterative sequence executed again, in a later batch; to be called on the
+    core's loop, before or after `done`. None for other models.
+    `heeds`: fields of the configuration that it heeds, of those that say nothing to the core (`ignored_fields`).
     """
 
     counts_executions = False
     batches = False
+    concatenates = False
+    heeds: frozenset[str] = frozenset()
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
+        self.on_reschedule: Callable[[ResponseStream], None] | None = None
 
     @classmethod  # noqa: B027  most backends have nothing to add
     def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
@@ -75,8 +92,8 @@ class Backend(ABC):
 
     @property
     def num_instances(self) -> int:
-        """How many executions run at the same time."""
-        return sum(group.count for group in self.context.config.instance_group)
+        """How many executions run at the same time: as many as there are instances that are not passive."""
+        return sum(not spec.passive for spec in instances_of(self.context.config))
 
     async def update_instances(self, config: Any) -> bool:
         """Have as many instances as another configuration says, which differs in nothing else; requests go on.
@@ -91,7 +108,7 @@ class Backend(ABC):
     ) -> None:
         """Start to execute requests together on an instance that is free, and call `done` when it is free again.
 
-        `instance`: on that one (from 0), for models with sequence batching; None for others.
+        `instance`: on that one, a number in `instances_of`; None for models whose context does not assign instances.
         `done` must be called on the core's loop. Must not block. For a backend that `batches`.
         """
         raise NotImplementedError

@@ -16,6 +16,8 @@ from neso.server.model import Model
 from neso.server.model_control import ModelControl
 from neso.server.model_table import ModelTable
 from neso.server.options import ServerOptions
+from neso.server.rate_limiter.limiter import RateLimiter
+from neso.server.rate_limiter.options import RateLimitMode
 from neso.server.response_cache import ResponseCache
 from neso.server.shared_memory.manager import SharedMemory
 
@@ -47,6 +49,11 @@ class Core:
             ResponseCache(options.response_cache_size) if options.response_cache_size else None
         )
         self.shared_memory = SharedMemory(options.allow_client_shm)
+        self.rate_limiter = (
+            RateLimiter(options.rate_limit_resources)
+            if RateLimitMode(options.rate_limit) is not RateLimitMode.OFF
+            else None
+        )
         self._table = ModelTable()
         self._lifecycle = ModelLifecycle(self, self._table)
         self._control = ModelControl(options, self._table, self._lifecycle)

@@ -50,6 +50,7 @@ class Model:
         self.metric_labels = {"model": self.name, "version": self.version}
         self.metric_labels.update({f"_{key}": value for key, value in self.config.metric_tags.items()})
         self._backend = backend
+        self._limited = context.limited
         self._batcher = self._make_batcher()
         self._cached = CachedModel.of(context)
         self._in_flight: set[ResponseStream] = set()
@@ -170,7 +171,11 @@ class Model:
                 stream.fail(Unavailable(f"model '{self.name}' is unloaded, the request did not end in time"))
         if self._batcher is not None:
             self._batcher.close()
-        await self._backend.unload()
+        try:
+            await self._backend.unload()
+        finally:
+            if self._limited is not None:
+                self._limited.close()
         for stream in tuple(self._in_flight):
             stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
 
@@ -181,7 +186,7 @@ class Model:
         """
         if list(config.instance_group) == list(self.config.instance_group):
             return True
-        if isinstance(self._batcher, SequenceBatcher):
+        if isinstance(self._batcher, SequenceBatcher) or self._limited is not None:
             return False
         before = self._backend.num_instances
         if not await self._backend.update_instances(config):
@@ -193,7 +198,8 @@ class Model:
     def _make_batcher(self) -> DynamicBatcher | SequenceBatcher | None:
         if self.config.HasField("sequence_batching"):
             return self._make_sequence_batcher()
-        if not (self.config.HasField("dynamic_batching") and self.config.max_batch_size):
+        batched = self.config.HasField("dynamic_batching") and self.config.max_batch_size
+        if not batched and self._limited is None:
             return None
         if not self._backend.batches:
             logger.warning(
@@ -201,7 +207,9 @@ class Model:
                 self.name,
             )
             return None
-        return DynamicBatcher(self.config, self.signature, self._backend.execute, self._backend.num_instances)
+        return DynamicBatcher(
+            self.config, self.signature, self._backend.execute, self._backend.num_instances, self._limited
+        )
 
     def _make_sequence_batcher(self) -> SequenceBatcher:
         backend = self._backend
@@ -209,9 +217,17 @@ class Model:
             raise Unsupported(
                 f"sequence batching is not supported by backend '{self.config.backend}', for {self.name}"
             )
-        return SequenceBatcher(
-            self.config, self.signature, backend.execute, backend.num_instances, backend.context.directory
+        batcher = SequenceBatcher(
+            self.config,
+            self.signature,
+            backend.execute,
+            backend.num_instances,
+            backend.context.directory,
+            self._limited,
+            backend.concatenates,
         )
+        backend.on_reschedule = batcher.reschedule
+        return batcher
 
     def _after_retirement(self) -> Model:
         if self._successor is None:

@@ -11,7 +11,8 @@ from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-un
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from neso.server.errors import InvalidArgument
-from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US, check_sequence_batching
+from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
+from neso.server.scheduling_config import check_scheduling
 
 CONFIG_FILENAME = "config.pbtxt"
 CONFIG_FOLDER = "configs"
@@ -117,9 +118,9 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
         config.instance_group.add()
     for index, group in enumerate(config.instance_group):
         group.name = group.name or f"{name}_{index}"
-        group.count = group.count or 1
+        group.count = max(group.count, 1)
         if group.kind == ModelInstanceGroup.KIND_AUTO:
-            group.kind = ModelInstanceGroup.KIND_CPU
+            group.kind = ModelInstanceGroup.KIND_GPU if group.gpus else ModelInstanceGroup.KIND_CPU
 
 
 def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
@@ -158,6 +159,7 @@ def check_config(config: ModelConfig, name: str) -> None:
             if tensor.name in seen:
                 raise InvalidArgument(f"model {kind} '{tensor.name}' is specified more than once for {name}")
             seen.add(tensor.name)
+    check_scheduling(config)
 
 
 def differ_in_instances_only(old: ModelConfig, new: ModelConfig) -> bool:
@@ -182,8 +184,6 @@ def _check_schedulers(config: ModelConfig) -> None:
         )
     if is_ensemble(config) and config.instance_group:
         raise InvalidArgument(f"instance group should not be specified for ensemble '{config.name}'")
-    if scheduler == "sequence_batching":
-        check_sequence_batching(config)
 
 
 def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:
@@ -200,6 +200,14 @@ def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:
                 f"model {kind} '{tensor.name}' dimension must be integer >= 1, or -1 to indicate a "
                 f"variable-size dimension, got {extent} {where}"
             )
+    if tensor.is_shape_tensor:
+        raise InvalidArgument(f"shape tensors are only supported for TensorRT platform {where}")
+    if tensor.is_non_linear_format_io:
+        raise InvalidArgument(
+            f"non-linear formats of tensors are only supported for TensorRT platform {where}"
+        )
+    if getattr(tensor, "format", 0) and len(tensor.dims) != 3:
+        raise InvalidArgument(f"model input NHWC/NCHW require 3 dims {where}")
     if tensor.HasField("reshape"):
         _check_reshape(tensor, kind, where)
 

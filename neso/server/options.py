@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from neso.server.errors import InvalidArgument
+from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
 from neso.server.repository.names import stays_inside
 
 
@@ -36,7 +37,9 @@ class ServerOptions:
     long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
     `backend_config` holds settings by backend name. `response_cache_size` (bytes) is that of the response cache of
     all models that enable it; 0: there is none. `allow_client_shm`: clients may have tensors read from and written
-    to system shared memory. Raises `ServerError` for options that cannot be served.
+    to system shared memory. `rate_limit` says whether executions wait for resources, `rate_limit_resources` how much
+    there is of them; without any, the most that an instance needs. Raises `ServerError` for options that cannot be
+    served.
     """
 
     model_repository: tuple[Path | str, ...] = ()
@@ -56,6 +59,8 @@ class ServerOptions:
     backend_config: dict[str, dict[str, str]] = field(default_factory=dict)
     response_cache_size: int = 0
     allow_client_shm: bool = False
+    rate_limit: RateLimitMode = RateLimitMode.OFF
+    rate_limit_resources: tuple[ResourceLimit, ...] = ()
 
     def __post_init__(self) -> None:
         if self.response_cache_size < 0:

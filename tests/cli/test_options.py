@@ -14,6 +14,7 @@ from neso.cli.options import OPTIONS
 from neso.cli.options.errors import OptionError
 from neso.frontends.kserve_grpc.options import ResponseCompression
 from neso.server.options import ModelControlMode
+from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
 
 # What tritonserver's command line has.
 TRITONSERVER = """
@@ -141,7 +142,7 @@ def test_id_names_the_server():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--http-port=x"], ["--no-such-option=1"], ["--http-port"], ["--rate-limit=execution_count"]],
+    [["--http-port=x"], ["--no-such-option=1"], ["--http-port"], ["--trace-config=rate=1"]],
 )
 def test_bad_command_lines_end_with_2(arguments):
     result = subprocess.run(
@@ -188,3 +189,13 @@ def test_grpc_options():
     assert (grpc.http2_min_recv_ping_interval_without_data_ms, grpc.http2_max_ping_strikes) == (3, 4)
     assert (grpc.max_connection_age_ms, grpc.max_connection_age_grace_ms) == (5, 6)
     assert grpc.response_compression is ResponseCompression.high and grpc.reuse_port
+
+
+def test_rate_limiter():
+    server = parse(
+        "--rate-limit=execution_count", "--rate-limit-resource=R1:4", "--rate-limit-resource=R2:2:1"
+    ).server
+    assert server.rate_limit is RateLimitMode.EXECUTION_COUNT
+    assert server.rate_limit_resources == (ResourceLimit("R1", 4), ResourceLimit("R2", 2, 1))
+    with pytest.raises(OptionError, match="--rate-limit-resource option format is"):
+        parse("--rate-limit-resource=R1")

@@ -78,7 +78,10 @@ async def test_unknown_models_and_versions(repository, start_core):
             "output { name: 'A' data_type: TYPE_INT8 dims: [1] } output { name: 'A' data_type: TYPE_INT8 dims: [1] }",
             "model output 'A' is specified more than once",
         ),
-        ("sequence_batching { iterative_sequence: true }", "iterative sequences are not supported yet"),
+        (
+            "max_batch_size: 4 dynamic_batching { preferred_batch_size: 8 }",
+            "must be <= max batch size for broken",
+        ),
         (
             "sequence_batching { control_input { name: 'A' control { kind: CONTROL_SEQUENCE_END } } }",
             "must specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' for CONTROL_SEQUENCE_END",

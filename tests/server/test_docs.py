@@ -25,6 +25,7 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "engine-directories.md",
         "ensembles.md",
         "sequences.md",
+        "rate-limiter.md",
     ],
 )
 def test_examples(name, tmp_path):
