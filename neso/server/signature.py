@@ -65,6 +65,10 @@ class Signature:
         self._variable = [
             tensor.name for tensor in config.input if -1 in tensor.dims and not tensor.allow_ragged_batch
         ]
+        # Inputs that may differ within a batch; it has them flat, one after the other.
+        self.ragged = frozenset(
+            tensor.name for tensor in config.input if tensor.allow_ragged_batch and self.max_batch_size
+        )
         self._reshaped_outputs = {name for name, spec in self.outputs.items() if spec.reshape is not None}
 
     def metadata(self, specs: dict[str, TensorSpec]) -> list[TensorMetadata]:
