@@ -36,7 +36,9 @@ class LlmBackend(Backend):
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
-    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: dict[str, str]
+    ) -> None:
         signature.complete(config)
 
     async def load(self) -> None:
