@@ -119,7 +119,9 @@ def find_backend(name: str) -> type[Backend]:
         hint = f", it needs `pip install 'neso[{EXTRAS[name]}]'`" if name in EXTRAS else ""
         raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise InvalidArgument(f"unable to load backend '{name}': {found!r} is no subclass of {Backend.__name__}")
+        raise InvalidArgument(
+            f"unable to load backend '{name}': {found!r} is no subclass of {Backend.__name__}"
+        )
     return found
 
 

@@ -31,7 +31,9 @@ def complete(config: Any, signature: OnnxSignature, default_max_batch_size: int)
             if tensor.name in signature.optional:
                 tensor.optional = True
     if not config.output:
-        _add(config, config.output, signature.outputs, {s.output_name for s in config.sequence_batching.state})
+        _add(
+            config, config.output, signature.outputs, {s.output_name for s in config.sequence_batching.state}
+        )
 
 
 def _complete_batching(config: Any, signature: OnnxSignature, default_max_batch_size: int) -> None:
@@ -64,9 +66,12 @@ def _add(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], given: s
             continue
         message = messages.add()
         message.name = tensor.name
-        message.data_type = type(config).DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_name[
-            tensor.datatype.config_name
-        ].number
+        message.data_type = (
+            type(config)
+            .DESCRIPTOR.file.enum_types_by_name["DataType"]
+            .values_by_name[tensor.datatype.config_name]
+            .number
+        )
         dims = tensor.shape[1:] if config.max_batch_size else tensor.shape
         if not dims:  # dims must not be empty: clients send one element for what has no dimension
             message.reshape.SetInParent()

@@ -52,7 +52,9 @@ class OnnxModel(TensorModel):
         if self._session is None:
             raise InternalError("the model is not loaded")
         runtime = self._session.runtime
-        feeds = {name: _text(name, array) if array.dtype == object else array for name, array in inputs.items()}
+        feeds = {
+            name: _text(name, array) if array.dtype == object else array for name, array in inputs.items()
+        }
         try:
             if self._has_bfloat16:
                 values = {name: _to_value(array) for name, array in feeds.items()}

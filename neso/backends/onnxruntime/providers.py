@@ -25,7 +25,12 @@ _TENSORRT_PRECISIONS: dict[str, dict[str, str]] = {
     "FP16": {"trt_fp16_enable": "1"},
     "INT8": {"trt_int8_enable": "1"},
 }
-_CUDA_PARAMETERS = ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy", "do_copy_in_default_stream")
+_CUDA_PARAMETERS = (
+    "cudnn_conv_algo_search",
+    "gpu_mem_limit",
+    "arena_extend_strategy",
+    "do_copy_in_default_stream",
+)
 # ONNX Runtime takes names where a configuration has numbers.
 _CUDA_VALUES = {
     "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},

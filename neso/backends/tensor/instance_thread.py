@@ -32,7 +32,9 @@ WorkQueue = queue.SimpleQueue[Work | None]
 class InstanceThread:
     """Makes, loads, runs and unloads a model. `started` and `ended` tell of its life."""
 
-    def __init__(self, name: str, make: Callable[[], TensorModel], executor: Executor, work: WorkQueue) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], TensorModel], executor: Executor, work: WorkQueue
+    ) -> None:
         self.started: Future[None] = Future()
         self.ended: Future[None] = Future()
         self.work = work

@@ -7,7 +7,16 @@ from typing import Any
 
 from neso.server.errors import InvalidArgument
 
-_SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_SWITCHES = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 class Parameters(Mapping[str, str]):

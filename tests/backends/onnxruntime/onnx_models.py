@@ -16,7 +16,9 @@ from onnx import helper, numpy_helper
 Spec = tuple[str, int, list[Any] | None]
 
 
-def graph(nodes: list[Any], inputs: list[Spec], outputs: list[Spec], initializers: dict[str, Any] | None = None) -> bytes:
+def graph(
+    nodes: list[Any], inputs: list[Spec], outputs: list[Spec], initializers: dict[str, Any] | None = None
+) -> bytes:
     """A model of nodes. Specs are name, element type and shape, with text where it varies."""
     made = helper.make_graph(
         nodes,

@@ -38,7 +38,9 @@ def reason(core) -> str:
 
 
 def parameters(**values: str) -> str:
-    return "".join(f"parameters {{ key: '{k}' value {{ string_value: '{v}' }} }}\n" for k, v in values.items())
+    return "".join(
+        f"parameters {{ key: '{k}' value {{ string_value: '{v}' }} }}\n" for k, v in values.items()
+    )
 
 
 async def test_a_model_without_a_configuration(serve_files):
@@ -48,7 +50,10 @@ async def test_a_model_without_a_configuration(serve_files):
     assert config.HasField("dynamic_batching")
     assert model.metadata().platform == "onnxruntime_onnx"
     assert [(t.name, list(t.dims), t.reshape.shape) for t in config.input] == [("X", [4], [])]
-    assert [(t.name, list(t.dims), t.HasField("reshape")) for t in config.output] == [("SUM", [3], False), ("TOP", [1], True)]
+    assert [(t.name, list(t.dims), t.HasField("reshape")) for t in config.output] == [
+        ("SUM", [3], False),
+        ("TOP", [1], True),
+    ]
     x = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
     outputs = await answer(model, X=x)
     expected_sum, expected_top = direct(linear(), X=x)
@@ -122,7 +127,10 @@ async def test_every_datatype(serve_files, datatype, shape):
 
 async def test_bfloat16_beside_other_types(serve_files):
     nodes = [node("Cast", ["A"], ["B"], to=T.BFLOAT16), node("Cast", ["C"], ["D"], to=T.FLOAT)]
-    specs = [("A", T.FLOAT, ["N", 2]), ("C", T.BFLOAT16, ["N", 2])], [("B", T.BFLOAT16, ["N", 2]), ("D", T.FLOAT, ["N", 2])]
+    specs = (
+        [("A", T.FLOAT, ["N", 2]), ("C", T.BFLOAT16, ["N", 2])],
+        [("B", T.BFLOAT16, ["N", 2]), ("D", T.FLOAT, ["N", 2])],
+    )
     model = (await serve_files(None, {"model.onnx": graph(nodes, *specs)})).model("model")
     a = np.array([[1, 2.5]], np.float32)
     outputs = await answer(model, A=a, C=(2 * a).astype(ml_dtypes.bfloat16))
@@ -140,7 +148,9 @@ async def test_text_that_is_no_utf_8(serve_files):
 async def test_an_error_of_the_runtime(serve_files):
     """A shape that the model refuses while it runs."""
     nodes = [node("Reshape", ["IN", "SHAPE"], ["OUT"])]
-    model = graph(nodes, [("IN", T.FLOAT, ["N"])], [("OUT", T.FLOAT, [2, 2])], {"SHAPE": np.array([2, 2], np.int64)})
+    model = graph(
+        nodes, [("IN", T.FLOAT, ["N"])], [("OUT", T.FLOAT, [2, 2])], {"SHAPE": np.array([2, 2], np.int64)}
+    )
     model = (await serve_files(None, {"model.onnx": model})).model("model")
     with pytest.raises(Exception, match=r"onnx runtime error: .*cannot be reshaped"):
         await answer(model, IN=np.zeros(3, np.float32))
@@ -167,10 +177,14 @@ async def test_a_folder_with_external_data(serve_files, tmp_path):
     path = tmp_path / "external" / "model.onnx"
     path.parent.mkdir()
     onnx.save_model(proto, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    files = {f"model.onnx/{name}": (path.parent / name).read_bytes() for name in ("model.onnx", "weights.bin")}
+    files = {
+        f"model.onnx/{name}": (path.parent / name).read_bytes() for name in ("model.onnx", "weights.bin")
+    }
     model = (await serve_files(None, files)).model("model")
     x = np.ones((1, 64), np.float32)
-    np.testing.assert_array_equal((await answer(model, X=x))["SUM"], direct(linear(features=64, outputs=64), X=x)[0])
+    np.testing.assert_array_equal(
+        (await answer(model, X=x))["SUM"], direct(linear(features=64, outputs=64), X=x)[0]
+    )
 
 
 async def test_another_file_name(serve_files):
@@ -208,7 +222,10 @@ async def test_another_file_name(serve_files):
             "model 'model', tensor 'X': the model expects 2 dimensions (shape [-1,4]) but the model configuration specifies 1 "
             "dimensions (shape [4])",
         ),
-        ("optimization { graph { level: 5 } }", "optimization graph level of model 'model' is 5, expected one of -1, 0, 1, 2"),
+        (
+            "optimization { graph { level: 5 } }",
+            "optimization graph level of model 'model' is 5, expected one of -1, 0, 1, 2",
+        ),
         (
             "optimization { execution_accelerators { cpu_execution_accelerator { name: 'openvino' } } }",
             "model 'model' asks for OpenVINOExecutionProvider, this build of onnxruntime has",
@@ -217,7 +234,10 @@ async def test_another_file_name(serve_files):
             "optimization { execution_accelerators { cpu_execution_accelerator { name: 'magic' } } }",
             "unknown CPU execution accelerator 'magic' is requested for 'model', expected one of openvino",
         ),
-        (parameters(intra_op_thread_count="many"), "parameter 'intra_op_thread_count' of model 'model' is 'many', expected an integer"),
+        (
+            parameters(intra_op_thread_count="many"),
+            "parameter 'intra_op_thread_count' of model 'model' is 'many', expected an integer",
+        ),
     ],
 )
 async def test_configurations_that_do_not_fit(serve_files, config, message):
@@ -227,7 +247,9 @@ async def test_configurations_that_do_not_fit(serve_files, config, message):
 @pytest.mark.skipif("CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="there is CUDA")
 async def test_kind_gpu_without_cuda(serve_files):
     core = await serve_files(CONFIG + "instance_group { kind: KIND_GPU }", LINEAR)
-    assert reason(core).startswith("model 'model' asks for CUDAExecutionProvider, this build of onnxruntime has ")
+    assert reason(core).startswith(
+        "model 'model' asks for CUDAExecutionProvider, this build of onnxruntime has "
+    )
 
 
 async def test_models_that_are_missing_or_broken(serve_files):
@@ -256,7 +278,9 @@ async def test_outputs_that_are_no_tensors(serve_files):
     assert [t.name for t in model.config.output] == ["SUM", "TOP"]
     assert (await answer(model, X=np.ones((1, 4), np.float32)))["SUM"].shape == (1, 3)
     config = "max_batch_size: 2 input { name: 'X' data_type: TYPE_FP32 dims: [4] } output { name: 'LIST' data_type: TYPE_FP32 dims: [3] }"
-    assert "unsupported type seq(tensor(float)) of output 'LIST'" in reason(await serve_files(CONFIG + config, files))
+    assert "unsupported type seq(tensor(float)) of output 'LIST'" in reason(
+        await serve_files(CONFIG + config, files)
+    )
 
 
 async def test_settings_reach_the_runtime(serve_files, monkeypatch):
@@ -282,7 +306,9 @@ async def test_settings_reach_the_runtime(serve_files, monkeypatch):
         "enable_mem_pattern": "0",
         "session.use_device_allocator_for_initializers": "1",
     }
-    config = CONFIG + "instance_group { count: 2 } optimization { graph { level: -1 } }" + parameters(**values)
+    config = (
+        CONFIG + "instance_group { count: 2 } optimization { graph { level: -1 } }" + parameters(**values)
+    )
     values_of_backend = {"onnxruntime": {"intra_op_thread_count": "1", "execution_mode": "0"}}
     core = await serve_files(config, LINEAR, backend_config=values_of_backend)
     await answer(core.model("model"), X=np.ones((1, 4), np.float32))
@@ -295,7 +321,9 @@ async def test_settings_reach_the_runtime(serve_files, monkeypatch):
         assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         assert options.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
     for value in ("1", "cpu:0"):
-        core = await serve_files(CONFIG + parameters(**{"memory.enable_memory_arena_shrinkage": value}), LINEAR)
+        core = await serve_files(
+            CONFIG + parameters(**{"memory.enable_memory_arena_shrinkage": value}), LINEAR
+        )
         await answer(core.model("model"), X=np.ones((1, 4), np.float32))
         assert ran[-1].get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0"
 
@@ -303,15 +331,22 @@ async def test_settings_reach_the_runtime(serve_files, monkeypatch):
 async def test_instances_share_a_session(serve_files, monkeypatch):
     opened = []
     real = onnxruntime.InferenceSession
-    monkeypatch.setattr(
-        onnxruntime, "InferenceSession", lambda *args, **options: opened.append(args[1]) or real(*args, **options)
-    )
+
+    class Spy(real):
+        def __init__(self, path, options, providers):
+            opened.append(options)
+            super().__init__(path, options, providers=providers)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Spy)
     config = CONFIG + "instance_group { count: 3 }" + parameters(share_session_between_instances="true")
     core = await serve_files(config, LINEAR, backend_config={"onnxruntime": {"intra_op_thread_count": "1"}})
     assert len(opened) == 2 and opened[1].intra_op_num_threads == 1
+    monkeypatch.undo()
     rows = np.eye(4, dtype=np.float32)
     answers = await asyncio.gather(*(answer(core.model("model"), X=row[None]) for row in rows))
-    np.testing.assert_allclose(np.concatenate([a["SUM"] for a in answers]), direct(linear(), X=rows)[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.concatenate([a["SUM"] for a in answers]), direct(linear(), X=rows)[0], rtol=1e-6
+    )
 
 
 SEQUENCES = """
@@ -329,9 +364,7 @@ sequence_batching {
 async def test_sequences(serve_files, completed):
     config = SEQUENCES
     if not completed:
-        config += (
-            "input { name: 'IN' data_type: TYPE_FP32 dims: [1] } output { name: 'OUT' data_type: TYPE_FP32 dims: [1] }"
-        )
+        config += "input { name: 'IN' data_type: TYPE_FP32 dims: [1] } output { name: 'OUT' data_type: TYPE_FP32 dims: [1] }"
     model = (await serve_files(config, {"model.onnx": accumulator()})).model("model")
     assert [t.name for t in model.config.input] == ["IN"] and [t.name for t in model.config.output] == ["OUT"]
 
@@ -385,7 +418,11 @@ batch_output { target_name: "ALL" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_in
 async def test_the_loop_does_not_wait(serve_files):
     """While a model computes, the server does other things."""
     model = graph(
-        [node("MatMul", ["X", "X"], ["A"]), node("MatMul", ["A", "X"], ["B"]), node("MatMul", ["B", "A"], ["OUT"])],
+        [
+            node("MatMul", ["X", "X"], ["A"]),
+            node("MatMul", ["A", "X"], ["B"]),
+            node("MatMul", ["B", "A"], ["OUT"]),
+        ],
         [("X", T.FLOAT, ["N", "N"])],
         [("OUT", T.FLOAT, ["N", "N"])],
     )

@@ -38,7 +38,14 @@ def sample(monkeypatch):
 async def answer(model, *values: float, **arrays):
     """Values of OUT, or the error."""
     (response,) = await asyncio.wait_for(
-        collect(ask(model, IN=np.array([values], np.float32)[slice(None) if model.config.max_batch_size else 0], **arrays)), 10
+        collect(
+            ask(
+                model,
+                IN=np.array([values], np.float32)[slice(None) if model.config.max_batch_size else 0],
+                **arrays,
+            )
+        ),
+        10,
     )
     assert response.final
     return response.error or response.output("OUT").array.ravel().tolist()
@@ -73,7 +80,11 @@ async def test_requests_are_batched(serve_files):
     await asyncio.sleep(0.01)
     statistics = model.statistics.snapshot()
     assert statistics["inference_count"] == 16
-    assert statistics["execution_count"] == sum(b["compute_infer"]["count"] for b in statistics["batch_stats"]) == 2
+    assert (
+        statistics["execution_count"]
+        == sum(b["compute_infer"]["count"] for b in statistics["batch_stats"])
+        == 2
+    )
     assert [b["batch_size"] for b in statistics["batch_stats"]] == [8]
     times = statistics["inference_stats"]
     assert all(times[name]["ns"] > 0 for name in ("compute_input", "compute_infer", "compute_output"))
@@ -207,16 +218,22 @@ async def test_warmup_is_executed_and_not_counted(serve_files):
 
 def test_what_is_no_backend(monkeypatch):
     monkeypatch.setitem(backend.BUILTIN, "sample", "sample_backends:NoBackend")
-    with pytest.raises(InvalidArgument, match="unable to load backend 'sample': .*NoBackend.* is no subclass of Backend"):
+    with pytest.raises(
+        InvalidArgument, match="unable to load backend 'sample': .*NoBackend.* is no subclass of Backend"
+    ):
         backend.find_backend("sample")
 
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(backend.BUILTIN, "onnxruntime", "package_that_is_not_there:Backend")
-    with pytest.raises(InvalidArgument, match=r"it needs `pip install 'neso\[onnx\]'`: No module named 'package_that"):
+    with pytest.raises(
+        InvalidArgument, match=r"it needs `pip install 'neso\[onnx\]'`: No module named 'package_that"
+    ):
         backend.find_backend("onnxruntime")
 
 
 def test_an_unknown_backend():
-    with pytest.raises(InvalidArgument, match="unable to find backend 'nothing', built in are ensemble, .* installed are"):
+    with pytest.raises(
+        InvalidArgument, match="unable to find backend 'nothing', built in are ensemble, .* installed are"
+    ):
         backend.find_backend("nothing")
