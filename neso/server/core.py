@@ -18,7 +18,7 @@ from neso.server.metrics import MetricsRegistry, ModelCollector
 from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.repository import ModelRepository, check_model_name
-from neso.server.response_cache import ResponseCache
+from neso.server.response_cache.opening import open_cache
 from neso.server.shared_memory.manager import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,7 @@ class Core:
         self.metrics.register(ModelCollector(self.models))
         self.custom_metrics = CustomMetrics(self.metrics.taken)
         self.metrics.register(self.custom_metrics)
-        self.response_cache = (
-            ResponseCache(options.response_cache_size) if options.response_cache_size else None
-        )
+        self.response_cache = open_cache(options)
         self.shared_memory = SharedMemory(options.allow_client_shm)
         self._repository = ModelRepository(options.model_repository)
         self._lifecycle = ModelLifecycle(self)
@@ -76,6 +74,8 @@ class Core:
         if self._loads:
             await asyncio.wait(tuple(self._loads))
         await self._lifecycle.unload_all(self.options.exit_timeout)
+        if self.response_cache is not None:
+            await self.response_cache.close()
         self.shared_memory.close()
 
     def live(self) -> bool:

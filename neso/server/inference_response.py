@@ -95,6 +95,10 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         if self._closed and self.on_close is not None:
             self.on_close()
 
+    def unobserve(self) -> None:
+        """Let nobody but the consumer see what comes from now on: an answer that the model did not give."""
+        self._on_response = None
+
     def hold(self) -> None:
         """Keep responses from the consumer until `release`."""
         self._held = []
