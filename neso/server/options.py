@@ -30,8 +30,9 @@ class ServerOptions:
     core: the core itself goes on when a model fails. `exit_timeout` and `unload_timeout` (seconds) bound how
     long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
     `backend_config` holds settings by backend name. `response_cache_size` (bytes) is that of the response cache of
-    all models that enable it, in memory; 0: there is none. `redis_cache`: the cache is in Redis instead. `allow_client_shm`: clients may have tensors read from and written
-    to system shared memory. Raises `ServerError` for options that cannot be served.
+    all models that enable it, in memory; 0: there is none. `redis_cache`: it is in Redis instead. `allow_client_shm`:
+    clients may have tensors read from and written to system shared memory. Raises `ServerError` for options that
+    cannot be served.
     """
 
     model_repository: tuple[Path, ...] = ()

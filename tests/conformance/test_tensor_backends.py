@@ -14,12 +14,14 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from server_process import ServerProcess, wait_until
 
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+pytest.importorskip("torch")
 BACKENDS = Path(__file__).parents[1] / "backends"
 sys.path[:0] = [str(BACKENDS / "onnxruntime"), str(BACKENDS / "pytorch")]
 
-onnxruntime = pytest.importorskip("onnxruntime")
-from onnx_models import T, accumulator, graph, linear, node
-from torch_models import AddSub, Linear, Upper, export, script, torch
+from onnx_models import T, accumulator, graph, linear, node  # noqa: E402
+from torch_models import AddSub, Linear, Upper, export, script, torch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 

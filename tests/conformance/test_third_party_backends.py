@@ -53,7 +53,7 @@ def test_the_page(package):
 
 
 def test_settings_and_errors(package):
-    """`--backend-config` reaches it; a package that cannot be imported makes its models unavailable, with the reason."""
+    """`--backend-config` reaches it; a package that cannot be imported makes its models unavailable."""
     config = package / "models" / "scaled" / "config.pbtxt"
     config.write_text(config.read_text().split("parameters")[0])
     arguments = (f"--model-repository={package / 'models'}", "--backend-config=scale,offset=10")

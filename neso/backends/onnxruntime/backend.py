@@ -59,5 +59,6 @@ class OnnxRuntimeBackend(TensorBackend):
 
 def model_file(config: Any, version_directory: Path) -> Path:
     """`default_model_filename`; the file of that name in it where that is a folder, beside its external data."""
-    path = version_directory / config.default_model_filename
-    return path / config.default_model_filename if path.is_dir() else path
+    name = str(config.default_model_filename)
+    path = version_directory / name
+    return path / name if path.is_dir() else path

@@ -98,6 +98,7 @@ def _to_value(array: npt.NDArray[Any]) -> onnxruntime.OrtValue:
 
 def _from_value(value: onnxruntime.OrtValue) -> npt.NDArray[Any]:
     if value.element_type() != BFLOAT16:
-        return value.numpy()
+        array: npt.NDArray[Any] = value.numpy()
+        return array
     data = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
     return np.frombuffer(data, DataType.BF16.dtype).reshape(value.shape())

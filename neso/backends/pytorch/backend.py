@@ -62,6 +62,7 @@ def _device(instance: Instance, model: str) -> torch.device | None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if instance.device >= count:
         raise Unsupported(
-            f"instance '{instance.name}' of model '{model}' is to run on GPU {instance.device}, torch finds {count} GPUs"
+            f"instance '{instance.name}' of model '{model}' is to run on GPU {instance.device}, torch finds {count} "
+            "GPUs"
         )
     return torch.device("cuda", instance.device)

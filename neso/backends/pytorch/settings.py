@@ -51,7 +51,7 @@ class Settings:
         stack = ExitStack()
         stack.enter_context(torch.inference_mode() if self.inference_mode else torch.no_grad())
         if not self.optimized_execution:
-            stack.enter_context(torch.jit.optimized_execution(False))
+            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
         if not self.cudnn:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         return stack

@@ -77,7 +77,7 @@ class CachedModel(ABC, Generic[K]):
         if not miss.failed:
             self._keep(miss)
 
-    async def close(self) -> None:  # noqa: B027  a cache in memory has nothing under way
+    async def close(self) -> None:
         """Leave off what is under way."""
 
     @abstractmethod

@@ -109,12 +109,15 @@ def _seconds(milliseconds: int) -> float | None:
 def _connection(options: RedisOptions) -> dict[str, Any]:
     if not options.uses_tls:
         return {"connection_class": Connection}
+    files = {
+        "ssl_certfile": options.cert,
+        "ssl_keyfile": options.key,
+        "ssl_ca_certs": options.cacert,
+        "ssl_ca_path": options.cacert_dir,
+    }
     return {
         "connection_class": _named(options.sni) if options.sni else SSLConnection,
-        "ssl_certfile": options.cert or None,
-        "ssl_keyfile": options.key or None,
-        "ssl_ca_certs": options.cacert or None,
-        "ssl_ca_path": options.cacert_dir or None,
+        **{name: path for name, path in files.items() if path},
     }
 
 

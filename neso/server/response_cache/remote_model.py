@@ -89,7 +89,10 @@ class RemoteCachedModel(CachedModel[str]):
 
     async def _put(self, miss: Miss[str], response: CachedResponse) -> None:
         started = time.monotonic_ns()
-        await self._cache.put(miss.key, response)
+        try:
+            await self._cache.put(miss.key, response)
+        except Exception:
+            logger.exception("the response cache of model '%s' failed", self._name)
         self._statistics.cache_miss.add(miss.ns + time.monotonic_ns() - started)
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -9,9 +9,7 @@ import pytest
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
-
-from onnx import TensorProto as T
-from onnx import helper, numpy_helper
+T, helper, numpy_helper = onnx.TensorProto, onnx.helper, onnx.numpy_helper
 
 Spec = tuple[str, int, list[Any] | None]
 

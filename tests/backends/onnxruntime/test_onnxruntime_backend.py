@@ -6,11 +6,11 @@ import asyncio
 
 import ml_dtypes
 import numpy as np
+import onnxruntime
 import pytest
 from core_requests import ask, collect
 from onnx_models import T, accumulator, graph, identity, linear, node, onnx
 
-import onnxruntime
 from neso.server.datatypes import DataType
 from neso.server.inference_request import InferenceRequest
 from neso.server.tensor import Tensor
@@ -29,6 +29,15 @@ async def answer(model, **arrays):
     if response.error is not None:
         raise response.error
     return {tensor.name: tensor.array for tensor in response.outputs}
+
+
+def batched(x: str, name: str, output: str) -> str:
+    """X has the type and dims `x`, what is named `name` of the type and dims `output` is the only output."""
+    return f"max_batch_size: 2 input {{ name: 'X' {x} }} output {{ name: '{name}' {output} }}"
+
+
+def typed(datatype: str, dims: str) -> str:
+    return f"data_type: TYPE_{datatype} dims: {dims}"
 
 
 def reason(core) -> str:
@@ -192,35 +201,36 @@ async def test_another_file_name(serve_files):
     assert (await answer(core.model("model"), X=np.ones((1, 4), np.float32)))["SUM"].shape == (1, 3)
 
 
+X, OUT = typed("FP32", "[ 4 ]"), typed("FP32", "[ 3 ]")
+UNABLE = "unable to load model 'model', configuration expects datatype"
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
-            "max_batch_size: 2 input { name: 'Y' data_type: TYPE_FP32 dims: [4] } output { name: 'SUM' data_type: TYPE_FP32 dims: [3] }",
+            batched(X, "SUM", OUT).replace("'X'", "'Y'"),
             "unexpected inference input 'Y', allowed inputs are: X",
         ),
+        (batched(X, "Q", OUT), "unexpected inference output 'Q', allowed outputs are: SUM, TOP"),
         (
-            "max_batch_size: 2 input { name: 'X' data_type: TYPE_FP32 dims: [4] } output { name: 'Q' data_type: TYPE_FP32 dims: [3] }",
-            "unexpected inference output 'Q', allowed outputs are: SUM, TOP",
+            batched(typed("INT32", "[ 4 ]"), "SUM", OUT),
+            f"{UNABLE} TYPE_INT32 for input 'X', model provides TYPE_FP32",
         ),
         (
-            "max_batch_size: 2 input { name: 'X' data_type: TYPE_INT32 dims: [4] } output { name: 'SUM' data_type: TYPE_FP32 dims: [3] }",
-            "unable to load model 'model', configuration expects datatype TYPE_INT32 for input 'X', model provides TYPE_FP32",
+            batched(X, "SUM", typed("FP64", "[ 3 ]")),
+            f"{UNABLE} TYPE_FP64 for output 'SUM', model provides TYPE_FP32",
         ),
         (
-            "max_batch_size: 2 input { name: 'X' data_type: TYPE_FP32 dims: [4] } output { name: 'SUM' data_type: TYPE_FP64 dims: [3] }",
-            "unable to load model 'model', configuration expects datatype TYPE_FP64 for output 'SUM', model provides TYPE_FP32",
+            batched(typed("FP32", "[ 5 ]"), "SUM", OUT),
+            "model 'model', tensor 'X': the model expects 2 dimensions (shape [-1,4]) but the model configuration "
+            "specifies 2 dimensions (an initial batch dimension because max_batch_size > 0 followed by the explicit "
+            "tensor shape, making complete shape [-1,5])",
         ),
         (
-            "max_batch_size: 2 input { name: 'X' data_type: TYPE_FP32 dims: [5] } output { name: 'SUM' data_type: TYPE_FP32 dims: [3] }",
-            "model 'model', tensor 'X': the model expects 2 dimensions (shape [-1,4]) but the model configuration specifies 2 "
-            "dimensions (an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making "
-            "complete shape [-1,5])",
-        ),
-        (
-            "input { name: 'X' data_type: TYPE_FP32 dims: [4] } output { name: 'SUM' data_type: TYPE_FP32 dims: [-1, 3] }",
-            "model 'model', tensor 'X': the model expects 2 dimensions (shape [-1,4]) but the model configuration specifies 1 "
-            "dimensions (shape [4])",
+            batched(X, "SUM", OUT).replace("max_batch_size: 2", ""),
+            "model 'model', tensor 'X': the model expects 2 dimensions (shape [-1,4]) but the model configuration "
+            "specifies 1 dimensions (shape [4])",
         ),
         (
             "optimization { graph { level: 5 } }",
@@ -277,7 +287,7 @@ async def test_outputs_that_are_no_tensors(serve_files):
     model = (await serve_files(None, files)).model("model")
     assert [t.name for t in model.config.output] == ["SUM", "TOP"]
     assert (await answer(model, X=np.ones((1, 4), np.float32)))["SUM"].shape == (1, 3)
-    config = "max_batch_size: 2 input { name: 'X' data_type: TYPE_FP32 dims: [4] } output { name: 'LIST' data_type: TYPE_FP32 dims: [3] }"
+    config = batched(X, "LIST", OUT)
     assert "unsupported type seq(tensor(float)) of output 'LIST'" in reason(
         await serve_files(CONFIG + config, files)
     )
@@ -364,7 +374,7 @@ sequence_batching {
 async def test_sequences(serve_files, completed):
     config = SEQUENCES
     if not completed:
-        config += "input { name: 'IN' data_type: TYPE_FP32 dims: [1] } output { name: 'OUT' data_type: TYPE_FP32 dims: [1] }"
+        config += f"input {{ name: 'IN' {typed('FP32', '[ 1 ]')} }} output {{ name: 'OUT' {typed('FP32', '[ 1 ]')} }}"
     model = (await serve_files(config, {"model.onnx": accumulator()})).model("model")
     assert [t.name for t in model.config.input] == ["IN"] and [t.name for t in model.config.output] == ["OUT"]
 

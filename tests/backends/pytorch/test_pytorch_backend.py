@@ -230,7 +230,7 @@ async def test_errors_of_the_program(serve_files):
     config = CONFIG + tensors("a", "b") + tensors("OUTPUT__0", kind="output")
     model = (await serve_files(config, {"model.pt": script(AddSub())})).model("model")
     with pytest.raises(
-        Exception, match="^PyTorch execute failure: RuntimeError: The size of tensor a [^\\n]*$"
+        Exception, match=r"^PyTorch execute failure: RuntimeError: The size of tensor a [^\n]*$"
     ):
         await answer(model, a=A, b=B[:2])
     assert (await answer(model, a=A, b=B))["OUTPUT__0"].tolist() == SUM
@@ -244,7 +244,7 @@ async def test_outputs_that_are_not_there_or_of_another_type(serve_files):
     )
     with pytest.raises(
         Exception,
-        match="The output OUT__2 in the model configuration refers to an output index which doesn't exist. This model has 2 outputs",
+        match="The output OUT__2 in the model configuration refers to an output index which doesn't exist",
     ):
         await answer(model, a=A, b=B)
     config = CONFIG + tensors("a", "b") + tensors("OUT__0", kind="output", datatype="INT32")

@@ -51,6 +51,15 @@ async def answer(model, *values: float, **arrays):
     return response.error or response.output("OUT").array.ravel().tolist()
 
 
+async def running(count: int) -> None:
+    """Until so many instances are at work."""
+    for _ in range(1000):
+        if len(sample_backends.threads) >= count:
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError
+
+
 def reason(core) -> str:
     (entry,) = core.repository_index()
     return entry.reason
@@ -104,8 +113,7 @@ async def test_instances_run_side_by_side(serve_files):
     core = await serve_files(CONFIG + "instance_group { count: 3 }" + fault("wait"), {})
     model = core.model("model")
     tasks = [asyncio.ensure_future(answer(model, n)) for n in range(3)]
-    while len(sample_backends.threads) < 3:
-        await asyncio.sleep(0.005)
+    await running(3)
     sample_backends.gate.set()
     assert await asyncio.gather(*tasks) == [[0], [2], [4]]
 
@@ -113,15 +121,14 @@ async def test_instances_run_side_by_side(serve_files):
 async def test_a_cancelled_request_does_not_wait(serve_files):
     core = await serve_files(CONFIG + fault("wait"), {})
     model = core.model("model")
-    running = ask(model, IN=np.array([1], np.float32))
-    while not sample_backends.threads:
-        await asyncio.sleep(0.005)
+    executed = ask(model, IN=np.array([1], np.float32))
+    await running(1)
     waiting = ask(model, IN=np.array([2], np.float32))
     waiting.cancel()
     (response,) = await asyncio.wait_for(collect(waiting), 5)
     assert response.error.code is ErrorCode.CANCELLED
     sample_backends.gate.set()
-    assert (await collect(running))[0].output("OUT").array.tolist() == [2]
+    assert (await collect(executed))[0].output("OUT").array.tolist() == [2]
     assert await answer(model, 3) == [6]
 
 
@@ -219,7 +226,7 @@ async def test_warmup_is_executed_and_not_counted(serve_files):
 def test_what_is_no_backend(monkeypatch):
     monkeypatch.setitem(backend.BUILTIN, "sample", "sample_backends:NoBackend")
     with pytest.raises(
-        InvalidArgument, match="unable to load backend 'sample': .*NoBackend.* is no subclass of Backend"
+        InvalidArgument, match=r"unable to load backend 'sample': .*NoBackend.* is no subclass of Backend"
     ):
         backend.find_backend("sample")
 
@@ -234,6 +241,6 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 def test_an_unknown_backend():
     with pytest.raises(
-        InvalidArgument, match="unable to find backend 'nothing', built in are ensemble, .* installed are"
+        InvalidArgument, match=r"unable to find backend 'nothing', built in are ensemble, .* installed are"
     ):
         backend.find_backend("nothing")

@@ -47,7 +47,7 @@ def serve(repository, start_core, process):
 
 def keys(process) -> list[str]:
     with redis.Redis(port=process.port) as client:
-        return sorted(key.decode() for key in client.keys())
+        return sorted(key.decode() for key in client.scan_iter())
 
 
 async def settle(process, number: int) -> None:
