@@ -24,6 +24,8 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "engine-directories.md",
         "ensembles.md",
         "sequences.md",
+        "onnxruntime-backend.md",
+        "pytorch-backend.md",
     ],
 )
 def test_examples(name, tmp_path):
