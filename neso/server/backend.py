@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -65,7 +65,7 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027  most backends have nothing to add
     def auto_complete(
-        cls, config: Any, directory: Path, version_directory: Path, backend_config: dict[str, str]
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
         """Fill in what the user left out of the `ModelConfig`. May block. Raises `ServerError`."""
 

@@ -149,7 +149,6 @@ class Model:
         finally:
             self._generating -= 1
             self._count(timeline, 1, failure)
-            self._rest_if_idle()
 
     def retire(self, successor: Model | None = None) -> None:
         """Accept no more requests; pass them to the successor if there is one."""
@@ -223,8 +222,8 @@ class Model:
             outcome = _outcome(response, stream.request)
             self.statistics.responses.record(stream.timeline, response.made, outcome)
         if response.final:
+            self._in_flight.discard(stream)
             self._count(stream.timeline, stream.batch_size, stream.failure)
-            self._left(stream)
 
     def _shape_outputs(self, stream: ResponseStream, response: InferenceResponse) -> None:
         wanted = stream.request.requested_outputs
@@ -244,9 +243,10 @@ class Model:
                 self.statistics.record_execution(batch_size, timeline)
         else:
             self.statistics.record_failure(timeline, failure)
+        self._rest_if_idle()
 
     def _left(self, stream: ResponseStream) -> None:
-        """A request has ended."""
+        """A request was answered without the backend."""
         self._in_flight.discard(stream)
         self._rest_if_idle()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class LlmBackend(Backend):
 
     @classmethod
     def auto_complete(
-        cls, config: Any, directory: Path, version_directory: Path, backend_config: dict[str, str]
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
         signature.complete(config)
 

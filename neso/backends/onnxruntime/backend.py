@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ class OnnxRuntimeBackend(TensorBackend):
 
     @classmethod
     def auto_complete(
-        cls, config: Any, directory: Path, version_directory: Path, backend_config: dict[str, str]
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
         """Inputs, outputs and `max_batch_size` from the model, unless inputs and outputs are given."""
         if not auto_complete.is_needed(config):
             return
         settings = Parameters(config, backend_config)
-        signature = read_signature(model_file(config, version_directory), settings)
+        signature = read_signature(model_file(config, version_directory))
         auto_complete.complete(config, signature, settings.integer("default-max-batch-size", 4))
 
     def make_model(self, instance: Instance) -> TensorModel:

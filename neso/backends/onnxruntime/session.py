@@ -72,7 +72,7 @@ class Session:
     signature: OnnxSignature
 
 
-def read_signature(path: Path, settings: Parameters) -> OnnxSignature:
+def read_signature(path: Path) -> OnnxSignature:
     """Of the model in a file. Raises `ServerError`."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class PythonBackend(Backend):
 
     @classmethod
     def auto_complete(
-        cls, config: Any, directory: Path, version_directory: Path, backend_config: dict[str, str]
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
         """Let the model's `auto_complete_config` fill in tensors and batching."""
         try:

@@ -116,8 +116,10 @@ class TensorBackend(Backend):
     def _finish(self, outcome: Outcome, done: Callable[[], None]) -> None:
         if outcome.timeline is not None:
             self.context.statistics.record_execution(outcome.size, outcome.timeline)
-        _answer(outcome)
-        done()
+        try:
+            _answer(outcome)
+        finally:
+            done()
 
 
 def _answer(outcome: Outcome) -> None:

@@ -41,14 +41,10 @@ class Executor:
         self._name, self._version = context.name, context.version
         self._config = context.config
         self._signature = Signature(context.config)
+        # What the model must give: the configuration's outputs and those that are states of sequences.
         self._datatypes = {spec.name: spec.datatype for spec in self._signature.outputs.values()}
         for state in context.config.sequence_batching.state:
             self._datatypes[state.output_name] = DataType.of_message(state)
-
-    @property
-    def outputs(self) -> Mapping[str, DataType]:
-        """What the model must give: the configuration's outputs and those that are states of sequences."""
-        return self._datatypes
 
     def execute(self, model: TensorModel, streams: list[ResponseStream]) -> Outcome:
         """Have the model execute those requests that nobody has cancelled. Never raises."""

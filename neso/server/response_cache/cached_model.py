@@ -80,6 +80,10 @@ class CachedModel(ABC, Generic[K]):
     async def close(self) -> None:
         """Leave off what is under way."""
 
+    def _count(self, miss: Miss[K], started: int) -> None:
+        """The cache has worked for a request that it did not know, the second time since `started` (ns)."""
+        self._statistics.cache_miss.add(miss.ns + time.monotonic_ns() - started)
+
     @abstractmethod
     def _take(self, stream: ResponseStream) -> bool: ...
 
@@ -130,4 +134,4 @@ class LocalCachedModel(CachedModel[Key]):
         if len(miss.responses) == 1:
             kept = miss.responses[0]
             self._cache.put(miss.key, CachedResponse.copy_of(kept.outputs, kept.parameters))
-        self._statistics.cache_miss.add(miss.ns + time.monotonic_ns() - started)
+        self._count(miss, started)

@@ -45,7 +45,7 @@ class RedisCache:
                 socket_connect_timeout=_seconds(options.connect_timeout),
                 socket_timeout=_seconds(options.socket_timeout),
                 # Once more at once: a connection may have been closed since it was used.
-                retry=Retry(NoBackoff(), 1),
+                retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
                 **_connection(options),
             )
         )

@@ -85,7 +85,7 @@ class RemoteCachedModel(CachedModel[str]):
             kept = miss.responses[0]
             self._begin(self._put(miss, CachedResponse.copy_of(kept.outputs, kept.parameters)))
         else:
-            self._statistics.cache_miss.add(miss.ns)
+            self._count(miss, time.monotonic_ns())
 
     async def _put(self, miss: Miss[str], response: CachedResponse) -> None:
         started = time.monotonic_ns()
@@ -93,7 +93,7 @@ class RemoteCachedModel(CachedModel[str]):
             await self._cache.put(miss.key, response)
         except Exception:
             logger.exception("the response cache of model '%s' failed", self._name)
-        self._statistics.cache_miss.add(miss.ns + time.monotonic_ns() - started)
+        self._count(miss, started)
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)

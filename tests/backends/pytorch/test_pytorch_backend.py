@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
+import zipfile
 
 import numpy as np
 import pytest
@@ -30,7 +32,9 @@ from neso.server.datatypes import DataType
 from neso.server.inference_request import InferenceRequest
 from neso.server.tensor import Tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning", "ignore:The given NumPy array is not writable:UserWarning"
+)
 CONFIG = 'platform: "pytorch_libtorch"\n'
 BATCHED = CONFIG + "max_batch_size: 16 dynamic_batching { max_queue_delay_microseconds: 50000 }\n"
 ROWS = {0: torch.export.Dim("rows")}
@@ -316,6 +320,11 @@ async def test_files_that_are_missing_or_broken(serve_files):
     assert "failed to load exported program 'model.pt2': " in reason(
         await serve_files(config, {"model.pt2": b"nothing"})
     )
+    compiled = io.BytesIO()
+    with zipfile.ZipFile(compiled, "w") as archive:
+        archive.writestr("model/data/aotinductor/model/code.so", b"")
+    core = await serve_files(config, {"model.pt2": compiled.getvalue()})
+    assert "'model.pt2' is an AOTInductor package, which is not supported" in reason(core)
 
 
 async def test_parameters(serve_files, caplog):
