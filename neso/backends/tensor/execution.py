@@ -84,7 +84,10 @@ class Executor:
                 given = ", ".join(outputs) or "none"
                 raise InternalError(f"model '{self._name}' gave no output '{name}', it gave {given}")
             array = np.asarray(outputs[name])
-            found = DataType.of_numpy(array.dtype)
+            try:
+                found = DataType.of_numpy(array.dtype)
+            except InvalidArgument as error:
+                raise InternalError(f"output '{name}' of model '{self._name}': {error.message}") from None
             if found is not datatype:
                 raise InvalidArgument(
                     f"configuration expects datatype {datatype.config_name} for output '{name}', model "

@@ -37,6 +37,8 @@ class Sample(TensorModel):
             return {"OTHER": out}
         if self.fault == "dtype":
             return {"OUT": out.astype(np.float64)}
+        if self.fault == "complex":
+            return {"OUT": out.astype(np.complex64)}
         if self.fault == "rows":
             return {"OUT": np.zeros(7, np.float32)}
         if self.fault == "list":
