@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neso.cli.options import OPTIONS
-from neso.cli.options.cache import cache_size
+from neso.cli.options.cache import cache_options
 from neso.cli.options.engine import engine_options
 from neso.cli.options.errors import OptionError
 from neso.cli.options.grpc import grpc_options
@@ -82,9 +82,9 @@ class ServeOptions:
         server = ServerOptions(
             **repository_options(values),
             **rate_limiter_options(values),
+            **cache_options(values),
             server_id=values["id"],
             exit_timeout=values["exit-timeout-secs"],
-            response_cache_size=cache_size(values),
             allow_client_shm=values["allow-client-shm"],
         )
         return cls(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,12 @@ BUILTIN = {
     "ensemble": "neso.backends.ensemble:EnsembleBackend",
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
+    "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
     "python": "neso.backends.python:PythonBackend",
+    "pytorch": "neso.backends.pytorch:PyTorchBackend",
 }
+EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch"}
+"""The extras of the `neso` package that backends need."""
 ENTRY_POINT_GROUP = "neso.backends"
 
 
@@ -79,7 +83,9 @@ class Backend(ABC):
         self.on_reschedule: Callable[[ResponseStream], None] | None = None
 
     @classmethod  # noqa: B027  most backends have nothing to add
-    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
         """Fill in what the user left out of the `ModelConfig`. May block. Raises `ServerError`."""
 
     @abstractmethod
@@ -130,9 +136,26 @@ class Backend(ABC):
 def find_backend(name: str) -> type[Backend]:
     """The backend class of that name, built in or from an entry point. Raises `InvalidArgument`."""
     target = BUILTIN.get(name)
-    if target is not None:
-        module, _, attribute = target.partition(":")
-        return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    try:
+        if target is not None:
+            module, _, attribute = target.partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+        else:
+            found = _entry_point(name).load()
+    except ImportError as error:
+        hint = f", it needs `pip install 'neso[{EXTRAS[name]}]'`" if name in EXTRAS else ""
+        raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise InvalidArgument(
+            f"unable to load backend '{name}': {found!r} is no subclass of {Backend.__name__}"
+        )
+    return found
+
+
+def _entry_point(name: str) -> EntryPoint:
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return entry.load()  # type: ignore[no-any-return]
-    raise InvalidArgument(f"unable to find backend '{name}', built in are {', '.join(sorted(BUILTIN))}")
+        return entry
+    raise InvalidArgument(
+        f"unable to find backend '{name}', built in are {', '.join(sorted(BUILTIN))}; installed are "
+        f"{', '.join(sorted(entry_points(group=ENTRY_POINT_GROUP).names)) or 'no others'}"
+    )

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from neso.generation import InvalidParameter
 from neso.server.backend import Backend, ModelContext
-from neso.server.cached_model import CachedModel
 from neso.server.classification import Classifier
 from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
+from neso.server.response_cache.opening import open_cached_model
 from neso.server.response_statistics import ResponseOutcome
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.schedulers.sequence_batcher import SequenceBatcher
@@ -52,7 +52,7 @@ class Model:
         self._backend = backend
         self._limited = context.limited
         self._batcher = self._make_batcher()
-        self._cached = CachedModel.of(context)
+        self._cached = open_cached_model(context, self._start, self._left)
         self._in_flight: set[ResponseStream] = set()
         self._generating = 0
         self._idle = asyncio.Event()
@@ -101,10 +101,13 @@ class Model:
         batch_size = self.signature.check(request)
         request.model_version = self.version
         stream = ResponseStream(request, self._observe, batch_size)
-        if self._cached is not None and (hit := self._cached.find(stream)) is not None:
-            return hit
         self._in_flight.add(stream)
         self._idle.clear()
+        if self._cached is None or not self._cached.take(stream):
+            self._start(stream)
+        return stream
+
+    def _start(self, stream: ResponseStream) -> None:
         try:
             if self._batcher is not None:
                 self._batcher.submit(stream)
@@ -115,7 +118,6 @@ class Model:
         except Exception as error:
             logger.exception("backend of model '%s' failed to take a request", self.name)
             stream.fail(InternalError(f"backend of model '{self.name}' failed to take the request: {error}"))
-        return stream
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """Generate text. Raises `Unsupported` without a language model, and what that one raises."""
@@ -171,6 +173,8 @@ class Model:
                 stream.fail(Unavailable(f"model '{self.name}' is unloaded, the request did not end in time"))
         if self._batcher is not None:
             self._batcher.close()
+        if self._cached is not None:
+            await self._cached.close()
         try:
             await self._backend.unload()
         finally:
@@ -271,6 +275,14 @@ class Model:
                 self.statistics.record_execution(batch_size, timeline)
         else:
             self.statistics.record_failure(timeline, failure)
+        self._rest_if_idle()
+
+    def _left(self, stream: ResponseStream) -> None:
+        """A request was answered without the backend."""
+        self._in_flight.discard(stream)
+        self._rest_if_idle()
+
+    def _rest_if_idle(self) -> None:
         if not self._in_flight and not self._generating:
             self._idle.set()
 

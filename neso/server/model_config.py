@@ -21,6 +21,7 @@ _BACKEND_OF_FILE = {
     "model.py": "python",
     "model.onnx": "onnxruntime",
     "model.pt": "pytorch",
+    "model.pt2": "pytorch",
     "model.plan": "tensorrt",
     "model.xml": "openvino",
     "model.savedmodel": "tensorflow",
@@ -33,6 +34,7 @@ _BACKEND_OF_PLATFORM = {
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
 }
+_PLATFORM_OF_BACKEND = {"onnxruntime": "onnxruntime_onnx", "pytorch": "pytorch_libtorch"}
 
 
 def read_config(directory: Path, custom_name: str = "") -> ModelConfig | None:
@@ -103,8 +105,10 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
         config.name = name
     if not config.backend and not is_ensemble(config):
         config.backend = _infer_backend(config, version_directory)
-    if config.backend == "python" and not config.default_model_filename:
-        config.default_model_filename = "model.py"
+    config.platform = config.platform or _PLATFORM_OF_BACKEND.get(config.backend, "")
+    config.default_model_filename = config.default_model_filename or _find_file(
+        config.backend, version_directory
+    )
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
     if is_ensemble(config) or config.HasField("ensemble_scheduling"):
@@ -133,6 +137,12 @@ def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
         if (version_directory / filename).exists():
             return backend
     return str(config.name).rpartition(".")[2] if "." in config.name else ""
+
+
+def _find_file(backend: str, version_directory: Path) -> str:
+    """The file of the model, by the names that its backend uses; the first of them if none is there."""
+    names = [filename for filename, of in _BACKEND_OF_FILE.items() if of == backend]
+    return next((name for name in names if (version_directory / name).exists()), names[0] if names else "")
 
 
 def check_config(config: ModelConfig, name: str) -> None:

@@ -145,7 +145,9 @@ async def test_a_backend_that_cannot_be_imported(repository, start_core, monkeyp
     (repository.add("odd") / "config.pbtxt").write_text('backend: "odd"')
     repository.add("identity")
     core = await start_core()
-    assert index_of(core, "odd")[0].reason == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert (
+        index_of(core, "odd")[0].reason == "unable to load backend 'odd': No module named 'no_such_package'"
+    )
     assert core.model("identity").ready()
 
 

@@ -26,6 +26,8 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "ensembles.md",
         "sequences.md",
         "rate-limiter.md",
+        "onnxruntime-backend.md",
+        "pytorch-backend.md",
     ],
 )
 def test_examples(name, tmp_path):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ class PythonBackend(Backend):
         self._instances: list[ModelInstance] = []
 
     @classmethod
-    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
         """Let the model's `auto_complete_config` fill in tensors and batching."""
         try:
             model_class = load_model_class(version_directory / config.default_model_filename, config.name)

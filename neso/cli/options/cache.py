@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from neso.cli.options.errors import OptionError
+from typing import Any
+
 from neso.cli.options.kinds import PATH, integer
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
@@ -12,7 +13,8 @@ CACHE = Topic(
     (
         Option(
             "cache-config",
-            "Cache the responses of models that enable it, in so many bytes: local,size=BYTES.",
+            "Cache the responses of models that enable it: local,size=BYTES in memory, redis,host=HOST and "
+            "redis,port=PORT in Redis.",
             default_text="no cache",
             metavar="CACHE,KEY=VALUE",
             repeated=True,
@@ -30,20 +32,9 @@ CACHE = Topic(
 )
 
 
-def cache_size(values: Values) -> int:
-    """Bytes of the response cache, 0 for none. Raises `OptionError`."""
-    settings: list[str] = values["cache-config"]
-    if not settings:
-        return values["response-cache-byte-size"] or 0
-    if values.given("response-cache-byte-size"):
-        raise OptionError("--cache-config and --response-cache-byte-size cannot be given together")
-    size = 0
-    for setting in settings:
-        cache, _, pair = setting.partition(",")
-        key, _, value = pair.partition("=")
-        if cache != "local":
-            raise OptionError(f"--cache-config: the only cache there is is 'local', got '{setting}'")
-        if key != "size" or not value.isdecimal():
-            raise OptionError(f"--cache-config: expected local,size=BYTES, got '{setting}'")
-        size = int(value)
-    return size
+def cache_options(values: Values) -> dict[str, Any]:
+    """Fields of `ServerOptions`. Raises `ServerError`."""
+    from neso.server.response_cache.options import CacheConfig
+
+    config = CacheConfig.parse(values["cache-config"], values["response-cache-byte-size"])
+    return {"response_cache_size": config.local_size, "redis_cache": config.redis}
