@@ -77,4 +77,4 @@ def _refusing(handler: Any, message: str) -> Any:
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[shape]
-    return make(refuse, handler.request_deserializer, handler.response_serializer)
+    return make(refuse)  # without a deserializer: nobody reads the request
