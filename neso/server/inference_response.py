@@ -69,6 +69,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self._on_response = on_response
         self._responses: deque[InferenceResponse] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._consumer: Callable[[InferenceResponse], None] | None = None
         self.on_close: Callable[[], None] | None = None
         self._held: list[InferenceResponse] | None = None
         self._closed = False
@@ -133,7 +134,16 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         if not self.timeline.compute_start:
             self.fail(Cancelled(NEVER_EXECUTED))
 
+    def pipe(self, consumer: Callable[[InferenceResponse], None]) -> None:
+        """Call `consumer` with each response, in place of iteration."""
+        self._consumer = consumer
+        while self._responses:
+            consumer(self._responses.popleft())
+
     def _deliver(self, response: InferenceResponse) -> None:
+        if self._consumer is not None:
+            self._consumer(response)
+            return
         self._responses.append(response)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

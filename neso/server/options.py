@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from neso.server.errors import InvalidArgument, Unsupported
 
@@ -47,6 +49,7 @@ class ServerOptions:
     allow_client_shm: bool = False
 
     def __post_init__(self) -> None:
+        self._normalize()
         if self.model_control_mode is ModelControlMode.POLL:
             raise Unsupported("model control mode 'poll' is not supported yet, use 'none' or 'explicit'")
         if self.response_cache_size < 0:
@@ -55,3 +58,18 @@ class ServerOptions:
             )
         if self.startup_models and self.model_control_mode is not ModelControlMode.EXPLICIT:
             raise InvalidArgument("startup models can be named in model control mode 'explicit' only")
+
+    def _normalize(self) -> None:
+        """Take what callers without a type checker write: one path, text for paths, a mode's name, lists."""
+        repository: Any = self.model_repository
+        if isinstance(repository, str | PathLike):
+            repository = (repository,)
+        object.__setattr__(self, "model_repository", tuple(Path(path) for path in repository))
+        object.__setattr__(self, "startup_models", tuple(self.startup_models))
+        try:
+            object.__setattr__(self, "model_control_mode", ModelControlMode(self.model_control_mode))
+        except ValueError:
+            raise InvalidArgument(
+                f"unknown model control mode '{self.model_control_mode}', "
+                f"expected one of {', '.join(ModelControlMode)}"
+            ) from None

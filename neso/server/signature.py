@@ -77,6 +77,15 @@ class Signature:
 
         Raises `InvalidArgument` with Triton's wording.
         """
+        batch_size = self.validate(request)
+        for name in request.inputs:
+            spec = self.inputs[name]
+            if spec.reshape is not None:
+                request.inputs[name] = self._reshape(request.inputs[name], spec.dims, spec.reshape)
+        return batch_size
+
+    def validate(self, request: InferenceRequest) -> int:
+        """Check the tensors of a request and leave them as they are; its batch size. From any thread."""
         try:
             self._check_names(request)
             batch_size = self._batch_size(request.inputs)
@@ -84,10 +93,6 @@ class Signature:
                 self._check_tensor(self.inputs[name], tensor)
         except InvalidArgument as error:
             raise InvalidArgument(f"[request id: {request.id or '<id_unknown>'}] {error.message}") from None
-        for name in request.inputs:
-            spec = self.inputs[name]
-            if spec.reshape is not None:
-                request.inputs[name] = self._reshape(request.inputs[name], spec.dims, spec.reshape)
         return batch_size
 
     def batches_with(self, request: InferenceRequest, other: InferenceRequest) -> bool:

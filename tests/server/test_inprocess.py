@@ -137,7 +137,7 @@ def test_errors_are_raised_where_they_belong(server):
 
 def test_what_a_server_tells(server):
     assert server.metadata().name == "neso"
-    assert sorted(model.name for model in server.models()) == ["identity", "repeat", "slow", "text"]
+    assert sorted(model.name for model in server.models().values()) == ["identity", "repeat", "slow", "text"]
     model = server.model("identity", 1)
     assert model.ready() and model.metadata().inputs[0].shape == (-1,)
     assert model.config()["backend"] == "python"
