@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -96,7 +97,8 @@ class AsyncResponseIterator(Responses[R], AsyncIterator[R]):
             )
         super().__init__(make, raise_on_error, flag_only)
         self._loop = asyncio.get_running_loop()
-        self._responses: asyncio.Queue[CoreResponse] = asyncio.Queue()
+        self._responses: deque[CoreResponse] = deque()
+        self._waiter: asyncio.Future[None] | None = None
         self._copies: asyncio.Queue[R] | None = copies
 
     def deliver(self, response: CoreResponse) -> None:
@@ -107,12 +109,24 @@ class AsyncResponseIterator(Responses[R], AsyncIterator[R]):
             self.cancel()
 
     def _arrive(self, response: CoreResponse) -> None:
-        self._responses.put_nowait(response)
+        self._responses.append(response)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
         if self._copies is not None:
             self._copies.put_nowait(self._make(response))
 
     async def __anext__(self) -> R:
-        response = None if self._ended else self._next(await self._responses.get())
+        while not self._responses:
+            if self._ended:
+                raise StopAsyncIteration
+            if self._waiter is not None:
+                raise RuntimeError("another task awaits the next response already")
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        response = self._next(self._responses.popleft())
         if response is None:
             raise StopAsyncIteration
         return response
