@@ -22,7 +22,7 @@ NESO_PORT = 19000
 
 @dataclass(frozen=True)
 class RunningServer:
-    """`start_seconds`: from the start of the process to its answer on /v1/models."""
+    """`start_seconds`: from the start of the process to its first answer."""
 
     name: str
     url: str
@@ -33,10 +33,19 @@ class RunningServer:
 
 @contextmanager
 def serve(
-    name: str, command: list[str], url: str, model: str, *, environment: dict[str, str] | None = None
+    name: str,
+    command: list[str],
+    url: str,
+    model: str,
+    *,
+    environment: dict[str, str] | None = None,
+    probe: str = "/v1/models",
 ) -> Iterator[RunningServer]:
-    """Raises `RuntimeError` when its port is taken, the server ends, or does not answer in ten minutes."""
-    if _answers(url + "/v1/models"):
+    """Ready when it answers a GET of `probe`, with models if those are asked for.
+
+    Raises `RuntimeError` when its port is taken, the server ends, or does not answer in ten minutes.
+    """
+    if _answers(url + probe):
         raise RuntimeError(f"another server answers at {url}: it would be measured in place of {name}")
     log = Path(tempfile.gettempdir()) / f"bench-{name}.log"
     started = time.perf_counter()
@@ -49,7 +58,7 @@ def serve(
             start_new_session=True,
         )
     try:
-        while not _answers(url + "/v1/models"):
+        while not _answers(url + probe):
             if process.poll() is not None or time.perf_counter() - started > 600:
                 raise RuntimeError(f"{name} does not start; see {log}")
             time.sleep(0.02)
@@ -83,7 +92,8 @@ def neso(model: Path, *options: str):  # type: ignore[no-untyped-def]
 def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
-            return bool(response.status == 200 and b'"id"' in response.read())
+            body = response.read()
+            return bool(response.status == 200 and (b'"id"' in body or not url.endswith("/models")))
     except (urllib.error.URLError, OSError):
         return False
 

@@ -65,6 +65,7 @@ class Signature:
         self._variable = [
             tensor.name for tensor in config.input if -1 in tensor.dims and not tensor.allow_ragged_batch
         ]
+        self._reshaped_inputs = [name for name, spec in self.inputs.items() if spec.reshape is not None]
         self._reshaped_outputs = {name for name, spec in self.outputs.items() if spec.reshape is not None}
 
     def metadata(self, specs: dict[str, TensorSpec]) -> list[TensorMetadata]:
@@ -79,14 +80,42 @@ class Signature:
         """
         checked = request.checked
         batch_size = checked[1] if checked is not None and checked[0] is self else self.validate(request)
-        for name in request.inputs:
-            spec = self.inputs[name]
-            if spec.reshape is not None:
+        for name in self._reshaped_inputs:
+            if name in request.inputs:
+                spec = self.inputs[name]
+                assert spec.reshape is not None
                 request.inputs[name] = self._reshape(request.inputs[name], spec.dims, spec.reshape)
         return batch_size
 
     def validate(self, request: InferenceRequest) -> int:
         """Check the tensors of a request and leave them as they are; its batch size. From any thread."""
+        return self._check_plain(request) or self._check_each(request)
+
+    def _check_plain(self, request: InferenceRequest) -> int:
+        """The batch size of a request that has all inputs and nothing special; 0 if it must be looked at more closely."""
+        inputs, specs = request.inputs, self.inputs
+        if len(inputs) != len(specs) or request.classification:
+            return 0
+        for name in request.requested_outputs:
+            if name not in self.outputs:
+                return 0
+        first = 1 if self.max_batch_size else 0
+        batch_size = 0
+        for name, tensor in inputs.items():
+            spec, shape = specs.get(name), tensor.array.shape
+            if spec is None or tensor.datatype is not spec.datatype or len(shape) != len(spec.dims) + first:
+                return 0
+            if first:
+                if batch_size and shape[0] != batch_size:
+                    return 0
+                batch_size = shape[0]
+            if shape[first:] != spec.dims and not fits(shape[first:], spec.dims):
+                return 0
+        if not first:
+            return 1
+        return batch_size if batch_size <= self.max_batch_size else 0
+
+    def _check_each(self, request: InferenceRequest) -> int:
         try:
             self._check_names(request)
             batch_size = self._batch_size(request.inputs)

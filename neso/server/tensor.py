@@ -12,9 +12,9 @@ from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tensor:
-    """`array` holds the elements in C order; BYTES tensors are object arrays of `bytes`."""
+    """`array` holds the elements in C order; BYTES tensors are object arrays of `bytes`. Not changed once made."""
 
     name: str
     datatype: DataType

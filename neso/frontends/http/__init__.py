@@ -2,6 +2,7 @@
 
 from neso.frontends.http.asgi import AsgiApp, AsgiServer
 from neso.frontends.http.connection import Answer, Handler
+from neso.frontends.http.deferred import DeferredResponse
 from neso.frontends.http.options import HttpServerOptions
 from neso.frontends.http.request import Request
 from neso.frontends.http.response import Response, StreamingResponse, error_response, json_response
@@ -13,6 +14,7 @@ __all__ = [
     "AsgiApp",
     "AsgiServer",
     "BindError",
+    "DeferredResponse",
     "Handler",
     "HttpServer",
     "HttpServerOptions",

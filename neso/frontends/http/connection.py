@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from neso.frontends.http.clock import Clock
+from neso.frontends.http.deferred import DeferredResponse
 from neso.frontends.http.options import HttpServerOptions
 from neso.frontends.http.parser import BODY, HEAD, IDLE, Refusal, RequestParser
 from neso.frontends.http.request import Request
@@ -23,8 +24,9 @@ from neso.frontends.http.response import (
 )
 
 Answer = Response | StreamingResponse | None
-Handler = Callable[[Request], Response | Awaitable[Answer]]
-"""Answers a request, at once or as a coroutine. None (and a `StreamingResponse`) say that it wrote by itself.
+Handler = Callable[[Request], Response | DeferredResponse | Awaitable[Answer]]
+"""Answers a request: at once, from a callback, or as a coroutine. None (and a `StreamingResponse`) say that it wrote
+by itself.
 
 The coroutine's task is cancelled when the client goes away before the answer is complete.
 """
@@ -78,6 +80,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
         self._request: Request | None = None  # the one being answered
         self._task: asyncio.Task[None] | None = None  # the task that answers it
+        self._deferred: DeferredResponse | None = None  # or the callback that will
         self._streaming: StreamingResponse | None = None  # its response, once the head is out
         self._piece_budget: int | None = None  # bytes that its Content-Length still promises
         self._chunked = False
@@ -260,6 +263,17 @@ class HttpConnection(asyncio.Protocol):
             request.keep_alive = False  # fewer bytes than promised: only closing tells the client
         self._done(request)
 
+    def fail(self, request: Request) -> None:
+        """The handler raised: answer 500, or cut off the response that it had begun."""
+        logger.exception("error in the handler of %s %s", request.method, request.path)
+        if self._request is not request or self._closing:
+            return
+        if self._streaming is None:
+            self._write_response(request, error_response(500, "internal error"))
+        else:
+            request.keep_alive = False
+        self._done(request)
+
     # The rest is the connection's own.
 
     def _advance(self) -> None:
@@ -302,7 +316,11 @@ class HttpConnection(asyncio.Protocol):
                 self.send(request, answer)
                 return
         except Exception:
-            self._failed(request)
+            self.fail(request)
+            return
+        if isinstance(answer, DeferredResponse):
+            if self._request is request:
+                self._deferred = answer
             return
         shared = self._shared
         task: asyncio.Task[None] = asyncio.Task(self._run(request, answer), loop=shared.loop, **_EAGER)
@@ -323,33 +341,21 @@ class HttpConnection(asyncio.Protocol):
                 raise RuntimeError("the handler ended without an answer")
         except ConnectionResetError:
             if not self._lost.is_set():
-                self._failed(request)
+                self.fail(request)
         except Exception:
-            self._failed(request)
+            self.fail(request)
         except asyncio.CancelledError:
             # If the client is still there, this was not our doing: do not leave it waiting.
             if self._request is request and not self._closing:
-                self._failed(request)
+                self.fail(request)
             raise
         finally:
             # Not by a callback of the task: that would be one more round of the loop for every request.
             self._shared.tasks.discard(asyncio.current_task())
 
-    def _failed(self, request: Request) -> None:
-        """The handler raised: answer 500, or cut off the response that it had begun."""
-        logger.exception("error in the handler of %s %s", request.method, request.path)
-        if self._request is not request or self._closing:
-            return
-        if self._streaming is None:
-            self._write_response(request, error_response(500, "internal error"))
-        else:
-            request.keep_alive = False
-        self._done(request)
-
     def _done(self, request: Request) -> None:
         """`request` is answered. A task that goes on (an ASGI app's background work) is no longer ours."""
-        self._request = None
-        self._task = None
+        self._request = self._task = self._deferred = None
         if self._streaming is not None:
             self._streaming = None
             self._chunked = self._bodyless = False
@@ -409,9 +415,12 @@ class HttpConnection(asyncio.Protocol):
 
     def _cancel(self) -> None:
         """The client is gone: whatever works for it shall stop."""
-        task, self._task, self._request = self._task, None, None
+        task, deferred = self._task, self._deferred
+        self._request = self._task = self._deferred = None
         self._parser.requests.clear()
         self._closing = True
         self._lost.set()
         if task is not None and not task.done():
             task.cancel()
+        if deferred is not None:
+            deferred.on_disconnect()

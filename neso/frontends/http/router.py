@@ -6,8 +6,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from neso.frontends.http.connection import Answer, Handler
+from neso.frontends.http.deferred import DeferredResponse
 from neso.frontends.http.request import Request, decode_path
 from neso.frontends.http.response import Response, error_response
+
+
+_MOST_REMEMBERED = 1024
 
 
 @dataclass(slots=True)
@@ -26,11 +30,12 @@ class Router:
 
     A pattern's segment is literal, `{name}` (anything but empty) or `{name:digits}`; what variables match is
     in `request.params`, percent-decoded after the path was split, so that a name may hold "%2F". Literals win
-    over variables. HEAD is answered by the handler of GET.
+    over variables. HEAD is answered by the handler of GET. Handlers must not change `request.params`.
     """
 
     def __init__(self) -> None:
         self._root = _Node()
+        self._remembered: dict[bytes, tuple[_Node, dict[str, str]]] = {}  # by path: clients ask for few
 
     def add(self, method: str, pattern: str, handler: Handler) -> None:
         """Let `handler` answer `method` on paths like `pattern`."""
@@ -40,13 +45,21 @@ class Router:
         """Let `handler` answer all at `prefix` and below that no pattern matches, with the path unchanged."""
         self._grow(prefix.rstrip("/")).mounted = handler
 
-    def __call__(self, request: Request) -> Response | Awaitable[Answer]:
-        params: dict[str, str] = {}
-        segments = request.raw_path.split(b"/")
-        node = _find(self._root, segments, 1, params)
-        if node is None:
-            mounted = self._mounted(segments)
-            return error_response(404, "Not Found") if mounted is None else mounted(request)
+    def __call__(self, request: Request) -> Response | DeferredResponse | Awaitable[Answer]:
+        remembered = self._remembered.get(request.raw_path)
+        if remembered is not None:
+            node, params = remembered
+        else:
+            params = {}
+            segments = request.raw_path.split(b"/")
+            found = _find(self._root, segments, 1, params)
+            if found is None:
+                mounted = self._mounted(segments)
+                return error_response(404, "Not Found") if mounted is None else mounted(request)
+            node = found
+            if len(self._remembered) == _MOST_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[request.raw_path] = node, params
         method = "GET" if request.method == "HEAD" else request.method
         handler = node.handlers.get(method)
         if handler is None:
@@ -66,6 +79,7 @@ class Router:
         return found
 
     def _grow(self, pattern: str) -> _Node:
+        self._remembered.clear()
         node = self._root
         for segment in pattern.split("/")[1:]:
             if not segment.startswith("{"):

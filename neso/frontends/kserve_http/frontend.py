@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from neso.frontends.http import (
     Answer,
     AsgiApp,
+    DeferredResponse,
     Handler,
     HttpServer,
     Request,
@@ -84,12 +85,12 @@ class KServeHttp:
         for app in self._apps:
             await app.shutdown()
 
-    def _handle(self, request: Request) -> Response | Awaitable[Answer]:
+    def _handle(self, request: Request) -> Response | DeferredResponse | Awaitable[Answer]:
         try:
             answer = self._router(request)
         except ServerError as error:
             return respond(error)
-        return answer if isinstance(answer, Response) else _guard(answer)
+        return answer if isinstance(answer, Response | DeferredResponse) else _guard(answer)
 
     def _route(self, core: Core) -> None:
         add = self._router.add

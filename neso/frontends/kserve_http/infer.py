@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
-from neso.frontends.http import Request, Response
+from neso.frontends.http import DeferredResponse, Request, Response
 from neso.frontends.kserve_http.compression import (
     ACCEPTED,
     IDENTITY,
@@ -14,11 +15,12 @@ from neso.frontends.kserve_http.compression import (
     decompress,
 )
 from neso.frontends.kserve_http.errors import respond
-from neso.frontends.kserve_http.infer_request import read_infer_request
+from neso.frontends.kserve_http.infer_request import OutputFormat, read_infer_request
 from neso.frontends.kserve_http.infer_response import write_infer_response
 from neso.server.core import Core
-from neso.server.errors import InternalError, Unsupported
+from neso.server.errors import ServerError, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.single_response import SingleResponse
 
 
 class InferEndpoint:
@@ -28,44 +30,68 @@ class InferEndpoint:
         self._core = core
         self._max_input_size = max_input_size  # bytes, of a body that is decompressed
 
-    async def __call__(self, request: Request) -> Response:
+    def __call__(self, request: Request) -> DeferredResponse | Awaitable[Response]:
+        headers = request.headers
+        if b"content-encoding" in headers or b"accept-encoding" in headers:
+            return self._answer_coded(request)
+        stream, output_format = self._submit(request)
+        deferred = DeferredResponse(request, stream.cancel)
+        stream.consume(SingleResponse(_Answer(deferred, output_format)))
+        return deferred
+
+    def _submit(self, request: Request) -> tuple[ResponseStream, OutputFormat]:
+        """Raises `ServerError`."""
         version = request.params.get("version", "")
         model = self._core.model(request.params["model"], version)
         if model.decoupled:
             raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+        inference, output_format = read_infer_request(request, model, version, self._core.shared_memory)
+        return model.submit(inference), output_format
+
+    async def _answer_coded(self, request: Request) -> Response:
+        """For a body that is compressed, or an answer that may be: in threads, as megabytes take their time."""
         encoding = request.header("content-encoding")
         if encoding not in (None, "", IDENTITY):
             try:
-                # In a thread: decompressing megabytes would keep every other request waiting.
                 request.body = await asyncio.to_thread(
                     decompress, request.body, encoding, self._max_input_size
                 )
             except UnsupportedEncoding as error:
                 return respond(error, ACCEPTED)
-        inference, output_format = read_infer_request(request, model, version, self._core.shared_memory)
-        stream = model.submit(inference)
+        stream, output_format = self._submit(request)
+        ended: asyncio.Future[InferenceResponse] = asyncio.get_running_loop().create_future()
+        stream.consume(SingleResponse(lambda response: None if ended.done() else ended.set_result(response)))
         try:
-            response = await single_response(stream)
+            response = await ended
         finally:
             stream.cancel()  # of no effect unless this was cancelled: the client has gone
-        if response.error is not None:
-            raise response.error
-        answer = write_infer_response(response, output_format)
+        answer = _write(response, output_format)
         accepted = accepted_encoding(request.header("accept-encoding"))
         return answer if accepted == IDENTITY else await asyncio.to_thread(compress, answer, accepted)
 
 
-async def single_response(stream: ResponseStream) -> InferenceResponse:
-    """The one response of a request. Raises `InternalError` for any other number."""
-    found: InferenceResponse | None = None
-    count = 0
-    async for response in stream:
-        if response.flag_only:
-            continue
-        count += 1
-        found = found or response
-    if found is None:
-        raise InternalError("received an unexpected null response")
-    if count > 1:
-        raise InternalError(f"expected a single response, got {count}")
-    return found
+class _Answer:
+    """Answers an HTTP request with the response of the model."""
+
+    __slots__ = ("_deferred", "_format")
+
+    def __init__(self, deferred: DeferredResponse, output_format: OutputFormat) -> None:
+        self._deferred = deferred
+        self._format = output_format
+
+    def __call__(self, response: InferenceResponse) -> None:
+        try:
+            answer = _write(response, self._format)
+        except ServerError as error:
+            answer = respond(error)
+        except Exception:
+            self._deferred.fail()
+            return
+        self._deferred.send(answer)
+
+
+def _write(response: InferenceResponse, output_format: OutputFormat) -> Response:
+    """Raises `ServerError`, that of the response too."""
+    if response.error is not None:
+        raise response.error
+    return write_infer_response(response, output_format)

@@ -27,6 +27,7 @@ from neso.server.shared_memory.window import REGION, SharedMemoryWindow
 from neso.server.tensor import Tensor
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ def read_infer_request(
     """
     body = request.body
     header_length = _header_length(request)
-    if header_length == 0 and HEADER_LENGTH.lower().encode() in request.headers:
+    if header_length == 0 and _HEADER_LENGTH in request.headers:
         return _read_raw(body, model, version), OutputFormat(default=True)
     binary = memoryview(body)[header_length:]
     document = read_object(body if header_length == len(body) else memoryview(body)[:header_length])
@@ -76,9 +77,10 @@ def read_infer_request(
 def _header_length(request: Request) -> int:
     """Length of the JSON at the start of the body: all of it, unless the header says otherwise."""
     size = len(request.body)
-    value = request.header(HEADER_LENGTH)
-    if value is None:
+    field = request.headers.get(_HEADER_LENGTH)
+    if field is None:
         return size
+    value = field.decode("latin-1")
     if not value.removeprefix("-").isdigit():
         raise InvalidArgument(f"Unable to parse {HEADER_LENGTH}, got: {value}")
     if not 0 <= int(value) <= size:
@@ -98,8 +100,9 @@ def _read_inputs(
             raise InvalidArgument(f"input '{name}' already exists in request")
         datatype = DataType.parse(_member_string(entry, "datatype"), name)
         shape = _shape(entry)
-        parameters = read_object_member("parameters", entry.get("parameters", {}))
-        _check_source(entry, parameters)
+        parameters = read_object_member("parameters", entry["parameters"]) if "parameters" in entry else {}
+        if parameters or "data" not in entry:
+            _check_source(entry, parameters)
         if "data" in entry:
             inference.inputs[name] = read_tensor(name, datatype, shape, read_array_member(entry, "data"))
             continue
@@ -163,15 +166,21 @@ def _read_outputs(
 
 
 def _member_string(entry: dict[str, Any], name: str) -> str:
+    value = entry.get(name)
+    if type(value) is str:
+        return value
     if name not in entry:
         raise InvalidArgument(
             f"Unable to parse '{name}': attempt to access non-existing object member '{name}'"
         )
-    return read_string(name, entry[name])
+    return read_string(name, value)
 
 
 def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(read_unsigned("shape", extent) for extent in read_array_member(entry, "shape"))
+    extents = read_array_member(entry, "shape")
+    for extent in extents:
+        read_unsigned("shape", extent)
+    return tuple(extents)
 
 
 def _read_raw(body: bytes, model: Model, version: str) -> InferenceRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,20 @@ from neso.server.tensor import Tensor, element_count
 
 _NO_JSON = (DataType.FP16, DataType.BF16)
 _FLOATS = (DataType.FP32, DataType.FP64)
+
+# By the standard library's array: from a list it takes a third of the time of numpy's, and it checks the range.
+_ARRAY_TYPES = {
+    DataType.FP32: "f",
+    DataType.FP64: "d",
+    DataType.UINT8: "B",
+    DataType.UINT16: "H",
+    DataType.UINT32: "I",
+    DataType.UINT64: "Q",
+    DataType.INT8: "b",
+    DataType.INT16: "h",
+    DataType.INT32: "i",
+    DataType.INT64: "q",
+}
 
 # What the elements may be, and what the client is told of others.
 _KINDS: dict[DataType, tuple[frozenset[type], str]] = {
@@ -73,7 +88,7 @@ def write_values(tensor: Tensor, *, lossy: bool = False) -> list[Any]:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds no NaN or infinite number."""
-    return tensor.datatype not in _FLOATS or bool(np.isfinite(tensor.array).all())
+    return tensor.datatype not in _FLOATS or _all_finite(tensor.array)
 
 
 def _flatten(name: str, data: list[Any]) -> list[Any]:
@@ -93,19 +108,25 @@ def _array(name: str, datatype: DataType, flat: list[Any]) -> np.ndarray[Any, An
         except UnicodeEncodeError:
             raise _unparsable(name, "attempt to read text that is not valid Unicode") from None
         return elements
+    if datatype is DataType.BOOL:
+        return np.array(flat, np.bool_)
     try:
-        with np.errstate(over="ignore"):
-            array = np.array(flat, datatype.dtype)
+        elements = np.frombuffer(array(_ARRAY_TYPES[datatype], flat), datatype.dtype)
     except OverflowError:
         raise _out_of_range(name, datatype) from None
     # FP32 becomes infinite where Python's floats are not yet.
     if (
         datatype is DataType.FP32
-        and not np.isfinite(array).all()
-        and np.isinf(array).sum() != _infinite(flat)
+        and not _all_finite(elements)
+        and np.isinf(elements).sum() != _infinite(flat)
     ):
         raise _out_of_range(name, datatype)
-    return array
+    return elements
+
+
+def _all_finite(elements: np.ndarray[Any, Any]) -> bool:
+    # Counting bytes is as quick for many elements as `all`, and for a few it takes a fifth of the time.
+    return not np.isfinite(elements).tobytes().count(0)
 
 
 def _infinite(flat: list[Any]) -> int:

@@ -67,7 +67,7 @@ class Flight:
             logger.exception("a request for model '%s' could not be submitted", self._request.model_name)
             self.fail(InternalError(f"the request could not be submitted: {error}"))
         else:
-            self._stream.pipe(self._take)
+            self._stream.consume(self._take)
 
     def _cancel(self) -> None:
         if self._stream is not None:
