@@ -18,7 +18,6 @@ class InferenceRequest:
     `classification`: outputs that are to be answered as their so many largest values. `parameters` holds what
     the client added beyond the protocol's own (those have fields here). `timeout_us` 0: none.
     `cacheable` is False where the inputs may change once the request was made, as in shared memory.
-    `checked`: the signature that has validated the request already, and the batch size that it found.
     """
 
     model_name: str
@@ -34,7 +33,6 @@ class InferenceRequest:
     sequence_end: bool = False
     cacheable: bool = True
     classification: dict[str, int] = field(default_factory=dict)
-    checked: tuple[object, int] | None = field(default=None, repr=False)
     _cancelled: bool = field(default=False, repr=False)
     _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
 

@@ -52,18 +52,15 @@ class ModelLifecycle:
         self._waits_for: dict[str, str] = {}  # while they load: a model to the one that it needs
 
     def find(self, name: str, version: str) -> Model:
-        """The model that requests go to; version "" is the newest that is ready. From any thread.
-
-        Raises `ServerError`.
-        """
+        """The model that requests go to; version "" is the newest that is ready. Raises `ServerError`."""
         prefix = f"Request for unknown model: '{name}'"
         slots = self._slots.get(name)
         if slots is None:
             raise NotFound(f"{prefix} is not found")
         if version in ("", "-1"):
             for slot in reversed(slots.values()):
-                if (model := slot.model) is not None:
-                    return model
+                if slot.model is not None:
+                    return slot.model
             raise Unavailable(f"{prefix} has no available versions")
         if not version.isascii() or not version.isdigit():
             raise InvalidArgument(
@@ -73,9 +70,9 @@ class ModelLifecycle:
         found = slots.get(int(version))
         if found is None:
             raise NotFound(f"{prefix} version {version} is not found")
-        if (model := found.model) is None:
+        if found.model is None:
             raise Unavailable(f"{prefix} version {version} is not at ready state")
-        return model
+        return found.model
 
     def models(self) -> Iterator[Model]:
         """All versions that are ready, by name and version."""
@@ -245,21 +242,21 @@ class ModelLifecycle:
             if slot.model is not None:
                 slot.model.versions = ready
                 slot.model.source = source
-        slots = dict(fresh)
-        for version, slot in old.items():
-            if slot.model is not None and version not in slots:
-                slots[version] = VersionSlot(ModelState.UNLOADING)
-        self._slots[source.name] = dict(sorted(slots.items()))  # whole: `find` may read it in another thread
+        self._slots[source.name] = slots = dict(fresh)
         for version, slot in old.items():
             if slot.model is None:
                 continue
             model, slot.model = slot.model, None
-            model.retire(fresh[version].model if version in fresh else None)
-            self._start(self._retire(model, slots[version]))
+            successor = fresh[version].model if version in fresh else None
+            model.retire(successor)
+            if version not in slots:
+                slots[version] = VersionSlot(ModelState.UNLOADING)
+            self._start(self._retire(model, slots.get(version)))
+        self._slots[source.name] = dict(sorted(slots.items()))
 
-    async def _retire(self, model: Model, slot: VersionSlot) -> None:
+    async def _retire(self, model: Model, slot: VersionSlot | None) -> None:
         await self._unload_model(model, self._core.options.unload_timeout)
-        if slot.state is ModelState.UNLOADING:
+        if slot is not None and slot.state is ModelState.UNLOADING:
             slot.state, slot.reason = ModelState.UNAVAILABLE, UNLOADED
 
     async def _unload_model(self, model: Model, timeout: float | None) -> None:

@@ -78,8 +78,7 @@ class Signature:
 
         Raises `InvalidArgument` with Triton's wording.
         """
-        checked = request.checked
-        batch_size = checked[1] if checked is not None and checked[0] is self else self.validate(request)
+        batch_size = self.validate(request)
         for name in self._reshaped_inputs:
             if name in request.inputs:
                 spec = self.inputs[name]

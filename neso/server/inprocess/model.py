@@ -10,6 +10,7 @@ from neso.server.inprocess.request import InferenceRequest
 from neso.server.inprocess.response import InferenceResponse
 from neso.server.inprocess.responses import AsyncResponseIterator, ResponseIterator, Responses
 from neso.server.metadata import ModelMetadata, ModelState
+from neso.server.model import Model as CoreModel
 from neso.server.model_config import config_to_dict
 
 if TYPE_CHECKING:
@@ -91,8 +92,16 @@ class Model:
     def send(self, request: InferenceRequest, responses: Responses[Any]) -> None:
         """Send a request and have `responses` take the answers. Raises `ServerError` if it does not fit."""
         # In the caller's thread: to convert long lists would keep the server's loop busy.
-        model = self._server.running_core().model(self.name, self.version)
-        flight = Flight(self._server, request.to_core(model, self.version), responses.deliver)
+        flight = Flight(self._server, request.to_core(self._find(), self.version), responses.deliver)
         responses.flight = flight
         request.track(flight)
         flight.start()
+
+    def _find(self) -> CoreModel:
+        core = self._server.running_core()
+        try:
+            if model := core.model(self.name, self.version):
+                return model
+        except Exception:
+            pass  # maybe the loop was just replacing the model: what it says itself counts
+        return self._server.call(lambda core: core.model(self.name, self.version))

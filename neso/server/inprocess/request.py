@@ -93,5 +93,5 @@ class InferenceRequest:
                 )
         if self.classification:
             request.classification = dict(self.classification)
-        request.checked = model.signature, model.signature.validate(request)
+        model.signature.validate(request)
         return request

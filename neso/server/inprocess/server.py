@@ -7,13 +7,14 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from os import PathLike
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from neso.server.core import Core
 from neso.server.custom_metrics import CustomFamily as MetricFamily
 from neso.server.custom_metrics import MetricKind
-from neso.server.errors import Unavailable
+from neso.server.errors import Unavailable, Unsupported
 from neso.server.inprocess.flight import Flight
 from neso.server.inprocess.model import Model
 from neso.server.inprocess.models import Models
@@ -136,6 +137,30 @@ class Server:
         """Unload a model when its requests in flight have ended, in model control mode `explicit`."""
         name = model.name if isinstance(model, Model) else model
         self.wait_for(self.core.unload_model(name, unload_dependents))
+
+    def register_model_repository(
+        self, path: str | PathLike[str], name_mapping: dict[str, str] | None = None
+    ) -> None:
+        """Add a repository, in model control mode `explicit`; `name_mapping` has new names by folder.
+
+        Nothing of it is loaded until `load` says so. Raises `ServerError`.
+        """
+        by_name = {name: folder for folder, name in (name_mapping or {}).items()}
+        self.wait_for(self._repositories("register_repository")(path, by_name))
+
+    def unregister_model_repository(self, path: str | PathLike[str]) -> None:
+        """Forget a repository, in model control mode `explicit`; what is loaded stays. Raises `ServerError`."""
+        self.wait_for(self._repositories("unregister_repository")(path))
+
+    def poll_model_repository(self) -> None:
+        """Load and unload by what the repositories hold now, in model control mode `poll`. Raises `ServerError`."""
+        self.wait_for(self._repositories("poll_repositories")())
+
+    def _repositories(self, name: str) -> Callable[..., Coroutine[Any, Any, None]]:
+        function = getattr(self.core, name, None)
+        if function is None:
+            raise Unsupported("the repositories of this server are those that it was started with")
+        return function  # type: ignore[no-any-return]
 
     def attach(self, front_end: FrontEnd) -> None:
         """Have a front end that was started on the loop stopped before the server is."""
