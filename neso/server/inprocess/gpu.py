@@ -18,7 +18,7 @@ def wrap(owner: Any) -> Any:
     torch = _torch()
     try:
         return torch.from_dlpack(owner).contiguous()
-    except (RuntimeError, BufferError, TypeError) as error:
+    except (RuntimeError, BufferError, TypeError, AssertionError) as error:  # the last: no CUDA in it
         raise InvalidArgument(f"the object cannot be read through DLPack: {error}") from None
 
 

@@ -6,9 +6,10 @@ import asyncio
 import queue
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Generic, TypeVar
 
-from neso.server.errors import InvalidArgument
+from neso.server.errors import InternalError, InvalidArgument, ServerError
 from neso.server.inference_response import InferenceResponse as CoreResponse
 from neso.server.inprocess.flight import Flight
 
@@ -46,6 +47,14 @@ class Responses(Generic[R]):
             return None
         return self._make(response)
 
+    def _copy(self, response: CoreResponse) -> R:
+        """For a queue, whose reader cannot be raised what goes wrong."""
+        try:
+            return self._make(response)
+        except Exception as error:
+            failure = error if isinstance(error, ServerError) else InternalError(str(error))
+            return self._make(replace(response, outputs=[], error=failure))
+
 
 class ResponseIterator(Responses[R], Iterator[R]):
     """Responses as they come; they gather while the caller does something else.
@@ -71,7 +80,7 @@ class ResponseIterator(Responses[R], Iterator[R]):
     def deliver(self, response: CoreResponse) -> None:
         self._responses.put(response)
         if self._copies is not None:
-            self._copies.put(self._make(response))
+            self._copies.put(self._copy(response))
 
     def __next__(self) -> R:
         response = None if self._ended else self._next(self._responses.get())
@@ -113,7 +122,7 @@ class AsyncResponseIterator(Responses[R], AsyncIterator[R]):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if self._copies is not None:
-            self._copies.put_nowait(self._make(response))
+            self._copies.put_nowait(self._copy(response))
 
     async def __anext__(self) -> R:
         while not self._responses:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from os import PathLike
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -68,6 +69,9 @@ class Server:
         if wait_until_ready:
             try:
                 self._starting.result(timeout)
+            except FutureTimeoutError:
+                self.stop()
+                raise TimeoutError(f"the models were not loaded within {timeout} s") from None
             except BaseException:
                 self.stop()
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ from neso.server.errors import InvalidArgument
 from neso.server.inprocess import dlpack, gpu
 from neso.server.inprocess.memory import Device, MemoryBuffer, MemoryType, memory_type, parse_device
 from neso.server.tensor import Tensor as ServerTensor
+
+AnyTensor = TypeVar("AnyTensor", bound="Tensor")
 
 
 class Tensor:
@@ -28,31 +30,31 @@ class Tensor:
         self._gpu: Any = None
 
     @classmethod
-    def from_object(cls, value: Any, datatype: DataType | None = None) -> Tensor:
+    def from_object(cls: type[AnyTensor], value: Any, datatype: DataType | None = None) -> AnyTensor:
         """From an array, an object with DLPack, a list or a scalar; the last two become `datatype` if it is given.
 
         Shares memory where it can. Raises `InvalidArgument`.
         """
         if not isinstance(value, Tensor | np.ndarray) and hasattr(value, "__dlpack__"):
             return cls.from_dlpack(value)
-        return cls(make_input("", value, datatype))
+        return cls._wrap(make_input("", value, datatype))
 
     @classmethod
-    def from_dlpack(cls, owner: Any) -> Tensor:
+    def from_dlpack(cls: type[AnyTensor], owner: Any) -> AnyTensor:
         """From an object with DLPack, in whose memory it stays, on the host or on a GPU. Raises `ServerError`."""
         if not hasattr(owner, "__dlpack__"):
             raise InvalidArgument(f"{type(owner).__name__} has no __dlpack__")
         if dlpack.is_on_host(owner):
-            return cls(ServerTensor.from_numpy("", dlpack.to_numpy(owner)))
+            return cls._wrap(ServerTensor.from_numpy("", dlpack.to_numpy(owner)))
         return cls._on_gpu(gpu.wrap(owner))
 
     @classmethod
-    def from_string_array(cls, strings: Any) -> Tensor:
+    def from_string_array(cls: type[AnyTensor], strings: Any) -> AnyTensor:
         """A BYTES tensor from text: a list, nested lists or an array. Raises `InvalidArgument`."""
         return cls.from_bytes_array(strings)
 
     @classmethod
-    def from_bytes_array(cls, elements: Any) -> Tensor:
+    def from_bytes_array(cls: type[AnyTensor], elements: Any) -> AnyTensor:
         """A BYTES tensor from text or bytes: a list, nested lists or an array. Raises `InvalidArgument`."""
         try:
             array = np.asarray(elements)
@@ -62,7 +64,7 @@ class Tensor:
             raise InvalidArgument(f"the elements cannot be made into a tensor: {error}") from None
         if array.dtype.kind != "O" and array.size:
             raise InvalidArgument(f"cannot make a BYTES tensor of {array.dtype} elements")
-        return cls(ServerTensor.from_numpy("", array.astype(np.object_, copy=False)))
+        return cls._wrap(ServerTensor.from_numpy("", array.astype(np.object_, copy=False)))
 
     @property
     def name(self) -> str:
@@ -122,18 +124,18 @@ class Tensor:
         self._need_bytes()
         return self.to_server().array
 
-    def to_host(self) -> Tensor:
+    def to_host(self: AnyTensor) -> AnyTensor:
         """The same tensor if it is on the host, else a copy there."""
         return self.to_device(MemoryType.CPU)
 
-    def to_device(self, device: Device) -> Tensor:
+    def to_device(self: AnyTensor, device: Device) -> AnyTensor:
         """The same tensor if it is there, else a copy. Raises `InvalidArgument`, `Unsupported` without such a GPU.
 
         BYTES tensors stay on the host: their elements are Python objects.
         """
         kind, index = parse_device(device)
         if kind is not MemoryType.GPU:
-            return self if self._host is not None else type(self)._wrap(self.to_server())
+            return self if self._host is not None else self._wrap(self.to_server())
         if self.memory_type is MemoryType.GPU and self.memory_type_id == index:
             return self
         if self.datatype is DataType.BYTES:
@@ -147,13 +149,14 @@ class Tensor:
         return ServerTensor("", self.datatype, gpu.download(self._gpu))
 
     @classmethod
-    def _wrap(cls, tensor: ServerTensor) -> Tensor:
+    def _wrap(cls: type[AnyTensor], tensor: ServerTensor) -> AnyTensor:
+        """For subclasses too, whose constructors take other things."""
         made = cls.__new__(cls)
         made._host, made._gpu = tensor, None
         return made
 
     @classmethod
-    def _on_gpu(cls, tensor: Any) -> Tensor:
+    def _on_gpu(cls: type[AnyTensor], tensor: Any) -> AnyTensor:
         made = cls.__new__(cls)
         made._host, made._gpu = None, tensor
         return made

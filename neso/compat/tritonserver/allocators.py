@@ -1,0 +1,43 @@
+"""Allocators that a program gives for the memory of outputs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+import numpy as np
+
+from neso.compat.tritonserver.enums import DataType
+from neso.compat.tritonserver.tensor import Tensor, copy_into
+from neso.server.inprocess.memory import MemoryBuffer, MemoryType
+
+
+class MemoryAllocator(ABC):
+    """Gives the memory that an output is copied to. It need not be of the kind that was asked for."""
+
+    @abstractmethod
+    def allocate(
+        self, size: int, memory_type: MemoryType, memory_type_id: int, tensor_name: str
+    ) -> MemoryBuffer:
+        """A buffer of at least `size` bytes."""
+
+
+class NumpyAllocator(MemoryAllocator):
+    """Memory of numpy arrays."""
+
+    def allocate(
+        self, size: int, memory_type: MemoryType, memory_type_id: int, tensor_name: str
+    ) -> MemoryBuffer:
+        return MemoryBuffer.from_dlpack(np.empty(size, np.uint8))
+
+
+default_memory_allocators: dict[MemoryType, MemoryAllocator] = {MemoryType.CPU: NumpyAllocator()}
+
+
+def allocated(allocator: MemoryAllocator, name: str, tensor: Tensor) -> Tensor:
+    """A copy of a tensor in memory of an allocator. Raises `TritonError` where that does not do."""
+    buffer = allocator.allocate(tensor.size, tensor.memory_type, tensor.memory_type_id, name)
+    copy_into(tensor, buffer)
+    if tensor.data_type is DataType.BYTES:
+        return tensor  # its elements are Python objects; the buffer has their binary form
+    return Tensor(tensor.data_type, tensor.shape, replace(buffer, size=tensor.size))
