@@ -140,7 +140,8 @@ def main() -> None:
                     took = (time.process_time() - cpu) / (rate * (time.perf_counter() - start)) * 1e6
                     baseline = baseline or rate
                     print(
-                        f"{concurrency:11d}  {name:12s} {rate:8.0f} {took:8.0f} {rate / baseline:7.2f}", flush=True
+                        f"{concurrency:11d}  {name:12s} {rate:8.0f} {took:8.0f} {rate / baseline:7.2f}",
+                        flush=True,
                     )
 
 

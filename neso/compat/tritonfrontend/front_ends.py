@@ -32,8 +32,7 @@ class FrontEnd:
             options = self.Options()
         if not isinstance(options, self.Options):
             raise InvalidArgument(
-                "Incorrect type for options. options argument must be of type "
-                f"{type(self).__name__}.Options"
+                f"Incorrect type for options. options argument must be of type {type(self).__name__}.Options"
             )
         self._front_end = self._kind(server.neso, options.to_neso())
 

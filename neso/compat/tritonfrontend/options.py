@@ -6,7 +6,7 @@ import warnings
 from enum import IntEnum
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from neso.frontends.kserve_grpc import GrpcOptions
@@ -30,10 +30,11 @@ class CompressionLevel(IntEnum):
     HIGH = 3
 
 
+_STRICT = ConfigDict(extra="forbid")
 _COMPRESSION = dict(zip(CompressionLevel, ResponseCompression, strict=True))
 
 
-@dataclass
+@dataclass(config=_STRICT)
 class KServeHttpOptions:
     address: str = "0.0.0.0"
     port: Port = 8000
@@ -48,7 +49,7 @@ class KServeHttpOptions:
         return HttpOptions(self.address, self.port)
 
 
-@dataclass
+@dataclass(config=_STRICT)
 class KServeGrpcOptions:
     address: str = "0.0.0.0"
     port: Port = 8001
@@ -99,7 +100,7 @@ class KServeGrpcOptions:
         )
 
 
-@dataclass
+@dataclass(config=_STRICT)
 class MetricsHttpOptions:
     address: str = "0.0.0.0"
     port: Port = 8002

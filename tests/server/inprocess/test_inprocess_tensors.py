@@ -70,7 +70,6 @@ def test_arrays_keep_their_datatype():
     assert make_input("X", torch.ones(2, dtype=torch.int32), None).array.tolist() == [1, 1]
 
 
-
 @pytest.mark.parametrize("datatype", NUMBERS)
 def test_numpy_shares_memory_both_ways(datatype):
     array = np.zeros((2, 3), datatype.dtype)
@@ -82,7 +81,9 @@ def test_numpy_shares_memory_both_ways(datatype):
     assert array[0, 0] == 1
 
 
-@pytest.mark.parametrize("datatype", [d for d in NUMBERS if not d.value.startswith("UINT") or d.value == "UINT8"])
+@pytest.mark.parametrize(
+    "datatype", [d for d in NUMBERS if not d.value.startswith("UINT") or d.value == "UINT8"]
+)
 def test_torch_shares_memory_both_ways(datatype):
     torch = pytest.importorskip("torch")
     names = {"FP16": "float16", "FP32": "float32", "FP64": "float64", "BF16": "bfloat16"}
@@ -126,7 +127,11 @@ def test_arrays_that_are_not_contiguous_are_copied():
     tensor = neso.Tensor.from_object(array)
     assert tensor.numpy().tolist() == array.tolist() and tensor.numpy().flags.c_contiguous
     torch = pytest.importorskip("torch")
-    assert neso.Tensor.from_dlpack(torch.arange(6).reshape(2, 3).T).numpy().tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert neso.Tensor.from_dlpack(torch.arange(6).reshape(2, 3).T).numpy().tolist() == [
+        [0, 3],
+        [1, 4],
+        [2, 5],
+    ]
 
 
 def test_strings():
