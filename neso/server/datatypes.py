@@ -29,15 +29,13 @@ class DataType(str, Enum):
     BF16 = "BF16"
     BYTES = "BYTES"
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The numpy dtype; object for BYTES (elements are `bytes`)."""
-        return _NUMPY[self]
+    dtype: np.dtype[Any]
+    """The numpy dtype; object for BYTES (elements are `bytes`)."""
 
     @property
     def itemsize(self) -> int | None:
         """Bytes an element, None for BYTES."""
-        return None if self is DataType.BYTES else _NUMPY[self].itemsize
+        return None if self is DataType.BYTES else self.dtype.itemsize
 
     @property
     def config_name(self) -> str:
@@ -93,4 +91,6 @@ _NUMPY: dict[DataType, np.dtype[Any]] = {
     DataType.BF16: np.dtype(ml_dtypes.bfloat16),
     DataType.BYTES: np.dtype(np.object_),
 }
+for _datatype, _dtype in _NUMPY.items():
+    _datatype.dtype = _dtype
 _FROM_NUMPY = {dtype: datatype for datatype, dtype in _NUMPY.items()}

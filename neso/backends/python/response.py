@@ -28,13 +28,7 @@ class InferenceResponse:
             raise TritonModelException(f"error must be a pb_utils.TritonError, got {type(error).__name__}")
         self._output_tensors = list(output_tensors)
         self._error = error
-        self._parameters = dict(parameters or {})
-        for key, value in self._parameters.items():
-            if not isinstance(key, str) or not isinstance(value, str | int | float):
-                raise TritonModelException(
-                    f"Expect parameters to have str keys and str, int, float or bool values, found '{key}': "
-                    f"{type(value).__name__}"
-                )
+        self._parameters = _checked(parameters) if parameters else {}
 
     def output_tensors(self) -> list[Tensor]:
         return self._output_tensors
@@ -48,3 +42,13 @@ class InferenceResponse:
     def parameters(self) -> str:
         """The parameters as JSON."""
         return json.dumps(self._parameters)
+
+
+def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
+    for key, value in parameters.items():
+        if not isinstance(key, str) or not isinstance(value, str | int | float):
+            raise TritonModelException(
+                f"Expect parameters to have str keys and str, int, float or bool values, found '{key}': "
+                f"{type(value).__name__}"
+            )
+    return dict(parameters)

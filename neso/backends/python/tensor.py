@@ -17,6 +17,8 @@ from neso.server.tensor import Tensor as ServerTensor
 class Tensor:
     """An input or output tensor. BYTES tensors are arrays of objects, `bytes` when they come from a client."""
 
+    __slots__ = ("_array", "_datatype", "_name")
+
     def __init__(self, name: str, array: npt.NDArray[Any]) -> None:
         if not isinstance(array, np.ndarray):
             raise TritonModelException(
@@ -24,10 +26,8 @@ class Tensor:
             )
         self._name = name
         self._array = array
-        try:
-            self._datatype = DataType.of_numpy(array.dtype)
-        except InvalidArgument as error:
-            raise TritonModelException(f"Tensor '{name}': {error.message}") from None
+        datatype = _DATATYPES.get(array.dtype)
+        self._datatype = _datatype_of(name, array) if datatype is None else datatype
 
     def name(self) -> str:
         return self._name
@@ -71,17 +71,36 @@ class Tensor:
     @classmethod
     def from_server(cls, tensor: ServerTensor) -> Tensor:
         """Wrap a tensor of a request."""
-        return cls(tensor.name, tensor.array)
+        wrapped = cls.__new__(cls)
+        wrapped._name, wrapped._datatype, wrapped._array = tensor.name, tensor.datatype, tensor.array
+        return wrapped
 
     def to_server(self) -> ServerTensor:
         """As a tensor of a response. Elements of object arrays that are not `bytes` become text."""
+        array = self._array
         if self._datatype is not DataType.BYTES:
-            return ServerTensor.from_numpy(self._name, self._array)
+            if array.flags.c_contiguous and array.dtype.isnative:
+                return ServerTensor(self._name, self._datatype, array)
+            return ServerTensor.from_numpy(self._name, array)
         elements = np.empty(self._array.shape, np.object_)
         flat = elements.reshape(-1)
         for i, element in enumerate(self._array.flat):
             flat[i] = element if isinstance(element, bytes) else str(element).encode()
         return ServerTensor(self._name, DataType.BYTES, elements)
+
+
+# Of the arrays that models make: finding out takes longer than all else that a Tensor does.
+_DATATYPES: dict[np.dtype[Any], DataType] = {}
+
+
+def _datatype_of(name: str, array: npt.NDArray[Any]) -> DataType:
+    try:
+        datatype = DataType.of_numpy(array.dtype)
+    except InvalidArgument as error:
+        raise TritonModelException(f"Tensor '{name}': {error.message}") from None
+    if len(_DATATYPES) < 256:  # text has a dtype for each length
+        _DATATYPES[array.dtype] = datatype
+    return datatype
 
 
 class _Capsule:

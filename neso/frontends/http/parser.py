@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import httptools
 
+from neso._wire import parse_plain_request
 from neso.frontends.http.options import HttpServerOptions
 from neso.frontends.http.request import Request, split_target
 
@@ -47,6 +48,8 @@ class RequestParser:
         self._max_body = options.max_body
         self._max_head = options.max_head
         self._parser = httptools.HttpRequestParser(self)
+        # Once the full parser has seen bytes, they may be the beginning of what comes next.
+        self._plain_so_far = True
         self._ended = False
         self._begun = False
         self._fed = 0
@@ -62,6 +65,11 @@ class RequestParser:
         """Parse. Never raises: what is wrong is in `refusal`."""
         if self._ended or self.refusal is not None:
             return
+        if self._plain_so_far and (plain := parse_plain_request(data, self._max_head, self._max_body)):
+            method, target, headers, body = plain
+            self.requests.append(Request(method, target, b"", headers, body))
+            return
+        self._plain_so_far = False
         in_head = self.phase is HEAD
         self._begun = False
         self._fed = len(data)

@@ -5,16 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from neso.frontends.grpc import GrpcServerOptions
+from neso.frontends.http2 import Http2Options
+
 INT_MAX = 2**31 - 1
 
 
 class ResponseCompression(str, Enum):
-    """How hard to compress responses, by Triton's names. Python's gRPC has gzip only, at one level."""
+    """How hard to compress responses, by gzip; Triton's names."""
 
     none = "none"
     low = "low"
     medium = "medium"
     high = "high"
+
+
+_LEVELS = {
+    ResponseCompression.none: None,
+    ResponseCompression.low: 1,
+    ResponseCompression.medium: 6,
+    ResponseCompression.high: 9,
+}
 
 
 @dataclass(frozen=True)
@@ -43,25 +54,20 @@ class GrpcOptions:
         host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
         return f"{host}:{self.port}"
 
-    def channel_arguments(self) -> list[tuple[str, int]]:
-        """The same in gRPC's terms."""
-        arguments = [
-            # On Linux gRPC shares ports by default: a second server would get some of the first one's clients.
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", self.max_message_bytes),
-            ("grpc.max_send_message_length", self.max_message_bytes),
-            ("grpc.keepalive_time_ms", self.keepalive_time_ms),
-            ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
-            ("grpc.keepalive_permit_without_calls", int(self.keepalive_permit_without_calls)),
-            ("grpc.http2.max_pings_without_data", self.http2_max_pings_without_data),
-            (
-                "grpc.http2.min_ping_interval_without_data_ms",
-                self.http2_min_recv_ping_interval_without_data_ms,
+    def server(self) -> GrpcServerOptions:
+        """The same for the server underneath."""
+        return GrpcServerOptions(
+            host=self.host,
+            port=self.port,
+            max_message=self.max_message_bytes,
+            compress_level=_LEVELS[self.response_compression],
+            http2=Http2Options(
+                keepalive_time=self.keepalive_time_ms / 1000,
+                keepalive_timeout=self.keepalive_timeout_ms / 1000,
+                min_ping_interval=self.http2_min_recv_ping_interval_without_data_ms / 1000,
+                max_ping_strikes=self.http2_max_ping_strikes,
+                pings_without_streams=self.keepalive_permit_without_calls,
+                max_age=self.max_connection_age_ms / 1000 or None,
+                max_age_grace=self.max_connection_age_grace_ms / 1000 or None,
             ),
-            ("grpc.http2.max_ping_strikes", self.http2_max_ping_strikes),
-        ]
-        if self.max_connection_age_ms:
-            arguments.append(("grpc.max_connection_age_ms", self.max_connection_age_ms))
-        if self.max_connection_age_grace_ms:
-            arguments.append(("grpc.max_connection_age_grace_ms", self.max_connection_age_grace_ms))
-        return arguments
+        )

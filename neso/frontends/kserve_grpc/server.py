@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
-import grpc.aio
-
+from neso.frontends.grpc import GrpcServer
 from neso.frontends.kserve_grpc.calls import Calls
 from neso.frontends.kserve_grpc.health import health_handler
-from neso.frontends.kserve_grpc.options import GrpcOptions, ResponseCompression
+from neso.frontends.kserve_grpc.options import GrpcOptions
 from neso.frontends.kserve_grpc.servicer import Servicer, add_to_server
 from neso.server.core import Core
 from neso.server.errors import Unavailable
@@ -22,31 +20,25 @@ class KServeGrpc:
         self.options = options or GrpcOptions()
         self._core = core
         self._calls = Calls()
-        self._server: grpc.aio.Server | None = None
-        self._port = 0
+        self._server: GrpcServer | None = None
 
     @property
     def port(self) -> int:
         """The port it listens on; the options' until it has started."""
-        return self._port or self.options.port
+        return self.options.port if self._server is None else self._server.port
 
     async def start(self) -> None:
         """Listen. Raises `Unavailable` when the address cannot be had."""
         servicer = Servicer(self._core)
-        compressed = self.options.response_compression is not ResponseCompression.none
-        server = grpc.aio.server(
-            options=self.options.channel_arguments(),
-            compression=grpc.Compression.Gzip if compressed else grpc.Compression.NoCompression,
-        )
+        server = GrpcServer(self.options.server())
         add_to_server(servicer, server)
         server.add_generic_rpc_handlers((health_handler(self._core),))
         try:
-            self._port = server.add_insecure_port(self.options.address)
-        except RuntimeError as error:
+            await server.start()
+        except (OSError, OverflowError) as error:
             raise Unavailable(
                 f"cannot listen for gRPC on {self.options.address}: is the port in use? ({error})"
             ) from error
-        await server.start()
         self._calls = servicer.calls
         self._server = server
 

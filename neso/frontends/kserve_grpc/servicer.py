@@ -10,6 +10,7 @@ import grpc.aio
 from grpc.aio import ServicerContext as Context
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from neso.frontends.grpc import GrpcServer
 from neso.frontends.kserve_grpc.calls import Calls, rpc
 from neso.frontends.kserve_grpc.decoding import decode_infer_message
 from neso.frontends.kserve_grpc.encoding import encode_response
@@ -34,7 +35,7 @@ def refuses(what: str) -> Callable[[Servicer, Any, Context], Coroutine[Any, Any,
     return refuse
 
 
-def add_to_server(servicer: Servicer, server: grpc.aio.Server) -> None:
+def add_to_server(servicer: Servicer, server: GrpcServer) -> None:
     """Register every method, those that infer without protobuf's (de)serializers: they take and give bytes."""
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     server.add_registered_method_handlers(

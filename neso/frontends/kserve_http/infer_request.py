@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from neso._wire import parse_plain_infer
 from neso.frontends.http import Request
 from neso.frontends.kserve_http.json_body import read_object
 from neso.frontends.kserve_http.json_tensor import read_tensor
@@ -26,6 +29,14 @@ from neso.server.shared_memory.manager import SharedMemory
 from neso.server.shared_memory.window import REGION, SharedMemoryWindow
 from neso.server.tensor import Tensor
 
+PlainInfer = tuple[
+    str,
+    list[tuple[str, str, tuple[int, ...], bytearray | list[bytes] | int]],
+    list[tuple[str, bool]] | None,
+    bool,
+]
+"""What `parse_plain_infer` gives: id, inputs, outputs, binary by default."""
+
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
@@ -41,9 +52,6 @@ class OutputFormat:
     binary: dict[str, bool] = field(default_factory=dict)
     windows: dict[str, SharedMemoryWindow] = field(default_factory=dict)
 
-    def is_binary(self, name: str) -> bool:
-        return self.binary.get(name, self.default)
-
 
 def read_infer_request(
     request: Request, model: Model, version: str, shared_memory: SharedMemory
@@ -57,9 +65,14 @@ def read_infer_request(
     if header_length == 0 and _HEADER_LENGTH in request.headers:
         return _read_raw(body, model, version), OutputFormat(default=True)
     binary = memoryview(body)[header_length:]
-    document = read_object(body if header_length == len(body) else memoryview(body)[:header_length])
+    text = body if header_length == len(body) else memoryview(body)[:header_length]
     inference = InferenceRequest(model.name, {}, version)
     output_format = OutputFormat()
+    plain = parse_plain_infer(text)
+    if plain is not None:
+        _take_plain(plain, inference, output_format, binary)
+        return inference, output_format
+    document = read_object(text)
     if "id" in document:
         inference.id = read_string("id", document["id"])
     if "parameters" in document:
@@ -72,6 +85,30 @@ def read_infer_request(
     if "outputs" in document:
         _read_outputs(inference, read_array_member(document, "outputs"), output_format, shared_memory)
     return inference, output_format
+
+
+def _take_plain(
+    plain: PlainInfer, inference: InferenceRequest, output_format: OutputFormat, binary: memoryview
+) -> None:
+    """What the parser of plain requests has found. Raises `InvalidArgument`."""
+    inference.id, inputs, outputs, output_format.default = plain
+    offset = 0
+    for name, datatype_name, shape, content in inputs:
+        _check_new(name, inference)
+        datatype = DataType.parse(datatype_name, name)
+        if type(content) is bytearray:
+            inference.inputs[name] = Tensor(name, datatype, np.ndarray(shape, datatype.dtype, content))
+        elif type(content) is int:
+            inference.inputs[name] = _take_binary(name, datatype, shape, content, binary[offset:], inference)
+            offset += content
+        else:
+            elements = np.empty(len(content), np.object_)
+            elements[:] = content
+            inference.inputs[name] = Tensor(name, datatype, elements.reshape(shape))
+    _check_all_taken(binary[offset:], inference)
+    if outputs is not None:
+        output_format.binary = dict(outputs)
+        inference.requested_outputs = tuple([name for name, _ in outputs])
 
 
 def _header_length(request: Request) -> int:
@@ -96,8 +133,7 @@ def _read_inputs(
         if type(entry) is not dict:
             raise InvalidArgument("Unable to parse 'inputs': attempt to access JSON non-object as object")
         name = _member_string(entry, "name")
-        if name in inference.inputs:
-            raise InvalidArgument(f"input '{name}' already exists in request")
+        _check_new(name, inference)
         datatype = DataType.parse(_member_string(entry, "datatype"), name)
         shape = _shape(entry)
         parameters = read_object_member("parameters", entry["parameters"]) if "parameters" in entry else {}
@@ -111,15 +147,35 @@ def _read_inputs(
             inference.cacheable = False
             continue
         size = read_unsigned("binary_data_size", parameters["binary_data_size"])
-        if size > len(binary) - offset:
-            missing = size - (len(binary) - offset)
-            raise InvalidArgument(
-                f"unexpected size for input '{name}', expecting {missing} additional bytes for model "
-                f"'{inference.model_name}'"
-            )
-        inference.inputs[name] = Tensor.from_wire(name, datatype, shape, binary[offset : offset + size])
+        inference.inputs[name] = _take_binary(name, datatype, shape, size, binary[offset:], inference)
         offset += size
-    if offset != len(binary):
+    _check_all_taken(binary[offset:], inference)
+
+
+def _check_new(name: str, inference: InferenceRequest) -> None:
+    if name in inference.inputs:
+        raise InvalidArgument(f"input '{name}' already exists in request")
+
+
+def _take_binary(
+    name: str,
+    datatype: DataType,
+    shape: tuple[int, ...],
+    size: int,
+    binary: memoryview,
+    inference: InferenceRequest,
+) -> Tensor:
+    """A tensor from the first `size` bytes."""
+    if size > len(binary):
+        raise InvalidArgument(
+            f"unexpected size for input '{name}', expecting {size - len(binary)} additional bytes for model "
+            f"'{inference.model_name}'"
+        )
+    return Tensor.from_wire(name, datatype, shape, binary[:size])
+
+
+def _check_all_taken(rest: memoryview, inference: InferenceRequest) -> None:
+    if rest:
         raise InvalidArgument(f"unexpected additional input data for model '{inference.model_name}'")
 
 

@@ -9,6 +9,7 @@ from neso.frontends.kserve_http.infer_request import HEADER_LENGTH, OutputFormat
 from neso.frontends.kserve_http.json_body import write_json
 from neso.frontends.kserve_http.json_tensor import is_finite, write_values
 from neso.server.inference_response import InferenceResponse
+from neso.server.tensor import Tensor
 
 
 def write_infer_response(response: InferenceResponse, output_format: OutputFormat) -> Response:
@@ -16,20 +17,15 @@ def write_infer_response(response: InferenceResponse, output_format: OutputForma
     blobs: list[bytes | memoryview] = []
     finite = True
     outputs: list[dict[str, Any]] = []
+    binary, default = output_format.binary, output_format.default
     for tensor in response.outputs:
-        entry: dict[str, Any] = {
-            "name": tensor.name,
-            "datatype": tensor.datatype.value,
-            "shape": tensor.shape,
-        }
-        window = output_format.windows.get(tensor.name)
-        if window is not None:
+        name = tensor.name
+        entry: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.array.shape}
+        if output_format.windows and name in output_format.windows:
+            window = output_format.windows[name]
             entry["parameters"] = window.parameters(window.write(tensor))
-        elif output_format.is_binary(tensor.name):
-            blob = tensor.to_wire()
-            entry["parameters"] = {"binary_data_size": len(blob)}
-            if blob:
-                blobs.append(blob)
+        elif binary.get(name, default):
+            _add_blob(tensor, entry, blobs)
         else:
             entry["data"] = write_values(tensor)
             finite = finite and is_finite(tensor)
@@ -45,3 +41,10 @@ def write_infer_response(response: InferenceResponse, output_format: OutputForma
         return Response(text)
     headers = ((HEADER_LENGTH, str(len(text))),)
     return Response([text, *blobs], 200, "application/octet-stream", headers)
+
+
+def _add_blob(tensor: Tensor, entry: dict[str, Any], blobs: list[bytes | memoryview]) -> None:
+    blob = tensor.to_wire()
+    entry["parameters"] = {"binary_data_size": len(blob)}
+    if blob:
+        blobs.append(blob)

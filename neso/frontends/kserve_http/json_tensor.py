@@ -70,7 +70,7 @@ def write_values(tensor: Tensor, *, lossy: bool = False) -> list[Any]:
 
     Bytes that are no UTF-8 are an error too, unless `lossy`: they become U+FFFD then.
     """
-    if tensor.datatype in _NO_JSON:
+    if tensor.datatype is DataType.FP16 or tensor.datatype is DataType.BF16:
         raise InvalidArgument(
             f"sending {tensor.datatype.value} data via JSON is not supported. Please use the binary data format "
             f"for output {tensor.name}"

@@ -1,0 +1,309 @@
+#include "wire/infer_request.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace neso::wire {
+namespace {
+
+constexpr std::size_t kMostExtents = 16;
+
+struct Shape {
+    std::int64_t extents[kMostExtents];
+    std::size_t rank = 0;
+    std::int64_t count = 1;
+};
+
+// Reads JSON from left to right. What returns bool or a `Reference` says by false or null that the text is not plain.
+class Reader {
+  public:
+    explicit Reader(std::string_view text) : at_(text.data()), end_(text.data() + text.size()) {}
+
+    bool at_end() {
+        skip();
+        return at_ == end_;
+    }
+
+    // The next character that is no blank, if it is this one.
+    bool take(char c) {
+        skip();
+        if (at_ == end_ || *at_ != c) return false;
+        ++at_;
+        return true;
+    }
+
+    bool string(std::string_view& out) {
+        if (!take('"')) return false;
+        const char* start = at_;
+        for (; at_ != end_; ++at_) {
+            const auto c = static_cast<unsigned char>(*at_);
+            if (c == '"') {
+                out = std::string_view(start, static_cast<std::size_t>(at_++ - start));
+                return true;
+            }
+            if (c < 0x20 || c == '\\') return false;
+        }
+        return false;
+    }
+
+    bool boolean(bool& out) {
+        skip();
+        const std::string_view rest(at_, static_cast<std::size_t>(end_ - at_));
+        if (rest.starts_with("true")) return out = true, at_ += 4, true;
+        if (rest.starts_with("false")) return out = false, at_ += 5, true;
+        return false;
+    }
+
+    // Of a type's range, without fraction or exponent; of floating point, any number that stays finite.
+    template <typename T>
+    bool number(T& out) {
+        skip();
+        const char* start = at_;
+        bool whole = true;
+        if (!scan_number(whole)) return false;
+        if constexpr (std::is_floating_point_v<T>) {
+            double value = 0;
+            if (!convert(start, value)) return false;
+            out = static_cast<T>(value);
+            return std::isfinite(out);
+        } else {
+            return whole && convert(start, out);
+        }
+    }
+
+    // `each()` reads one element.
+    template <typename Each>
+    bool array(Each each) {
+        if (!take('[')) return false;
+        if (take(']')) return true;
+        do {
+            if (!each()) return false;
+        } while (take(','));
+        return take(']');
+    }
+
+    // `each(name)` reads the value of one member.
+    template <typename Each>
+    bool object(Each each) {
+        if (!take('{')) return false;
+        if (take('}')) return true;
+        do {
+            std::string_view name;
+            if (!string(name) || !take(':') || !each(name)) return false;
+        } while (take(','));
+        return take('}');
+    }
+
+  private:
+    void skip() {
+        while (at_ != end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\r' || *at_ == '\t')) ++at_;
+    }
+
+    bool digits() {
+        const char* start = at_;
+        while (at_ != end_ && *at_ >= '0' && *at_ <= '9') ++at_;
+        return at_ != start;
+    }
+
+    // Over a number of JSON's grammar: more is a number for `from_chars` than for JSON.
+    bool scan_number(bool& whole) {
+        if (at_ != end_ && *at_ == '-') ++at_;
+        if (at_ != end_ && *at_ == '0')
+            ++at_;
+        else if (!digits())
+            return false;
+        if (at_ != end_ && *at_ == '.') {
+            ++at_;
+            whole = false;
+            if (!digits()) return false;
+        }
+        if (at_ != end_ && (*at_ == 'e' || *at_ == 'E')) {
+            ++at_;
+            whole = false;
+            if (at_ != end_ && (*at_ == '+' || *at_ == '-')) ++at_;
+            if (!digits()) return false;
+        }
+        return true;
+    }
+
+    template <typename T>
+    bool convert(const char* start, T& out) {
+        const auto [end, error] = std::from_chars(start, at_, out);
+        return error == std::errc() && end == at_;
+    }
+
+    const char* at_;
+    const char* end_;
+};
+
+// Reads as many elements as the shape has into a bytearray.
+template <typename T>
+Reference read_elements(Reader& reader, const Shape& shape) {
+    std::vector<T> elements;
+    elements.reserve(static_cast<std::size_t>(std::min<std::int64_t>(shape.count, 1 << 16)));
+    const bool good = reader.array([&] {
+        T value{};
+        if constexpr (std::is_same_v<T, bool>) {
+            if (!reader.boolean(value)) return false;
+        } else {
+            if (!reader.number(value)) return false;
+        }
+        elements.push_back(value);
+        return true;
+    });
+    if (!good || static_cast<std::int64_t>(elements.size()) != shape.count) return {};
+    Reference buffer(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(elements.size() * sizeof(T))));
+    if (buffer && !elements.empty()) {
+        char* out = PyByteArray_AS_STRING(buffer.get());
+        if constexpr (std::is_same_v<T, bool>)
+            std::copy(elements.begin(), elements.end(), reinterpret_cast<bool*>(out));
+        else
+            std::memcpy(out, elements.data(), elements.size() * sizeof(T));
+    }
+    return buffer;
+}
+
+Reference read_strings(Reader& reader, const Shape& shape) {
+    Reference list(PyList_New(0));
+    if (!list) return {};
+    const bool good = reader.array([&] {
+        std::string_view element;
+        // As text first: that says whether it is UTF-8.
+        if (!reader.string(element) || !text(element)) return false;
+        Reference item = bytes(element);
+        return item && PyList_Append(list.get(), item.get()) == 0;
+    });
+    if (!good || PyList_GET_SIZE(list.get()) != shape.count) return {};
+    return list;
+}
+
+Reference read_data(Reader& reader, std::string_view datatype, const Shape& shape) {
+    if (datatype == "FP32") return read_elements<float>(reader, shape);
+    if (datatype == "FP64") return read_elements<double>(reader, shape);
+    if (datatype == "INT32") return read_elements<std::int32_t>(reader, shape);
+    if (datatype == "INT64") return read_elements<std::int64_t>(reader, shape);
+    if (datatype == "BYTES") return read_strings(reader, shape);
+    if (datatype == "BOOL") return read_elements<bool>(reader, shape);
+    if (datatype == "UINT8") return read_elements<std::uint8_t>(reader, shape);
+    if (datatype == "INT8") return read_elements<std::int8_t>(reader, shape);
+    if (datatype == "UINT16") return read_elements<std::uint16_t>(reader, shape);
+    if (datatype == "INT16") return read_elements<std::int16_t>(reader, shape);
+    if (datatype == "UINT32") return read_elements<std::uint32_t>(reader, shape);
+    if (datatype == "UINT64") return read_elements<std::uint64_t>(reader, shape);
+    return {};
+}
+
+bool read_shape(Reader& reader, Shape& shape) {
+    return reader.array([&] {
+        std::int64_t extent = 0;
+        if (shape.rank == kMostExtents || !reader.number(extent) || extent < 0) return false;
+        if (extent != 0 && shape.count > (std::int64_t{1} << 40) / extent) return false;
+        shape.extents[shape.rank++] = extent;
+        shape.count *= extent;
+        return true;
+    });
+}
+
+Reference as_tuple(const Shape& shape) {
+    Reference tuple(PyTuple_New(static_cast<Py_ssize_t>(shape.rank)));
+    for (std::size_t i = 0; tuple && i < shape.rank; ++i) {
+        PyObject* extent = PyLong_FromLongLong(shape.extents[i]);
+        if (extent == nullptr) return {};
+        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), extent);
+    }
+    return tuple;
+}
+
+bool append(const Reference& list, Reference item) { return item && PyList_Append(list.get(), item.get()) == 0; }
+
+// One of a few members, each at most once: false for a second.
+bool first_time(unsigned& seen, unsigned member) {
+    if (seen & (1u << member)) return false;
+    seen |= 1u << member;
+    return true;
+}
+
+bool read_input(Reader& reader, const Reference& inputs) {
+    enum Member : unsigned { kName, kDatatype, kShape, kContent, kParameters };
+    unsigned seen = 0;
+    Reference name, datatype, content;
+    std::string_view datatype_text;
+    Shape shape;
+    const bool good = reader.object([&](std::string_view member) {
+        std::string_view value;
+        if (member == "name")
+            return first_time(seen, kName) && reader.string(value) && (name = text(value));
+        if (member == "datatype")
+            return first_time(seen, kDatatype) && reader.string(datatype_text) && (datatype = text(datatype_text));
+        if (member == "shape") return first_time(seen, kShape) && read_shape(reader, shape);
+        if (member == "data") {
+            // Elements can be read once it is known what they are.
+            constexpr unsigned known = (1u << kDatatype) | (1u << kShape);
+            if ((seen & known) != known || !first_time(seen, kContent)) return false;
+            content = read_data(reader, datatype_text, shape);
+            return static_cast<bool>(content);
+        }
+        return member == "parameters" && first_time(seen, kParameters) && reader.object([&](std::string_view parameter) {
+            std::int64_t size = 0;
+            if (parameter != "binary_data_size" || !first_time(seen, kContent) || !reader.number(size) || size < 0)
+                return false;
+            content = Reference(PyLong_FromLongLong(size));
+            return static_cast<bool>(content);
+        });
+    });
+    if (!good || !name || !datatype || !content || !(seen & (1u << kShape))) return false;
+    Reference extents = as_tuple(shape);
+    if (!extents) return false;
+    return append(inputs, Reference(PyTuple_Pack(4, name.get(), datatype.get(), extents.get(), content.get())));
+}
+
+bool read_output(Reader& reader, const Reference& outputs) {
+    enum Member : unsigned { kName, kBinary, kParameters };
+    unsigned seen = 0;
+    Reference name;
+    bool binary = false;
+    const bool good = reader.object([&](std::string_view member) {
+        std::string_view value;
+        if (member == "name") return first_time(seen, kName) && reader.string(value) && (name = text(value));
+        return member == "parameters" && first_time(seen, kParameters) && reader.object([&](std::string_view parameter) {
+            return parameter == "binary_data" && first_time(seen, kBinary) && reader.boolean(binary);
+        });
+    });
+    return good && name && append(outputs, Reference(PyTuple_Pack(2, name.get(), binary ? Py_True : Py_False)));
+}
+
+}  // namespace
+
+PyObject* parse_plain_infer(std::string_view json) {
+    enum Member : unsigned { kId, kInputs, kOutputs, kParameters };
+    unsigned seen = 0;
+    bool binary_by_default = false;
+    Reader reader(json);
+    Reference id = text(""), inputs(PyList_New(0)), outputs(PyList_New(0));
+    const bool good = id && inputs && outputs && reader.object([&](std::string_view member) {
+        std::string_view value;
+        if (member == "id") return first_time(seen, kId) && reader.string(value) && (id = text(value));
+        if (member == "inputs")
+            return first_time(seen, kInputs) && reader.array([&] { return read_input(reader, inputs); });
+        if (member == "outputs")
+            return first_time(seen, kOutputs) && reader.array([&] { return read_output(reader, outputs); });
+        return member == "parameters" && first_time(seen, kParameters) && reader.object([&](std::string_view parameter) {
+            return parameter == "binary_data_output" && reader.boolean(binary_by_default);
+        });
+    });
+    PyObject* result = nullptr;
+    if (good && reader.at_end() && (seen & (1u << kInputs))) {
+        PyObject* chosen = seen & (1u << kOutputs) ? outputs.get() : Py_None;
+        result = PyTuple_Pack(4, id.get(), inputs.get(), chosen, binary_by_default ? Py_True : Py_False);
+    }
+    if (result == nullptr) PyErr_Clear();
+    return result;
+}
+
+}  // namespace neso::wire

@@ -1,0 +1,28 @@
+"""Types of the extension module that parses plain requests; csrc/wire/ has the implementation."""
+
+from __future__ import annotations
+
+def parse_plain_request(
+    data: bytes, max_head: int, max_body: int
+) -> tuple[str, bytes, dict[bytes, bytes], bytes] | None:
+    """(method, target, headers by lower-case name, body) of exactly one whole HTTP/1.1 request of the plainest kind.
+
+    None for all else, valid or not: that is for the full parser.
+    """
+
+def parse_plain_infer(
+    json: bytes | memoryview,
+) -> (
+    tuple[
+        str,
+        list[tuple[str, str, tuple[int, ...], bytearray | list[bytes] | int]],
+        list[tuple[str, bool]] | None,
+        bool,
+    ]
+    | None
+):
+    """(id, inputs, outputs, binary by default) of the JSON of an infer request of the plainest kind.
+
+    An input is (name, datatype, shape, content); its content the elements as they lie in memory, `bytes` objects for BYTES,
+    or the int of `binary_data_size`. An output is (name, binary). None for all else, valid or not.
+    """

@@ -1,0 +1,164 @@
+"""The listening side of the gRPC server, and which handler answers which method."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+import grpc
+
+from neso.frontends.grpc import status
+from neso.frontends.grpc.call import ServerCall
+from neso.frontends.grpc.messages import ENCODINGS
+from neso.frontends.grpc.metadata import CallHeaders
+from neso.frontends.grpc.options import GrpcServerOptions
+from neso.frontends.http2 import Http2Connection, Http2Stream, Shared, StreamEvents
+from neso.frontends.http2.headers import Headers
+
+
+class CallDetails(NamedTuple):
+    """What an interceptor is told; a `grpc.HandlerCallDetails`."""
+
+    method: str
+    invocation_metadata: Any
+
+
+class GrpcServer:
+    """Serves method handlers of `grpc` (made by `grpc.unary_unary_rpc_method_handler` and its like, of coroutines).
+
+    `interceptors` are objects with the `intercept_service` of `grpc.aio.ServerInterceptor`; they must answer without
+    waiting. Lives on the running event loop.
+    """
+
+    def __init__(self, options: GrpcServerOptions, interceptors: tuple[Any, ...] = ()) -> None:
+        self.options = options
+        self._interceptors = interceptors
+        self._handlers: dict[str, Any] = {}
+        self._generic: tuple[Any, ...] = ()
+        self._calls: set[ServerCall] = set()
+        self._shared = Shared(self._accept, options.http2)
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The port listened on. Known once started."""
+        if self._server is None:
+            return self.options.port
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Let these answer the methods of a service. The name is that of `grpc.Server`, whose place this takes."""
+        for name, handler in handlers.items():
+            self._handlers[f"/{service}/{name}"] = handler
+
+    def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
+        """Let these be asked for the methods that no registered handler answers, as generated code has it."""
+        self._generic += handlers
+
+    async def start(self) -> None:
+        """Listen. Raises `OSError`."""
+        options = self.options
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Http2Connection(self._shared),
+            options.host,
+            options.port,
+            ssl=options.tls,
+            backlog=options.backlog,
+            reuse_address=True,
+            reuse_port=options.reuse_port or None,
+        )
+
+    async def stop(self, grace: float) -> None:
+        """Take no more calls, let those in flight end within `grace` seconds, then cut off the rest."""
+        if self._server is None:
+            return
+        shared, self._shared.draining = self._shared, True
+        self._server.close()
+        empty = asyncio.get_running_loop().create_future()
+        shared.on_empty = lambda: None if empty.done() else empty.set_result(None)
+        for connection in list(shared.connections):
+            connection.go_away()
+        if shared.connections:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(empty), grace)
+        for connection in list(shared.connections):
+            connection.abort()
+        tasks = [call.task for call in self._calls if call.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.wait_closed()
+        self._server = None
+
+    def _accept(self, stream: Http2Stream, headers: Headers) -> StreamEvents:
+        """A call begins."""
+        try:
+            call_headers = CallHeaders.parse(headers)
+        except (ValueError, UnicodeDecodeError):
+            return _refuse(stream, status.http_status(400))
+        if call_headers.method != "POST":
+            return _refuse(stream, status.http_status(405))
+        if not call_headers.content_type.startswith("application/grpc"):
+            return _refuse(stream, status.http_status(415))
+        if call_headers.encoding not in ENCODINGS:
+            message = f"grpc-encoding '{call_headers.encoding}' is not supported"
+            return _refuse(stream, status.HEAD + status.trailers(grpc.StatusCode.UNIMPLEMENTED, message))
+        handler = self._find(call_headers)
+        if handler is None:
+            return _refuse(
+                stream, status.HEAD + status.trailers(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            )
+        options = self.options
+        call = ServerCall(
+            stream, call_headers, handler, options.max_message, options.compress_level, self._calls.discard
+        )
+        self._calls.add(call)
+        call.begin()
+        return call
+
+    def _find(self, headers: CallHeaders) -> Any:
+        if not self._interceptors and (handler := self._handlers.get(headers.path)) is not None:
+            return handler
+        find: Callable[[Any], Awaitable[Any]] = self._look_up
+        for interceptor in reversed(self._interceptors):
+            find = _chain(interceptor, find)
+        return _result_now(find(CallDetails(headers.path, headers.metadata)))
+
+    async def _look_up(self, details: Any) -> Any:
+        handler = self._handlers.get(details.method)
+        if handler is not None:
+            return handler
+        found = (generic.service(details) for generic in self._generic)
+        return next((handler for handler in found if handler is not None), None)
+
+
+def _chain(interceptor: Any, find: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+    return lambda details: interceptor.intercept_service(find, details)
+
+
+def _result_now(coroutine: Any) -> Any:
+    """The result of a coroutine that does not wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    raise RuntimeError("an interceptor must not wait")
+
+
+class _Refused:
+    """The events of a stream that was answered at once."""
+
+    def on_data(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_reset(self) -> None: ...
+
+
+def _refuse(stream: Http2Stream, block: bytes) -> StreamEvents:
+    stream.send(None, b"", block)
+    return _Refused()
