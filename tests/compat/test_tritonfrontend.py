@@ -70,7 +70,9 @@ def test_wrong_uses(service, server):
         port = taken.getsockname()[1]
         with pytest.raises(tritonfrontend.UnavailableError, match="in use"):
             service(server, service.Options(address="127.0.0.1", port=port)).start()
-    with service(server, service.Options(address="127.0.0.1", port=0)) as running:
-        with pytest.raises(tritonfrontend.AlreadyExistsError):
-            running.start()
+    running = service(server, service.Options(address="127.0.0.1", port=0))
+    running.start()
+    with pytest.raises(tritonfrontend.AlreadyExistsError):
+        running.start()
+    running.stop()
     running.stop()

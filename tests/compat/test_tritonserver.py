@@ -385,8 +385,12 @@ def test_models_and_what_they_tell(server):
 def test_load_and_unload(server):
     server.unload("echo", wait_until_unloaded=True, timeout=5)
     assert server.models()["echo", 1].state == "UNAVAILABLE" and not server.model("echo").ready()
-    config = {"backend": "python", "max_batch_size": 4, "input": [{"name": "text_input", "data_type": "TYPE_STRING",
-              "dims": [-1]}], "output": [{"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]}]}  # fmt: skip
+    config = {
+        "backend": "python",
+        "max_batch_size": 4,
+        "input": [{"name": "text_input", "data_type": "TYPE_STRING", "dims": [-1]}],
+        "output": [{"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]}],
+    }
     model = server.load("echo", {"config": json.dumps(config)})
     assert model.batch_properties() is tritonserver.ModelBatchFlag.FIRST_DIM
     files = {"config": json.dumps(config), "file:1/model.py": ECHO.encode()}

@@ -11,6 +11,8 @@ import neso
 from neso.server.inprocess import MemoryBuffer
 from neso.server.inprocess.tensor import make_input
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, ml_dtypes.bfloat16])
 def test_there_and_back(dtype):

@@ -15,7 +15,6 @@ from neso.frontends.kserve_http import HttpOptions
 from neso.frontends.metrics import MetricsOptions
 from neso.server.errors import Unsupported
 
-
 Port = Annotated[int, Field(ge=0, le=65535)]
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(gt=0)]
@@ -70,7 +69,7 @@ class KServeGrpcOptions:
     infer_compression_level: CompressionLevel = CompressionLevel.NONE
     infer_thread_count: Count = 2
     infer_allocation_pool_size: Natural = 8
-    max_response_pool_size: int = Field(INT_MAX, ge=0)
+    max_response_pool_size: Natural = INT_MAX
     forward_header_pattern: str = ""
 
     def to_neso(self) -> GrpcOptions:

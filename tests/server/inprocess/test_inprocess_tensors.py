@@ -172,7 +172,7 @@ def test_what_has_no_tensor():
     with pytest.raises(InvalidArgument, match="int has no __dlpack__"):
         neso.Tensor.from_dlpack(1)
     torch = pytest.importorskip("torch")
-    with pytest.raises(InvalidArgument, match="requires? gradient"):
+    with pytest.raises(InvalidArgument, match="gradient"):
         neso.Tensor.from_dlpack(torch.zeros(1, requires_grad=True))
     with pytest.raises(InvalidArgument, match="input 'X' cannot be read through DLPack"):
         make_input("X", torch.zeros(1, dtype=torch.float8_e4m3fn), None)
