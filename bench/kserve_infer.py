@@ -40,7 +40,7 @@ output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 16 ] }
 dynamic_batching { }
 instance_group { count: 1 kind: KIND_CPU }
 """
-MODEL = '''
+MODEL = """
 import triton_python_backend_utils as pb_utils
 
 
@@ -52,18 +52,26 @@ class TritonPythonModel:
             output = pb_utils.Tensor("OUTPUT0", tensor.as_numpy())
             responses.append(pb_utils.InferenceResponse([output]))
         return responses
-'''
-ENSEMBLE = """
+"""
+_STEP = """
+  step {
+    model_name: "identity"
+    model_version: -1
+    input_map { key: "INPUT0" value: "%s" }
+    output_map { key: "OUTPUT0" value: "%s" }
+  }
+"""
+ENSEMBLE = (
+    """
 platform: "ensemble"
 max_batch_size: 64
 input { name: "INPUT0" data_type: TYPE_FP32 dims: [ 16 ] }
 output { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 16 ] }
 ensemble_scheduling {
-  step { model_name: "identity" model_version: -1 input_map { key: "INPUT0" value: "INPUT0" } output_map { key: "OUTPUT0" value: "first" } }
-  step { model_name: "identity" model_version: -1 input_map { key: "INPUT0" value: "first" } output_map { key: "OUTPUT0" value: "second" } }
-  step { model_name: "identity" model_version: -1 input_map { key: "INPUT0" value: "second" } output_map { key: "OUTPUT0" value: "OUTPUT0" } }
-}
 """
+    + "".join(_STEP % ends for ends in (("INPUT0", "first"), ("first", "second"), ("second", "OUTPUT0")))
+    + "}"
+)
 
 
 def write_repository(root: Path) -> None:
@@ -96,13 +104,26 @@ class HttpCase:
             body, script = Path(folder) / "body", Path(folder) / "post.lua"
             body.write_bytes(self.body)
             headers = "".join(f'wrk.headers["{name}"] = "{value}"\n' for name, value in self.headers.items())
-            script.write_text(f'wrk.method = "POST"\nwrk.body = io.open("{body}", "rb"):read("*a")\n{headers}')
+            script.write_text(
+                f'wrk.method = "POST"\nwrk.body = io.open("{body}", "rb"):read("*a")\n{headers}'
+            )
             url = f"http://127.0.0.1:{ports[0]}/v2/models/{self.model}/infer"
-            command = ["wrk", "--latency", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "-s", str(script), url]
+            command = [
+                "wrk",
+                "--latency",
+                "-t1",
+                f"-c{connections}",
+                f"-d{seconds:.0f}s",
+                "-s",
+                str(script),
+                url,
+            ]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         if "Non-2xx" in text:
             raise SystemExit(text)
-        return Load(_number(r"Requests/sec:\s+([\d.]+)", text), _milliseconds("50%", text), _milliseconds("99%", text))
+        return Load(
+            _number(r"Requests/sec:\s+([\d.]+)", text), _milliseconds("50%", text), _milliseconds("99%", text)
+        )
 
 
 @dataclass(frozen=True)
@@ -116,7 +137,15 @@ class GrpcCase:
             data, log = Path(folder) / "message", Path(folder) / "log"
             data.write_bytes(b"\0" + len(self.message).to_bytes(4, "big") + self.message)
             url = f"http://127.0.0.1:{ports[1]}/inference.GRPCInferenceService/ModelInfer"
-            command = ["h2load", "-t1", f"-c{connections}", "-m1", f"-D{seconds:.0f}", f"-d{data}", f"--log-file={log}"]
+            command = [
+                "h2load",
+                "-t1",
+                f"-c{connections}",
+                "-m1",
+                f"-D{seconds:.0f}",
+                f"-d{data}",
+                f"--log-file={log}",
+            ]
             command += ["-H", "content-type: application/grpc", "-H", "te: trailers", url]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             rows = np.loadtxt(log, dtype=np.int64, ndmin=2)
@@ -171,7 +200,12 @@ def make_cases() -> dict[str, HttpCase | GrpcCase]:
 def neso(repository: Path) -> AbstractContextManager[RunningServer]:
     """`neso serve` on a model repository."""
     command = [sys.executable, "-m", "neso.cli", "serve", f"--model-repository={repository}"]
-    command += [f"--http-port={NESO_HTTP}", f"--grpc-port={NESO_GRPC}", "--allow-metrics=false", "--allow-openai=false"]
+    command += [
+        f"--http-port={NESO_HTTP}",
+        f"--grpc-port={NESO_GRPC}",
+        "--allow-metrics=false",
+        "--allow-openai=false",
+    ]
     return serve("neso", command, f"http://127.0.0.1:{NESO_HTTP}", "", probe="/v2/health/ready")
 
 
@@ -192,7 +226,11 @@ def compare(name: str, case: HttpCase | GrpcCase, connections: int, options: arg
             loads[server].append(case.run(ports[server], connections, options.seconds))
     line = f"{name:9} {connections:5}"
     values = {
-        server: [median(of, lambda load: load.rate), median(of, lambda load: load.p50), median(of, lambda load: load.p99)]
+        server: [
+            median(of, lambda load: load.rate),
+            median(of, lambda load: load.p50),
+            median(of, lambda load: load.p99),
+        ]
         for server, of in loads.items()
     }
     for rate, p50, p99 in values.values():
@@ -204,7 +242,9 @@ def compare(name: str, case: HttpCase | GrpcCase, connections: int, options: arg
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 16, 64])

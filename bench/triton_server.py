@@ -33,7 +33,11 @@ def install() -> Path:
 def triton(python: Path, repository: Path, *options: str) -> AbstractContextManager[RunningServer]:
     """Serve a model repository. `python`: that of `install`, or any that has the wheel."""
     found = subprocess.run(
-        [python, "-c", "import sys, sysconfig; print(sysconfig.get_path('purelib')); print(*sys.version_info[:2], sep='.')"],
+        [
+            python,
+            "-c",
+            "import sys, sysconfig; print(sysconfig.get_path('purelib')); print(*sys.version_info[:2], sep='.')",
+        ],
         check=True,
         capture_output=True,
         text=True,

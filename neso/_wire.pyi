@@ -23,6 +23,6 @@ def parse_plain_infer(
 ):
     """(id, inputs, outputs, binary by default) of the JSON of an infer request of the plainest kind.
 
-    An input is (name, datatype, shape, content); its content the elements as they lie in memory, `bytes` objects for BYTES,
-    or the int of `binary_data_size`. An output is (name, binary). None for all else, valid or not.
+    An input is (name, datatype, shape, content); its content the elements as they lie in memory, `bytes` objects for
+    BYTES, or the int of `binary_data_size`. An output is (name, binary). None for all else, valid or not.
     """

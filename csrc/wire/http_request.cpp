@@ -93,8 +93,10 @@ PyObject* parse_plain_request(std::string_view data, std::size_t max_head, std::
         if (name == "content-length" && !parse_length(value, length)) return nullptr;
         Reference key = bytes(name), content = bytes(value);
         if (!key || !content) return PyErr_Clear(), nullptr;
-        if (PyDict_SetDefault(headers.get(), key.get(), content.get()) != content.get())
-            return PyErr_Clear(), nullptr;  // twice
+        // A second one of the same name would have to be joined to the first.
+        if (PyDict_Contains(headers.get(), key.get()) != 0 ||
+            PyDict_SetItem(headers.get(), key.get(), content.get()) != 0)
+            return PyErr_Clear(), nullptr;
     }
     if (!has_host || length != body.size() || length > max_body) return nullptr;
     Reference method = text(line.method), target = bytes(line.target), content = bytes(body);

@@ -32,7 +32,8 @@ class ModelContext:
     """What a backend is told of the model version that it is to execute.
 
     `config` is the completed `ModelConfig` message; `auto_complete` may have changed it. `directory` is the
-    model's folder in the repository, `version_directory` the version's folder in it.
+    model's folder in the repository, `version_directory` the version's folder in it. `namespace` is the repository
+    whose models are meant first by the names of others, empty where names are unique.
     """
 
     core: Core
@@ -43,6 +44,7 @@ class ModelContext:
     version_directory: Path
     statistics: ModelStatistics
     backend_config: dict[str, str]
+    namespace: str = ""
 
 
 class Backend(ABC):
@@ -75,6 +77,14 @@ class Backend(ABC):
     def num_instances(self) -> int:
         """How many executions run at the same time."""
         return sum(group.count for group in self.context.config.instance_group)
+
+    async def update_instances(self, config: Any) -> bool:
+        """Have as many instances as another configuration says, which differs in nothing else; requests go on.
+
+        False where that takes a load. `num_instances` is the new number afterwards. Raises `ServerError`: then nothing
+        has changed.
+        """
+        return False
 
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None

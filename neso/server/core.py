@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import neso
 from neso.server.custom_metrics import CustomMetrics
-from neso.server.errors import InternalError, NotFound, ServerError, Unavailable
+from neso.server.errors import ServerError, Unavailable
 from neso.server.lifecycle import ModelLifecycle
-from neso.server.loader import ModelSource, override_source
 from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
 from neso.server.metrics import MetricsRegistry, ModelCollector
 from neso.server.model import Model
-from neso.server.options import ModelControlMode, ServerOptions
-from neso.server.repository import ModelRepository, check_model_name
+from neso.server.model_control import ModelControl
+from neso.server.model_table import ModelTable
+from neso.server.options import ServerOptions
 from neso.server.response_cache import ResponseCache
 from neso.server.shared_memory.manager import SharedMemory
 
@@ -49,10 +47,9 @@ class Core:
             ResponseCache(options.response_cache_size) if options.response_cache_size else None
         )
         self.shared_memory = SharedMemory(options.allow_client_shm)
-        self._repository = ModelRepository(options.model_repository)
-        self._lifecycle = ModelLifecycle(self)
-        self._added: dict[str, ModelSource] = {}
-        self._loads: set[asyncio.Task[None]] = set()
+        self._table = ModelTable()
+        self._lifecycle = ModelLifecycle(self, self._table)
+        self._control = ModelControl(options, self._table, self._lifecycle)
         self._started = False
         self._stopping = False
 
@@ -61,9 +58,7 @@ class Core:
 
         Raises `NotFound` for a repository that is no directory.
         """
-        self._repository.check()
-        names = await asyncio.to_thread(self._startup_names)
-        await asyncio.gather(*(self._load_at_start(name) for name in names))
+        await self._control.start()
         self._started = True
 
     async def stop(self) -> None:
@@ -71,10 +66,7 @@ class Core:
         if self._stopping:
             return
         self._stopping = True
-        for task in tuple(self._loads):
-            task.cancel()
-        if self._loads:
-            await asyncio.wait(tuple(self._loads))
+        await self._control.stop()
         await self._lifecycle.unload_all(self.options.exit_timeout)
         self.shared_memory.close()
 
@@ -93,117 +85,71 @@ class Core:
         extensions = (*EXTENSIONS, "system_shared_memory") if self.shared_memory.enabled else EXTENSIONS
         return ServerMetadata(self.options.server_id, neso.__version__, extensions)
 
-    def model(self, name: str, version: str = "") -> Model:
-        """The model that serves a name; version "" is the newest that is ready. Raises `ServerError`."""
+    def model(self, name: str, version: str = "", namespace: str = "") -> Model:
+        """The model that serves a name; version "" is the newest that is ready. Raises `ServerError`.
+
+        Of models of the same name, the one in `namespace` is meant.
+        """
         if self._stopping:
             raise Unavailable(
                 "Server is stopping, scheduler for model has stopped accepting new inference requests"
             )
-        return self._lifecycle.find(name, version)
+        return self._table.find(name, version, namespace)
 
-    def model_ready(self, name: str, version: str = "") -> bool:
+    def model_ready(self, name: str, version: str = "", namespace: str = "") -> bool:
         """Whether requests for a model are accepted; not for one that is unknown, or not loaded."""
         try:
-            return self.model(name, version).ready()
+            return self.model(name, version, namespace).ready()
         except ServerError:
             return False
 
     def models(self) -> list[Model]:
         """All versions that are ready."""
-        return list(self._lifecycle.models())
+        records = sorted(self._table, key=lambda record: record.id)
+        return [model for record in records for model in record.models]
 
     def repository_index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The models of the repositories and those that were loaded from elsewhere, with their states."""
-        names = {*self._repository.names(), *self._added, *self._lifecycle.names}
-        entries = [entry for name in sorted(names) for entry in self._lifecycle.entries(name)]
+        entries = self._control.index()
         return [entry for entry in entries if entry.state is ModelState.READY or not ready_only]
 
     async def load_model(
         self, name: str, config: str | None = None, files: dict[str, bytes] | None = None
     ) -> None:
-        """Load a model, or replace it when it is loaded.
+        """Load a model, or replace it when it is loaded and its files have changed.
 
         `config` is JSON in place of config.pbtxt, `files` are by path, in place of the model's folder.
         Raises `ServerError`; what was loaded before stays then.
         """
-        self._check_control()
-        check_model_name(name)
-        directory: Path | None = None
-        if not files:
-            try:
-                directory = self._source(name).directory
-            except NotFound:
-                raise InternalError(
-                    f"failed to load '{name}', failed to poll from model repository: it holds no such model"
-                ) from None
-        if config is None and not files:
-            source = self._source(name)
-        else:
-            source = await asyncio.to_thread(override_source, name, directory, config, files)
-        await self._load(source)
+        await self._control.load(name, config, files)
 
-    async def require_model(self, name: str) -> None:
-        """Load a model that another one needs, unless it is loaded. Raises `ServerError`."""
-        await self._lifecycle.require(self._source(name))
+    async def require_model(self, name: str, namespace: str = "") -> None:
+        """Load a model that another one in `namespace` needs, unless it is loaded. Raises `ServerError`."""
+        await self._control.require(name, namespace)
 
     async def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Unload a model once its requests in flight have ended. One that is not loaded stays so.
 
-        With `unload_dependents` the models of an ensemble's steps go with it, but for those that another one needs.
+        With `unload_dependents` the models of an ensemble's steps go with it, but for those that were asked for by
+        name or that another one needs.
         """
-        self._check_control()
-        needed = {step for model in self.models() if model.name == name for step in model.dependencies}
-        await asyncio.shield(asyncio.ensure_future(self._lifecycle.unload(name, self.options.unload_timeout)))
-        for step in sorted(needed) if unload_dependents else ():
-            if not any(step in model.dependencies for model in self.models()):
-                await self.unload_model(step, unload_dependents=True)
+        await self._control.unload(name, unload_dependents)
 
     def add_model(self, name: str, config: Any, directory: Path) -> None:
         """Serve a folder that is in no repository. Loaded by `start` or `load_model`."""
-        check_model_name(name)
-        self._added[name] = ModelSource(name, Path(directory), config)
+        self._control.add(name, config, directory)
 
-    def _source(self, name: str) -> ModelSource:
-        return self._added.get(name) or ModelSource(name, self._repository.find(name))
+    async def poll_repositories(self) -> None:
+        """Load and unload by what the repositories hold, now. Raises `Unavailable` in other modes than POLL."""
+        await self._control.poll()
 
-    def _startup_names(self) -> list[str]:
-        if self.options.model_control_mode is ModelControlMode.NONE or self.options.startup_models == ("*",):
-            return sorted({*self._repository.names(), *self._added})
-        return sorted({*self.options.startup_models, *self._added})
+    async def register_repository(self, uri: str | Path, mapping: dict[str, str] | None = None) -> None:
+        """Add a model repository; `mapping` has folders of it by the names that their models are to have.
 
-    async def _load_at_start(self, name: str) -> None:
-        try:
-            source = self._source(name)
-        except ServerError as error:
-            self._lifecycle.fail(name, error.message)
-            logger.error("failed to load model '%s': %s", name, error.message)
-            return
-        try:
-            # Maybe an ensemble has had it loaded already.
-            await self._in_task(source, self._lifecycle.require(source))
-        except ServerError as error:
-            logger.error("failed to load model '%s': %s", name, error.message)
+        Raises `Unsupported` in other modes than EXPLICIT, `AlreadyExists`, `InvalidArgument`.
+        """
+        await self._control.register(uri, mapping)
 
-    async def _load(self, source: ModelSource) -> None:
-        await self._in_task(source, self._lifecycle.load(source))
-
-    async def _in_task(self, source: ModelSource, load: Coroutine[Any, Any, None]) -> None:
-        """Load in a task of its own: a client that goes away does not stop it, the end of the server does."""
-        if self._stopping:
-            load.close()
-            raise Unavailable("Server is stopping, no model is loaded any more")
-        task = asyncio.get_running_loop().create_task(load)
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                raise
-            raise Unavailable(f"failed to load '{source.name}', the server is stopping") from None
-
-    def _check_control(self) -> None:
-        if self._stopping:
-            raise Unavailable("Server is stopping, no model is loaded any more")
-        if self.options.model_control_mode is not ModelControlMode.EXPLICIT:
-            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+    async def unregister_repository(self, uri: str | Path) -> None:
+        """Forget a model repository; what is loaded stays. Raises `Unsupported`, `InvalidArgument`."""
+        await self._control.unregister(uri)

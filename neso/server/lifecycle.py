@@ -1,23 +1,27 @@
-"""Models come and go: load, replace, unload, and in which state every version is."""
+"""Models come and go: load, replace, unload."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neso.server.backend import ModelContext
-from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerError, Unavailable
-from neso.server.loader import ModelPlan, ModelSource, plan_model
-from neso.server.metadata import IndexEntry, ModelState
+from neso.server.errors import InternalError, ServerError
+from neso.server.load_order import LoadOrder
+from neso.server.loader import ModelPlan, plan_model
+from neso.server.memory import release_memory
+from neso.server.metadata import ModelState
 from neso.server.model import Model
-from neso.server.repository import find_versions
+from neso.server.model_config import differ_in_instances_only, is_ensemble
+from neso.server.model_table import UNLOADED, ModelRecord, ModelTable, VersionSlot
+from neso.server.options import ServerOptions
+from neso.server.repository.source import ModelSource
+from neso.server.repository.versions import find_versions
 from neso.server.statistics import ModelStatistics
 from neso.server.warmup import warm_up
 
@@ -26,191 +30,207 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNLOADED = "unloaded"
-
-# The model that this task is loading: what it loads besides, that one waits for.
-_being_loaded: ContextVar[str] = ContextVar("model that is being loaded", default="")
-
-
-@dataclass(slots=True)
-class VersionSlot:
-    """What is known of one version of a model that was touched. `model` is set while it can be used."""
-
-    state: ModelState
-    reason: str = ""
-    model: Model | None = None
-
 
 class ModelLifecycle:
-    """The versions of all models. Loads and unloads of one name queue up, those of several run at once."""
+    """Changes the models of the table. Loads and unloads of one name queue up, those of several run at once."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, table: ModelTable) -> None:
         self._core = core
-        self._slots: dict[str, dict[int, VersionSlot]] = {}
-        self._busy: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._table = table
         self._retiring: set[asyncio.Task[None]] = set()
-        self._waits_for: dict[str, str] = {}  # while they load: a model to the one that it needs
-
-    def find(self, name: str, version: str) -> Model:
-        """The model that requests go to; version "" is the newest that is ready. Raises `ServerError`."""
-        prefix = f"Request for unknown model: '{name}'"
-        slots = self._slots.get(name)
-        if slots is None:
-            raise NotFound(f"{prefix} is not found")
-        if version in ("", "-1"):
-            for slot in reversed(slots.values()):
-                if slot.model is not None:
-                    return slot.model
-            raise Unavailable(f"{prefix} has no available versions")
-        if not version.isascii() or not version.isdigit():
-            raise InvalidArgument(
-                f"failed to get model version from specified version string '{version}', "
-                "version should be an integral value > 0"
-            )
-        found = slots.get(int(version))
-        if found is None:
-            raise NotFound(f"{prefix} version {version} is not found")
-        if found.model is None:
-            raise Unavailable(f"{prefix} version {version} is not at ready state")
-        return found.model
-
-    def models(self) -> Iterator[Model]:
-        """All versions that are ready, by name and version."""
-        for name in sorted(self._slots):
-            for slot in self._slots[name].values():
-                if slot.model is not None:
-                    yield slot.model
-
-    def entries(self, name: str) -> list[IndexEntry]:
-        """The rows of the repository index for one model."""
-        slots = self._slots.get(name)
-        if not slots:
-            return [IndexEntry(name)]
-        return [
-            IndexEntry(name, str(version) if version else "", slot.state, slot.reason)
-            for version, slot in slots.items()
-        ]
-
-    @property
-    def names(self) -> list[str]:
-        """The models that were ever touched."""
-        return list(self._slots)
+        self._order = LoadOrder(core.options.model_load_thread_count)
+        self._clock = itertools.count(1)
+        self._ending = False
 
     def all_ready(self) -> bool:
         """Whether every version that is meant to be loaded can serve."""
         return all(
-            slot.model.ready() if slot.model is not None else slot.reason == UNLOADED
-            for slots in self._slots.values()
-            for slot in slots.values()
+            slot.model.ready() if slot.model is not None else slot.unloaded
+            for record in self._table
+            for slot in record.slots.values()
         )
 
-    async def load(self, source: ModelSource) -> None:
-        """Load the versions that the policy selects, or replace the ones that are loaded.
+    async def load(self, source: ModelSource, *, explicit: bool = False) -> None:
+        """Load the versions that the policy selects, or replace those that are others now.
 
-        Versions that are loaded already serve until the new ones are ready, and stay when those fail.
-        Raises `ServerError` with the reason.
+        Nothing is done for a model that serves just what the source holds. Versions that are loaded already serve
+        until the new ones are ready, and stay when those fail. Raises `ServerError` with the reason.
         """
-        async with self._loading(source.name):
-            await self._load(source)
+        async with self._order.loading(source.id):
+            record = self._table.record(source)
+            record.explicit |= explicit
+            if not record.holds(source):
+                await self._load(record, source)
 
     async def require(self, source: ModelSource) -> None:
         """Load a model unless it is loaded; waits for a load that is under way. Raises `ServerError`."""
-        async with self._loading(source.name):
-            if not any(slot.model is not None for slot in self._slots.get(source.name, {}).values()):
-                await self._load(source)
+        async with self._order.loading(source.id):
+            record = self._table.record(source)
+            if not record.models:
+                await self._load(record, source)
 
-    @asynccontextmanager
-    async def _loading(self, name: str) -> AsyncIterator[None]:
-        """The right to change a model. Raises `InvalidArgument` where a model would wait for itself."""
-        parent = _being_loaded.get()
-        if parent:
-            self._wait(parent, name)
-        token = _being_loaded.set(name)
-        try:
-            async with self._busy[name]:
-                yield
-        finally:
-            _being_loaded.reset(token)
-            self._waits_for.pop(parent, None)
+    async def refresh_ensembles(self) -> None:
+        """Load ensembles again whose steps have changed; those that cannot run any more are unloaded.
 
-    def _wait(self, parent: str, name: str) -> None:
-        chain = [parent, name]
-        while chain[-1] in self._waits_for and chain[-1] != parent:
-            chain.append(self._waits_for[chain[-1]])
-        if chain[-1] == parent:
-            raise InvalidArgument(f"models depend on each other in a circle: {' -> '.join(chain)}")
-        self._waits_for[parent] = name
+        To be called after loads and unloads. Does nothing in the load of another model, whose own end does it.
+        """
+        if self._order.inside_a_load:
+            return
+        while stale := self._table.stale_ensembles():
+            await asyncio.gather(*(self._refresh(record) for record in stale))
 
-    async def _load(self, source: ModelSource) -> None:
-        old = self._slots.get(source.name, {})
-        serving = any(slot.model is not None for slot in old.values())
+    async def _refresh(self, record: ModelRecord) -> None:
+        async with self._order.loading(record.id):
+            if record not in self._table.stale_ensembles():
+                return
+            source, record.checked = record.wanted, next(self._clock)
+            assert source is not None
+            missing = [step for step in sorted(record.steps) if not self._serves(step)]
+            if missing:
+                reason = f"ensemble '{record.name}' depends on '{missing[0]}' which has no loaded version."
+            else:
+                try:
+                    await self._load(record, source)
+                    return
+                except ServerError as error:
+                    reason = error.message
+            logger.error("unloading ensemble '%s': %s", record.name, reason)
+            await self._unload(record, self._core.options.unload_timeout, reason)
+
+    def _serves(self, name: str) -> bool:
+        return any(record.models for record in self._table.named(name))
+
+    async def _load(self, record: ModelRecord, source: ModelSource) -> None:
+        old, before = record.slots, record.wanted
+        serving = bool(record.models)
+        record.wanted = source
         if not serving:
             newest = (find_versions(source.directory) or [0])[-1]
-            self._slots[source.name] = {newest: VersionSlot(ModelState.LOADING)}
+            record.slots = {newest: VersionSlot(ModelState.LOADING)}
         try:
-            fresh = await self._load_all(source, keep_old=serving)
+            fresh = await self._load_all(record, source, keep_old=serving)
         except asyncio.CancelledError:
+            record.wanted = before
             if not serving:
-                self._slots.pop(source.name, None)
+                record.slots = {}
             raise
-        self._swap(source, old, fresh)
-        self._raise_failures(source.name, fresh)
+        except ServerError:
+            if not serving:  # else it may have to go, as its steps have changed
+                record.checked = next(self._clock)
+            raise
+        record.checked = next(self._clock)  # not when it began: it may have had its own steps loaded
+        self._swap(record, source, old, fresh)
+        self._raise_failures(record.name, fresh)
 
-    def fail(self, name: str, reason: str) -> None:
-        """Note that a model cannot even be found."""
-        self._slots[name] = {0: VersionSlot(ModelState.UNAVAILABLE, reason)}
+    def fail(self, name: str, reason: str) -> bool:
+        """Note that a model cannot even be found. False if that is known."""
+        record = self._table.record(ModelSource(name, Path()))
+        known = any(slot.reason == reason for slot in record.slots.values())
+        record.slots = {0: VersionSlot(ModelState.UNAVAILABLE, reason)}
+        return not known
 
-    async def unload(self, name: str, timeout: float | None) -> None:
+    async def unload(self, id: str, timeout: float | None) -> None:
         """Stop serving all versions of a model, when the requests in flight have ended."""
-        async with self._busy[name]:
-            slots = self._slots.get(name, {})
-            models = [slot.model for slot in slots.values() if slot.model is not None]
-            for slot in slots.values():
-                if slot.model is not None:
-                    slot.state, slot.reason = ModelState.UNLOADING, ""
-                    slot.model.retire()
-                    slot.model = None
-            await asyncio.gather(*(self._unload_model(model, timeout) for model in models))
-            for slot in slots.values():
-                slot.state, slot.reason = ModelState.UNAVAILABLE, UNLOADED
+        async with self._order.lock(id):
+            record = self._table.get(id)
+            if record is None:
+                return
+            record.explicit, record.wanted = False, None
+            if await self._unload(record, timeout, UNLOADED) and not self._ending:
+                await asyncio.to_thread(release_memory)
+
+    async def forget(self, id: str) -> None:
+        """There is no such model any more; to be called after an unload."""
+        async with self._order.lock(id):
+            record = self._table.get(id)
+            if record is not None and record.unloaded:
+                self._table.drop(id)
+
+    async def _unload(self, record: ModelRecord, timeout: float | None, reason: str) -> bool:
+        """False if nothing was loaded."""
+        slots = tuple(record.slots.values())
+        models = [model for slot in slots if (model := slot.retire()) is not None]
+        record.source = None
+        if models:
+            record.changed = next(self._clock)
+        await asyncio.gather(*(self._unload_model(model, timeout) for model in models))
+        for slot in slots:
+            slot.close(reason)
+        return bool(models)
 
     async def unload_all(self, timeout: float | None) -> None:
-        """Unload everything, models that were replaced included."""
-        await asyncio.gather(*(self.unload(name, timeout) for name in self._slots), *self._retiring)
+        """Unload everything, models that were replaced included. The end: no more is to be loaded."""
+        self._ending = True
+        await asyncio.gather(*(self.unload(record.id, timeout) for record in self._table), *self._retiring)
 
-    async def _load_all(self, source: ModelSource, *, keep_old: bool) -> dict[int, VersionSlot]:
+    async def _load_all(
+        self, record: ModelRecord, source: ModelSource, *, keep_old: bool
+    ) -> dict[int, VersionSlot]:
         try:
-            plan = await asyncio.to_thread(plan_model, source, self._core.options)
+            plan = await asyncio.to_thread(_plan, source, self._core.options)
         except Exception as raised:
             error = _server_error(raised, source.name)
             if not keep_old:
-                for slot in self._slots[source.name].values():
+                for slot in record.slots.values():
                     slot.state, slot.reason = ModelState.UNAVAILABLE, error.message
             message = f"load failed for model '{source.name}': {error.message}"
             raise ServerError(message, error.code) from None
-        slots = {version: VersionSlot(ModelState.LOADING) for version in plan.versions}
+        record.steps = plan.steps
+        slots = {version: VersionSlot(ModelState.LOADING, config=plan.config) for version in plan.versions}
         if not keep_old:
-            self._slots[source.name] = slots
-        await asyncio.gather(*(self._load_version(plan, version, slot) for version, slot in slots.items()))
+            record.slots = slots
+        await asyncio.gather(*(self._load_version(record, plan, version, slots) for version in plan.versions))
         if keep_old and any(slot.model is None for slot in slots.values()):
-            for slot in slots.values():
-                if slot.model is not None:
+            for version, slot in slots.items():
+                if slot.model is not None and slot is not record.slots.get(version):
                     await self._unload_model(slot.model, 0)
                     slot.model = None
-            self._raise_failures(source.name, slots)
+            self._raise_failures(record.name, slots)
         return slots
 
-    async def _load_version(self, plan: ModelPlan, version: int, slot: VersionSlot) -> None:
-        started = time.monotonic()
+    async def _load_version(
+        self, record: ModelRecord, plan: ModelPlan, version: int, slots: dict[int, VersionSlot]
+    ) -> None:
+        """Make a version, or keep the one that serves where it is what the plan wants."""
+        started, slot = time.monotonic(), slots[version]
+        serving = self._reusable(record, plan, version)
         try:
-            model = await self._make(plan, version)
+            if serving is not None and await serving.update_instances(plan.config):
+                slots[version] = slot = record.slots[version]
+                slot.config = plan.config
+                return
+            async with self._order.place(record.id):
+                model = await self._try_to_make(plan, version)
         except Exception as error:
             slot.state = ModelState.UNAVAILABLE
-            slot.reason = _server_error(error, plan.source.name).message
+            slot.reason = _server_error(error, record.name).message
         else:
             model.load_duration = time.monotonic() - started
+            model.source = plan.source, plan.agents
             slot.state, slot.model = ModelState.READY, model
             logger.info("loaded version %d of model '%s' in %.2f s", version, model.name, model.load_duration)
+
+    @staticmethod
+    def _reusable(record: ModelRecord, plan: ModelPlan, version: int) -> Model | None:
+        """The model that serves, if neither its files nor more of its configuration than the instances are others."""
+        slot, source = record.slots.get(version), record.source
+        if slot is None or slot.model is None or source is None or is_ensemble(plan.config):
+            return None
+        before, now = source.fingerprint, plan.source.fingerprint
+        same = before is not None and now is not None and before.same_version(now, version)
+        if same and slot.model.ready() and differ_in_instances_only(slot.config, plan.config):
+            return slot.model
+        return None
+
+    async def _try_to_make(self, plan: ModelPlan, version: int) -> Model:
+        for attempt in itertools.count(1):
+            try:
+                return await self._make(plan, version)
+            except Exception as error:
+                if attempt > self._core.options.model_load_retry_count:
+                    raise
+                logger.warning("model '%s' failed to load, trying again: %s", plan.source.name, error)
+        raise AssertionError  # never: the loop has no end
 
     async def _make(self, plan: ModelPlan, version: int) -> Model:
         config = type(plan.config)()
@@ -220,10 +240,11 @@ class ModelLifecycle:
             name=plan.source.name,
             version=str(version),
             config=config,
-            directory=plan.source.directory,
+            directory=plan.directory,
             version_directory=plan.versions[version],
             statistics=ModelStatistics(plan.source.name, str(version)),
             backend_config=self._core.options.backend_config.get(config.backend, {}),
+            namespace=plan.source.namespace,
         )
         backend = plan.backend(context)
         try:
@@ -235,29 +256,39 @@ class ModelLifecycle:
             await backend.unload()
             raise
 
-    def _swap(self, source: ModelSource, old: dict[int, VersionSlot], fresh: dict[int, VersionSlot]) -> None:
+    def _swap(
+        self,
+        record: ModelRecord,
+        source: ModelSource,
+        old: dict[int, VersionSlot],
+        fresh: dict[int, VersionSlot],
+    ) -> None:
         """Let requests go to the fresh models from now on, and the old ones end in peace."""
         ready = [str(version) for version, slot in fresh.items() if slot.model is not None]
         for slot in fresh.values():
             if slot.model is not None:
                 slot.model.versions = ready
-                slot.model.source = source
-        self._slots[source.name] = slots = dict(fresh)
+        slots = dict(fresh)
         for version, slot in old.items():
-            if slot.model is None:
+            if slot.model is None or slot is fresh.get(version):
                 continue
             model, slot.model = slot.model, None
-            successor = fresh[version].model if version in fresh else None
-            model.retire(successor)
+            model.retire(fresh[version].model if version in fresh else None)
             if version not in slots:
-                slots[version] = VersionSlot(ModelState.UNLOADING)
+                slots[version] = VersionSlot(ModelState.UNLOADING, unloaded=True)
             self._start(self._retire(model, slots.get(version)))
-        self._slots[source.name] = dict(sorted(slots.items()))
+        if any(slot is not old.get(version) for version, slot in slots.items()):
+            record.changed = next(self._clock)
+        record.source = source if len(ready) == len(fresh) else None
+        record.slots = dict(sorted(slots.items()))
 
     async def _retire(self, model: Model, slot: VersionSlot | None) -> None:
         await self._unload_model(model, self._core.options.unload_timeout)
+        del model
         if slot is not None and slot.state is ModelState.UNLOADING:
-            slot.state, slot.reason = ModelState.UNAVAILABLE, UNLOADED
+            slot.close()
+        if not self._ending:
+            await asyncio.to_thread(release_memory)
 
     async def _unload_model(self, model: Model, timeout: float | None) -> None:
         try:
@@ -275,10 +306,14 @@ class ModelLifecycle:
         failures = [
             f"version {version} is at {slot.state.value} state: {slot.reason};"
             for version, slot in slots.items()
-            if slot.state is ModelState.UNAVAILABLE and slot.reason != UNLOADED
+            if slot.state is ModelState.UNAVAILABLE and not slot.unloaded
         ]
         if failures:
             raise InternalError(f"load failed for model '{name}': " + " ".join(failures))
+
+
+def _plan(source: ModelSource, options: ServerOptions) -> ModelPlan:
+    return plan_model(source.localized(), options)
 
 
 def _server_error(error: Exception, name: str) -> ServerError:

@@ -2,79 +2,55 @@
 
 from __future__ import annotations
 
-import logging
-import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from neso.server.backend import Backend, find_backend
 from neso.server.errors import InvalidArgument
-from neso.server.model_config import check_config, complete_config, config_from_json, is_ensemble, read_config
+from neso.server.model_config import check_config, complete_config, is_ensemble, read_config
 from neso.server.options import ServerOptions
-from neso.server.repository import choose_versions, find_versions
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a model comes from. `config` replaces config.pbtxt; `scratch` owns a temporary `directory`."""
-
-    name: str
-    directory: Path
-    config: Any | None = None
-    scratch: tempfile.TemporaryDirectory[str] | None = None
+from neso.server.repository.source import ModelSource
+from neso.server.repository.versions import choose_versions, find_versions
+from neso.server.repository_agents import RepositoryAgent, run_agents
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What a source has turned out to be: ready to be made."""
+    """What a source has turned out to be: ready to be made. `directory` may be one that an agent has prepared."""
 
     source: ModelSource
+    directory: Path
     config: Any
     backend: type[Backend]
     versions: dict[int, Path]
+    agents: tuple[RepositoryAgent, ...] = ()
+
+    @property
+    def steps(self) -> frozenset[str]:
+        """The models that an ensemble is made of."""
+        return frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
 
 
 def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     """Read, complete and check the configuration. Blocks (files, imports). Raises `ServerError`."""
-    versions = find_versions(source.directory)
-    if not versions and source.config is not None and source.scratch is None:
-        versions = [1]  # a checkpoint that is served without a repository has no version folders
-    newest = source.directory / str(versions[-1] if versions else 1)
     config = _find_config(source, options)
+    directory, agents = run_agents(config, source.directory)
+    versions = find_versions(directory)
+    if not versions and source.config is not None and source.fingerprint is not None:
+        versions = [1]  # a checkpoint that is served without a repository has no version folders
+    newest = directory / str(versions[-1] if versions else 1)
+    if source.renamed:
+        config.name = source.name
     complete_config(config, source.name, newest)
     check_config(config, source.name)
     chosen = choose_versions(versions, config.version_policy, source.name)
     backend = find_backend("ensemble" if is_ensemble(config) else config.backend)
     if not options.disable_auto_complete_config:
-        backend.auto_complete(config, source.directory, source.directory / str(chosen[-1]))
+        backend.auto_complete(config, directory, directory / str(chosen[-1]))
         check_config(config, source.name)
-    return ModelPlan(
-        source, config, backend, {version: source.directory / str(version) for version in chosen}
-    )
-
-
-def override_source(
-    name: str, directory: Path | None, config: str | None, files: Mapping[str, bytes] | None
-) -> ModelSource:
-    """A source with the configuration (JSON) and files of a load request. Blocks. Raises `InvalidArgument`.
-
-    Given files replace the model's folder as a whole, and need a configuration beside them.
-    """
-    message = config_from_json(config) if config is not None else None
-    if files:
-        if message is None:
-            raise InvalidArgument(
-                f"failed to load '{name}', override of model directory requires the model config as well"
-            )
-        scratch = _write_files(files)
-        return ModelSource(name, Path(scratch.name), message, scratch)
-    if directory is None:
-        raise InvalidArgument(f"failed to load '{name}', failed to poll from model repository")
-    return ModelSource(name, directory, message)
+    folders = {version: directory / str(version) for version in chosen}
+    return ModelPlan(source, directory, config, backend, folders, agents)
 
 
 def _find_config(source: ModelSource, options: ServerOptions) -> Any:
@@ -84,7 +60,7 @@ def _find_config(source: ModelSource, options: ServerOptions) -> Any:
         config = ModelConfig()
         config.CopyFrom(source.config)
         return config
-    config = read_config(source.directory)
+    config = read_config(source.directory, options.model_config_name)
     if config is None:
         if options.disable_auto_complete_config:
             raise InvalidArgument(
@@ -92,16 +68,3 @@ def _find_config(source: ModelSource, options: ServerOptions) -> Any:
             )
         config = ModelConfig()
     return config
-
-
-def _write_files(files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
-    scratch = tempfile.TemporaryDirectory(prefix="neso-model-")
-    root = Path(scratch.name).resolve()
-    for key, content in files.items():
-        path = (root / key.removeprefix("file:")).resolve()
-        if not path.is_relative_to(root) or path == root:
-            scratch.cleanup()
-            raise InvalidArgument(f"invalid file name '{key}', it must stay inside the model's folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return scratch

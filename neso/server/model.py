@@ -174,6 +174,22 @@ class Model:
         for stream in tuple(self._in_flight):
             stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
 
+    async def update_instances(self, config: Any) -> bool:
+        """Run as many instances as another configuration says, which differs in nothing else.
+
+        False where the model must be loaded again for that. Raises `ServerError`; nothing has changed then.
+        """
+        if list(config.instance_group) == list(self.config.instance_group):
+            return True
+        if isinstance(self._batcher, SequenceBatcher):
+            return False
+        before = self._backend.num_instances
+        if not await self._backend.update_instances(config):
+            return False
+        if self._batcher is not None:
+            self._batcher.add_instances(self._backend.num_instances - before)
+        return True
+
     def _make_batcher(self) -> DynamicBatcher | SequenceBatcher | None:
         if self.config.HasField("sequence_batching"):
             return self._make_sequence_batcher()

@@ -14,13 +14,34 @@ from neso.server.errors import InvalidArgument
 from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US, check_sequence_batching
 
 CONFIG_FILENAME = "config.pbtxt"
+CONFIG_FOLDER = "configs"
 
-_BACKEND_OF_FILE = {"model.py": "python", "model.onnx": "onnxruntime", "model.pt": "pytorch"}
+_BACKEND_OF_FILE = {
+    "model.py": "python",
+    "model.onnx": "onnxruntime",
+    "model.pt": "pytorch",
+    "model.plan": "tensorrt",
+    "model.xml": "openvino",
+    "model.savedmodel": "tensorflow",
+    "model.graphdef": "tensorflow",
+}
+_BACKEND_OF_PLATFORM = {
+    "onnxruntime_onnx": "onnxruntime",
+    "pytorch_libtorch": "pytorch",
+    "tensorrt_plan": "tensorrt",
+    "tensorflow_graphdef": "tensorflow",
+    "tensorflow_savedmodel": "tensorflow",
+}
 
 
-def read_config(directory: Path) -> ModelConfig | None:
-    """Parse the model's config.pbtxt, None without one. Raises `InvalidArgument` with line and column."""
-    path = directory / CONFIG_FILENAME
+def read_config(directory: Path, custom_name: str = "") -> ModelConfig | None:
+    """Parse the model's `configs/<custom_name>.pbtxt` or else its config.pbtxt, None without one.
+
+    Raises `InvalidArgument` with line and column.
+    """
+    path = directory / CONFIG_FOLDER / f"{custom_name}.pbtxt"
+    if not (custom_name and path.is_file()):
+        path = directory / CONFIG_FILENAME
     if not path.is_file():
         return None
     try:
@@ -102,16 +123,15 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
 
 
 def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
-    if config.platform == "onnxruntime_onnx":
-        return "onnxruntime"
-    if config.platform.startswith("pytorch"):
-        return "pytorch"
+    """By platform, file name, the files that there are, or the name of the model; "" if nothing tells."""
+    if config.platform:
+        return _BACKEND_OF_PLATFORM.get(config.platform, "")
     if config.default_model_filename:
         return _BACKEND_OF_FILE.get(config.default_model_filename, "")
     for filename, backend in _BACKEND_OF_FILE.items():
         if (version_directory / filename).exists():
             return backend
-    return ""
+    return str(config.name).rpartition(".")[2] if "." in config.name else ""
 
 
 def check_config(config: ModelConfig, name: str) -> None:
@@ -123,7 +143,12 @@ def check_config(config: ModelConfig, name: str) -> None:
         )
     _check_schedulers(config)
     if not config.backend and not is_ensemble(config):
-        raise InvalidArgument(f"must specify 'platform' or 'backend' for '{name}'")
+        raise InvalidArgument(
+            f"unexpected platform type '{config.platform}' for {name}"
+            if config.platform
+            else f"Invalid model name: Could not determine backend for model '{name}' with no backend in model "
+            "configuration. Expected model name of the form 'model.<backend_name>'."
+        )
     if config.max_batch_size < 0:
         raise InvalidArgument(f"'max_batch_size' must be non-negative value for {name}")
     for kind, tensors in (("input", config.input), ("output", config.output)):
@@ -133,6 +158,18 @@ def check_config(config: ModelConfig, name: str) -> None:
             if tensor.name in seen:
                 raise InvalidArgument(f"model {kind} '{tensor.name}' is specified more than once for {name}")
             seen.add(tensor.name)
+
+
+def differ_in_instances_only(old: ModelConfig, new: ModelConfig) -> bool:
+    """Whether two completed configurations are the same but for their instance groups and version policies."""
+    copies = []
+    for config in (old, new):
+        copy = ModelConfig()
+        copy.CopyFrom(config)
+        copy.ClearField("instance_group")
+        copy.ClearField("version_policy")
+        copies.append(copy)
+    return bool(copies[0] == copies[1])
 
 
 def _check_schedulers(config: ModelConfig) -> None:

@@ -8,7 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.errors import InvalidArgument
+from neso.server.repository.names import stays_inside
 
 
 class ModelControlMode(str, Enum):
@@ -19,14 +20,19 @@ class ModelControlMode(str, Enum):
     EXPLICIT = "explicit"
     """The startup models, then whatever load and unload requests say."""
     POLL = "poll"
-    """What the repositories hold at the moment. Not available yet."""
+    """What the repositories hold at the moment: they are looked at from time to time."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """Options of the core; front ends have their own.
 
-    In EXPLICIT mode `startup_models` are loaded at start, `("*",)` means all. `strict_readiness`: the server
+    `model_repository`: directories, or URIs of folders in a bucket. In EXPLICIT mode `startup_models` are loaded at
+    start, `("*",)` means all; in POLL mode the repositories are looked at every `repository_poll_secs` (0: only when
+    asked). `model_config_name`: `configs/<name>.pbtxt` of a model, where there is one, is read in place of its
+    config.pbtxt. `model_namespacing`: repositories may have models of the same name. `model_load_thread_count`: so many
+    versions of models are loaded at a time; one that fails is tried `model_load_retry_count` times more.
+    `strict_readiness`: the server
     is ready only while every model that was to be loaded is. `exit_on_error` is for the process around the
     core: the core itself goes on when a model fails. `exit_timeout` and `unload_timeout` (seconds) bound how
     long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
@@ -35,10 +41,15 @@ class ServerOptions:
     to system shared memory. Raises `ServerError` for options that cannot be served.
     """
 
-    model_repository: tuple[Path, ...] = ()
+    model_repository: tuple[Path | str, ...] = ()
     server_id: str = "neso"
     model_control_mode: ModelControlMode = ModelControlMode.NONE
     startup_models: tuple[str, ...] = ()
+    repository_poll_secs: float = 15.0
+    model_config_name: str = ""
+    model_namespacing: bool = False
+    model_load_thread_count: int = 4
+    model_load_retry_count: int = 0
     strict_readiness: bool = True
     exit_on_error: bool = True
     exit_timeout: float = 30.0
@@ -50,21 +61,36 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         self._normalize()
-        if self.model_control_mode is ModelControlMode.POLL:
-            raise Unsupported("model control mode 'poll' is not supported yet, use 'none' or 'explicit'")
         if self.response_cache_size < 0:
             raise InvalidArgument(
                 f"the size of the response cache must not be negative: {self.response_cache_size}"
             )
         if self.startup_models and self.model_control_mode is not ModelControlMode.EXPLICIT:
             raise InvalidArgument("startup models can be named in model control mode 'explicit' only")
+        if "*" in self.startup_models and len(self.startup_models) > 1:
+            raise InvalidArgument(
+                "Wildcard model name '*' must be the ONLY startup model if specified at all."
+            )
+        for name, value, least in (
+            ("repository_poll_secs", self.repository_poll_secs, 0),
+            ("model_load_thread_count", self.model_load_thread_count, 1),
+            ("model_load_retry_count", self.model_load_retry_count, 0),
+        ):
+            if not value >= least:
+                raise InvalidArgument(f"{name} must be at least {least}, got {value}")
+        if not stays_inside(self.model_config_name):
+            raise InvalidArgument(
+                f"model_config_name must be the name of a file in 'configs', got '{self.model_config_name}'"
+            )
 
     def _normalize(self) -> None:
         """Take what callers without a type checker write: one path, text for paths, a mode's name, lists."""
         repository: Any = self.model_repository
         if isinstance(repository, str | PathLike):
             repository = (repository,)
-        object.__setattr__(self, "model_repository", tuple(Path(path) for path in repository))
+        # Text is left as it is: it may be the URI of a bucket.
+        paths = tuple(path if isinstance(path, str) else Path(path) for path in repository)
+        object.__setattr__(self, "model_repository", paths)
         object.__setattr__(self, "startup_models", tuple(self.startup_models))
         try:
             object.__setattr__(self, "model_control_mode", ModelControlMode(self.model_control_mode))

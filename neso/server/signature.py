@@ -91,7 +91,7 @@ class Signature:
         return self._check_plain(request) or self._check_each(request)
 
     def _check_plain(self, request: InferenceRequest) -> int:
-        """The batch size of a request that has all inputs and nothing special; 0 if it must be looked at more closely."""
+        """The batch size of a request with all inputs and nothing special; 0 if it must be looked at more closely."""
         inputs, specs = request.inputs, self.inputs
         if len(inputs) != len(specs) or request.classification:
             return 0

@@ -22,12 +22,18 @@ def repository(tmp_path: Path) -> RepositoryBuilder:
 
 @pytest.fixture
 async def start_core(repository: RepositoryBuilder) -> AsyncIterator[StartCore]:
-    """`await start_core(explicit=…, option=…)`: a started core, stopped at the end."""
+    """`await start_core(explicit=…, poll=…, option=…)`: a started core, stopped at the end.
+
+    With `poll` it looks at the repository when it is asked to.
+    """
     cores: list[Core] = []
 
-    async def start(*, explicit: bool = False, **options: Any) -> Core:
+    async def start(*, explicit: bool = False, poll: bool = False, **options: Any) -> Core:
         options.setdefault("model_repository", (repository.path,))
         mode = ModelControlMode.EXPLICIT if explicit else ModelControlMode.NONE
+        if poll:
+            mode = ModelControlMode.POLL
+            options.setdefault("repository_poll_secs", 0)
         core = Core(ServerOptions(model_control_mode=mode, **options))
         cores.append(core)
         await core.start()

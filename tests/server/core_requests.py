@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from neso.server.core import Core
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.metadata import IndexEntry
 from neso.server.model import Model
 from neso.server.tensor import Tensor
 
@@ -20,6 +22,11 @@ def ask(model: Model, *, id: str = "", **arrays: Any) -> ResponseStream:
 
 def ask_slow(model: Model) -> ResponseStream:
     return ask(model, IN=np.ones(2, np.float32))
+
+
+def index_of(core: Core, name: str) -> list[IndexEntry]:
+    """The rows of the repository index for one model."""
+    return [entry for entry in core.repository_index() if entry.name == name]
 
 
 async def collect(stream: ResponseStream) -> list[InferenceResponse]:

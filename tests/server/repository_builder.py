@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 IDENTITY = """
 import triton_python_backend_utils as pb_utils
@@ -18,6 +19,16 @@ class TritonPythonModel:
 IDENTITY_TENSORS = """
 input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+
+CONSTANT = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        out = np.array([{value}], np.float32)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out)]) for _ in requests]
 """
 
 REPEAT = """
@@ -83,10 +94,27 @@ class RepositoryBuilder:
         """Write (or overwrite) a Python model; its folder."""
         folder = self.path / name
         folder.mkdir(exist_ok=True)
-        (folder / "config.pbtxt").write_text('backend: "python"\n' + dedent(config))
+        self.configure(name, config)
         for version in versions:
             (folder / version).mkdir(exist_ok=True)
             (folder / version / "model.py").write_text(dedent(code))
+        return folder
+
+    def configure(self, name: str, config: str) -> None:
+        """Write a model's configuration, and leave its code alone."""
+        (self.path / name / "config.pbtxt").write_text('backend: "python"\n' + dedent(config))
+
+    def add_constant(self, name: str, value: float, **extra: Any) -> Path:
+        """A model that answers with a number, whatever it is asked."""
+        return self.add(name, CONSTANT.format(value=value), **extra)
+
+    def add_ensemble(self, name: str, step: str) -> Path:
+        """An ensemble of one step, a model like IDENTITY."""
+        folder = self.path / name
+        (folder / "1").mkdir(parents=True, exist_ok=True)
+        maps = "input_map { key: 'IN' value: 'IN' } output_map { key: 'OUT' value: 'OUT' }"
+        scheduling = f"ensemble_scheduling {{ step {{ model_name: '{step}' model_version: -1 {maps} }} }}"
+        (folder / "config.pbtxt").write_text(f'platform: "ensemble" {IDENTITY_TENSORS} {scheduling}')
         return folder
 
     def add_standard(self) -> None:

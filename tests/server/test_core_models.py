@@ -8,18 +8,23 @@ import time
 
 import numpy as np
 import pytest
-from core_requests import ask, ask_slow, collect
+from core_requests import ask, ask_slow, collect, index_of
 from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
 
 from neso.server.backend import BUILTIN
 from neso.server.core import Core
-from neso.server.errors import Cancelled, ErrorCode, InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.errors import (
+    Cancelled,
+    ErrorCode,
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    ServerError,
+    Unavailable,
+    Unsupported,
+)
 from neso.server.metadata import IndexEntry, ModelState
 from neso.server.options import ModelControlMode, ServerOptions
-
-
-def index_of(core: Core, name: str) -> list[IndexEntry]:
-    return [entry for entry in core.repository_index() if entry.name == name]
 
 
 async def test_models_of_a_repository_are_ready(repository, start_core):
@@ -221,10 +226,18 @@ async def test_load_and_unload_need_explicit_control(repository, start_core):
 
 
 def test_options_that_cannot_be_served():
-    with pytest.raises(ServerError, match="poll"):
-        ServerOptions(model_control_mode=ModelControlMode.POLL)
     with pytest.raises(InvalidArgument, match="explicit"):
         ServerOptions(startup_models=("a",))
+    with pytest.raises(InvalidArgument, match="must be the ONLY startup model"):
+        ServerOptions(model_control_mode=ModelControlMode.EXPLICIT, startup_models=("*", "a"))
+    for options in (
+        {"repository_poll_secs": -1},
+        {"model_load_thread_count": 0},
+        {"model_load_retry_count": -1},
+        {"model_config_name": "../config"},
+    ):
+        with pytest.raises(InvalidArgument, match=next(iter(options))):
+            ServerOptions(**options)
 
 
 async def test_load_and_unload(repository, start_core):
@@ -413,3 +426,46 @@ async def test_a_model_without_a_repository(repository, tmp_path):
     await core.start()
     assert core.model("named").config.name == "named"
     await core.stop()
+
+
+async def test_a_configuration_of_another_name(repository, start_core):
+    for name in ("with", "without"):
+        repository.add(name)
+    (repository.path / "with" / "configs").mkdir()
+    custom = 'backend: "python" max_batch_size: 3 ' + IDENTITY_TENSORS
+    (repository.path / "with" / "configs" / "small.pbtxt").write_text(custom)
+    core = await start_core(model_config_name="small")
+    assert [model.config.max_batch_size for model in core.models()] == [3, 0]
+
+
+async def test_registered_repositories(repository, start_core, tmp_path):
+    other = RepositoryBuilder(tmp_path / "other")
+    folder = other.add("folder")
+    (folder / "config.pbtxt").write_text('name: "folder" backend: "python"' + IDENTITY_TENSORS)
+    core = await start_core(explicit=True)
+    await core.register_repository(other.path, {"renamed": "folder"})
+    assert index_of(core, "renamed") == [IndexEntry("renamed")] and not index_of(core, "folder")
+    await core.load_model("renamed")
+    assert core.model("renamed").config.name == "renamed"
+    await core.unregister_repository(other.path)
+    assert core.model("renamed").ready()
+    with pytest.raises(InternalError, match="failed to poll from model repository"):
+        await core.load_model("renamed")
+    core = await start_core()
+    for work in (core.register_repository(other.path), core.unregister_repository(other.path)):
+        with pytest.raises(
+            Unsupported, match="registration is not allowed if model control mode is not EXPLICIT"
+        ):
+            await work
+
+
+async def test_steps_that_were_asked_for_stay(repository, start_core):
+    repository.add("step")
+    repository.add_ensemble("all", "step")
+    core = await start_core(explicit=True)
+    for explicit in (False, True):
+        if explicit:
+            await core.load_model("step")
+        await core.load_model("all")
+        await core.unload_model("all", unload_dependents=True)
+        assert [model.name for model in core.models()] == (["step"] if explicit else [])

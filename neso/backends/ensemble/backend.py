@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from neso.backends.ensemble.graph import EnsembleGraph
 from neso.backends.ensemble.run import EnsembleRun
 from neso.server.backend import Backend, ModelContext
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_response import ResponseStream
+
+if TYPE_CHECKING:
+    from neso.server.model import Model
 
 
 class EnsembleBackend(Backend):
@@ -21,7 +26,7 @@ class EnsembleBackend(Backend):
         """Load the models of the steps that are not loaded yet, and check that the tensors fit them."""
         for name in dict.fromkeys(step.model for step in self._graph.steps):
             try:
-                await self.context.core.require_model(name)
+                await self.context.core.require_model(name, self.context.namespace)
             except ServerError as error:
                 raise InvalidArgument(
                     f"ensemble '{self.context.name}' depends on '{name}' which has no loaded version: {error.message}"
@@ -30,18 +35,24 @@ class EnsembleBackend(Backend):
             self._check_step(step.index)
 
     def submit(self, request: ResponseStream) -> None:
-        EnsembleRun(self._graph, request, self.context.core.model, self._decoupled).start()
+        EnsembleRun(self._graph, request, self._find_model, self._decoupled).start()
 
     async def unload(self) -> None:
         """Nothing: the models of the steps are the server's."""
 
     def ready(self) -> bool:
-        return all(self.context.core.model_ready(step.model, step.version) for step in self._graph.steps)
+        return all(
+            self.context.core.model_ready(step.model, step.version, self.context.namespace)
+            for step in self._graph.steps
+        )
+
+    def _find_model(self, name: str, version: str) -> Model:
+        return self.context.core.model(name, version, self.context.namespace)
 
     def _check_step(self, index: int) -> None:
         """Raises `InvalidArgument` for names that the step's model does not have, or inputs that it lacks."""
         step = self._graph.steps[index]
-        model = self.context.core.model(step.model, step.version)
+        model = self._find_model(step.model, step.version)
         where = f"in ensemble '{self.context.name}', step {index}: model '{step.model}'"
         for name in step.inputs.keys() - model.signature.inputs.keys():
             raise InvalidArgument(f"{where} has no input '{name}'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -43,10 +44,12 @@ class PythonBackend(Backend):
         """Let the model's `auto_complete_config` fill in tensors and batching."""
         try:
             model_class = load_model_class(version_directory / config.default_model_filename, config.name)
-            auto_complete = getattr(model_class, "auto_complete_config", None)
-            if auto_complete is not None:
-                model_config.complete(config, auto_complete)
-            forget_model_class(model_class)
+            try:
+                auto_complete = getattr(model_class, "auto_complete_config", None)
+                if auto_complete is not None:
+                    model_config.complete(config, auto_complete)
+            finally:
+                forget_model_class(model_class)
         except ServerError:
             raise
         except Exception as error:
@@ -55,11 +58,51 @@ class PythonBackend(Backend):
 
     async def load(self) -> None:
         """Start the instances; all of them must initialize."""
-        self._instances = self._make_instances()
-        for instance in self._instances:
+        groups = self.context.config.instance_group
+        places = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
+        self._instances = self._make_instances(self.context.config, places)
+        await self._start(self._instances)
+
+    async def update_instances(self, config: Any) -> bool:
+        """Start more instances, or let some end when they are free; only counts may change.
+
+        Instances take from one queue, so which ones end is open: with several groups none may.
+        """
+        before, after = list(self.context.config.instance_group), list(config.instance_group)
+        if self._own_work or not self.ready() or not _differ_in_counts_only(before, after):
+            return False
+        growth = [new.count - old.count for old, new in zip(before, after, strict=True)]
+        if min(growth) < 0 and len(growth) > 1:
+            return False
+        fresh = self._make_instances(config, self._free_places(after, growth))
+        self._instances = [instance for instance in self._instances if instance.alive] + fresh
+        try:
+            await self._start(fresh)
+        except BaseException:
+            for instance in fresh:
+                if instance.started.done() and instance.started.exception() is None:
+                    self._work.put(None)  # one of them all ends
+            raise
+        for old, new in zip(before, after, strict=True):
+            old.count = new.count
+        for _ in range(-min(growth)):
+            self._work.put(None)
+        return True
+
+    def _free_places(self, groups: list[Any], growth: list[int]) -> list[tuple[int, int]]:
+        """Group and number of instances to be added, whose names nobody has."""
+        taken = {instance.name for instance in self._instances if instance.alive}
+        places: list[tuple[int, int]] = []
+        for number, (group, count) in enumerate(zip(groups, growth, strict=True)):
+            free = (index for index in itertools.count() if f"{group.name}_{index}" not in taken)
+            places += [(number, index) for index in itertools.islice(free, max(count, 0))]
+        return places
+
+    async def _start(self, instances: list[ModelInstance]) -> None:
+        for instance in instances:
             instance.start()
         results = await asyncio.gather(
-            *(asyncio.wrap_future(instance.started) for instance in self._instances), return_exceptions=True
+            *(asyncio.wrap_future(instance.started) for instance in instances), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException):
@@ -111,43 +154,53 @@ class PythonBackend(Backend):
         """Whether at least one thread is there to execute."""
         return any(instance.alive for instance in self._instances)
 
-    def _make_instances(self) -> list[ModelInstance]:
+    def _make_instances(self, config: Any, places: list[tuple[int, int]]) -> list[ModelInstance]:
+        """Instances of a configuration, by group and number."""
         context = self.context
-        path = context.version_directory / context.config.default_model_filename
-        kinds = config_to_dict(context.config)["instance_group"]
-        text = config_to_json(context.config)
-        decoupled = bool(context.config.model_transaction_policy.decoupled)
-        outputs = {
-            t["name"]: DataType.from_config(t["data_type"]) for t in config_to_dict(context.config)["output"]
-        }
-        sequences = config_to_dict(context.config).get("sequence_batching")
+        path = context.version_directory / config.default_model_filename
+        kinds = config_to_dict(config)["instance_group"]
+        text = config_to_json(config)
+        decoupled = bool(config.model_transaction_policy.decoupled)
+        outputs = {t["name"]: DataType.from_config(t["data_type"]) for t in config_to_dict(config)["output"]}
+        sequences = config_to_dict(config).get("sequence_batching")
         states = {
             t["output_name"]: DataType.from_config(t["data_type"])
             for t in (sequences["state"] if sequences is not None else ())
         }
         access = ServerAccess(context.core, asyncio.get_running_loop())
         instances = []
-        for group in kinds:
-            for index in range(group["count"]):
-                name = f"{group['name']}_{index}"
-                args = {
-                    "model_config": text,
-                    "model_instance_kind": group["kind"].removeprefix("KIND_"),
-                    "model_instance_name": name,
-                    "model_instance_device_id": str(group["gpus"][0] if group["gpus"] else 0),
-                    "model_repository": str(context.directory),
-                    "model_version": context.version,
-                    "model_name": context.name,
-                }
-                link = ModelOutputs(
-                    asyncio.get_running_loop(), name, decoupled, outputs | states, tuple(states)
-                )
-                work = self._work
-                if sequences is not None:
-                    work = WorkQueue()
-                    self._own_work.append(work)
-                instances.append(ModelInstance(path, args, link, work, access))
+        for number, index in places:
+            group = kinds[number]
+            name = f"{group['name']}_{index}"
+            args = {
+                "model_config": text,
+                "model_instance_kind": group["kind"].removeprefix("KIND_"),
+                "model_instance_name": name,
+                "model_instance_device_id": str(group["gpus"][0] if group["gpus"] else 0),
+                "model_repository": str(context.directory),
+                "model_version": context.version,
+                "model_name": context.name,
+            }
+            link = ModelOutputs(asyncio.get_running_loop(), name, decoupled, outputs | states, tuple(states))
+            work = self._work
+            if sequences is not None:
+                work = WorkQueue()
+                self._own_work.append(work)
+            instances.append(ModelInstance(path, args, link, work, access))
         return instances
+
+
+def _differ_in_counts_only(before: list[Any], after: list[Any]) -> bool:
+    """Whether instance groups are the same but for how many instances they have."""
+    if len(before) != len(after):
+        return False
+    for old, new in zip(before, after, strict=True):
+        same = type(old)()
+        same.CopyFrom(old)
+        same.count = new.count
+        if same != new:
+            return False
+    return True
 
 
 def _text(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import logging
 import queue
@@ -64,11 +65,17 @@ class ModelInstance:
         self.work = work
         self._access = access
         self._loop: asyncio.AbstractEventLoop | None = None
+        # What `initialize` has the server load is loaded for this model.
+        self._context = contextvars.copy_context()
         # A daemon: a model that never returns from execute must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=f"model-{outputs.instance}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self._outputs.instance
 
     @property
     def alive(self) -> bool:
@@ -88,11 +95,21 @@ class ModelInstance:
     def _live(self) -> None:
         try:
             model_class = load_model_class(self._path, self._args["model_name"])
+        except Exception as error:
+            self.started.set_exception(error)
+            return
+        try:
+            self._serve(model_class)
+        finally:
+            forget_model_class(model_class)
+
+    def _serve(self, model_class: type[Any]) -> None:
+        try:
             model = model_class()
             if not callable(getattr(model, "execute", None)):
                 raise TritonModelException(f"TritonPythonModel in '{self._path}' has no execute function")
             if hasattr(model, "initialize"):
-                model.initialize(self._args)
+                self._context.run(model.initialize, self._args)
         except Exception as error:
             self.started.set_exception(error)
             return
@@ -109,7 +126,6 @@ class ModelInstance:
             self._loop.call_soon_threadsafe(self._loop.stop)
         if hasattr(model, "finalize"):
             model.finalize()
-        forget_model_class(model_class)
 
     def _execute(self, model: Any, work: Work) -> None:
         responders = self._still_wanted(work.streams)

@@ -96,7 +96,10 @@ class Options:
                 for backend, settings in self.backend_configuration.items()
             },
             response_cache_size=self._cache_size(),
-            **{name: getattr(self, name) for name in _SAME},
+            model_load_thread_count=self.model_load_thread_count,
+            model_load_retry_count=self.model_load_retry_count,
+            model_namespacing=self.model_namespacing,
+            repository_poll_secs=0,  # when poll_model_repository() says so
         )
 
     def _repositories(self) -> Any:
@@ -135,10 +138,6 @@ def _default(option: Field[Any]) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
-# The same thing under the same name, once the core has it.
-_SAME = {"model_load_thread_count", "model_load_retry_count", "model_namespacing"} & {
-    option.name for option in fields(ServerOptions)
-}
 _USED = {
     "model_repository",
     "server_id",
@@ -156,5 +155,7 @@ _USED = {
     "log_format",
     "log_verbose",
     "backend_configuration",
-    *_SAME,
+    "model_load_thread_count",
+    "model_load_retry_count",
+    "model_namespacing",
 }

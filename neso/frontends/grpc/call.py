@@ -25,7 +25,8 @@ _MOST_UNREAD = 64
 class ServerCall:
     """What a method handler gets as its context, by the names of `grpc.aio.ServicerContext`; the stream's events.
 
-    The handler runs in a task of its own, which is cancelled when the client cancels, goes away, or its deadline passes.
+    The handler runs in a task of its own, which is cancelled when the client cancels or goes away, or its deadline is
+    over.
     """
 
     def __init__(

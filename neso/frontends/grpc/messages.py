@@ -1,4 +1,4 @@
-"""Messages in the body of a stream: a flag, a length, and that many bytes (gRPC over HTTP/2, "Length-Prefixed-Message")."""
+"""Messages in the body of a stream: a flag, a length, and that many bytes ("Length-Prefixed-Message")."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class MessageReader:
         except zlib.error as error:
             raise MessageFault("INTERNAL", f"a message that cannot be decompressed: {error}") from None
         if decompressor.unconsumed_tail:
-            raise MessageFault("RESOURCE_EXHAUSTED", f"Decompressed message larger than max ({self._max_message})")
+            raise MessageFault(
+                "RESOURCE_EXHAUSTED", f"Decompressed message larger than max ({self._max_message})"
+            )
         if not decompressor.eof:
             raise MessageFault("INTERNAL", "a compressed message that is cut off")
         return plain

@@ -10,7 +10,7 @@ from neso.frontends.http2 import Http2Options
 
 @dataclass(frozen=True, slots=True)
 class GrpcServerOptions:
-    """`max_message`: bytes of a message, decompressed. `compress_level`: of gzip for responses, None: not compressed."""
+    """`max_message`: bytes of a message, decompressed. `compress_level`: of gzip for responses; None: as they are."""
 
     host: str = "127.0.0.1"
     port: int = 0

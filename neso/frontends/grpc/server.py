@@ -95,10 +95,12 @@ class GrpcServer:
 
     def _accept(self, stream: Http2Stream, headers: Headers) -> StreamEvents:
         """A call begins."""
-        try:
-            call_headers = CallHeaders.parse(headers)
-        except (ValueError, UnicodeDecodeError):
-            return _refuse(stream, status.http_status(400))
+        call_headers = headers.made
+        if call_headers is None:
+            try:
+                call_headers = headers.made = CallHeaders.parse(headers)
+            except ValueError:
+                return _refuse(stream, status.http_status(400))
         if call_headers.method != "POST":
             return _refuse(stream, status.http_status(405))
         if not call_headers.content_type.startswith("application/grpc"):

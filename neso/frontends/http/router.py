@@ -10,7 +10,6 @@ from neso.frontends.http.deferred import DeferredResponse
 from neso.frontends.http.request import Request, decode_path
 from neso.frontends.http.response import Response, error_response
 
-
 _MOST_REMEMBERED = 1024
 
 

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import hpack
 
 from neso.frontends.http2.frames import ConnectionFault, ErrorCode
 
-Headers = list[tuple[bytes, bytes]]
-
 _MOST_REMEMBERED = 64
+
+
+class Headers(list[tuple[bytes, bytes]]):
+    """Names and values, in order. Requests with the same block share them, and what the application `made` of them."""
+
+    __slots__ = ("made",)
+
+    def __init__(self, fields: Iterable[tuple[bytes, bytes]]) -> None:
+        super().__init__(fields)
+        self.made: Any = None
 
 
 class HeaderDecoder:
@@ -31,7 +40,8 @@ class HeaderDecoder:
             return found
         before = self._table_state()
         try:
-            headers = [(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)]
+            fields = self._decoder.decode(block, raw=True)
+            headers = Headers((bytes(name), bytes(value)) for name, value in fields)
         except hpack.OversizedHeaderListError:
             raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "header list too large") from None
         except (hpack.HPACKError, UnicodeDecodeError, IndexError, ValueError) as error:
@@ -51,9 +61,7 @@ class HeaderDecoder:
 
 def encode_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A header block of literals that enter no table: it means the same on any connection."""
-    return b"".join(
-        b"\x00" + _length(name) + name + _length(value) + value for name, value in headers
-    )
+    return b"".join(b"\x00" + _length(name) + name + _length(value) + value for name, value in headers)
 
 
 def _length(data: bytes) -> bytes:

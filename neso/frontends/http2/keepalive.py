@@ -30,7 +30,9 @@ class Keepalive:
         self._pinged_at: float | None = None
         self._strikes = 0
         self._timer = self._loop.call_later(options.keepalive_time, self._check)
-        self._age = None if options.max_age is None else self._loop.call_later(options.max_age, self._grow_old)
+        self._age = (
+            None if options.max_age is None else self._loop.call_later(options.max_age, self._grow_old)
+        )
 
     def stop(self) -> None:
         """The connection has ended."""

@@ -61,7 +61,9 @@ class Http2Stream:
 
     events: StreamEvents
 
-    def __init__(self, connection: Http2Connection, number: int, send_window: int, receive_window: int) -> None:
+    def __init__(
+        self, connection: Http2Connection, number: int, send_window: int, receive_window: int
+    ) -> None:
         self._connection = connection
         self.number = number
         self.send_window = send_window

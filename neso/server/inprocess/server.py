@@ -9,13 +9,14 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from neso.server.core import Core
 from neso.server.custom_metrics import CustomFamily as MetricFamily
 from neso.server.custom_metrics import MetricKind
-from neso.server.errors import Unavailable, Unsupported
+from neso.server.errors import Unavailable
 from neso.server.inprocess.flight import Flight
 from neso.server.inprocess.model import Model
 from neso.server.inprocess.models import Models
@@ -145,26 +146,20 @@ class Server:
     def register_model_repository(
         self, path: str | PathLike[str], name_mapping: dict[str, str] | None = None
     ) -> None:
-        """Add a repository, in model control mode `explicit`; `name_mapping` has new names by folder.
+        """Add a model repository, in model control mode `explicit`: a directory, or a URI.
 
-        Nothing of it is loaded until `load` says so. Raises `ServerError`.
+        `name_mapping` has the names of models by folder, where they are to have others. Raises `ServerError`.
         """
-        by_name = {name: folder for folder, name in (name_mapping or {}).items()}
-        self.wait_for(self._repositories("register_repository")(path, by_name))
+        folders = {name: folder for folder, name in (name_mapping or {}).items()}
+        self.wait_for(self.core.register_repository(_uri(path), folders))
 
     def unregister_model_repository(self, path: str | PathLike[str]) -> None:
-        """Forget a repository, in model control mode `explicit`; what is loaded stays. Raises `ServerError`."""
-        self.wait_for(self._repositories("unregister_repository")(path))
+        """Forget a model repository; models that are loaded stay. Raises `ServerError`."""
+        self.wait_for(self.core.unregister_repository(_uri(path)))
 
     def poll_model_repository(self) -> None:
-        """Load and unload by what the repositories hold now, in model control mode `poll`. Raises `ServerError`."""
-        self.wait_for(self._repositories("poll_repositories")())
-
-    def _repositories(self, name: str) -> Callable[..., Coroutine[Any, Any, None]]:
-        function = getattr(self.core, name, None)
-        if function is None:
-            raise Unsupported("the repositories of this server are those that it was started with")
-        return function  # type: ignore[no-any-return]
+        """Load and unload by what the repositories hold, now, in model control mode `poll`."""
+        self.wait_for(self.core.poll_repositories())
 
     def attach(self, front_end: FrontEnd) -> None:
         """Have a front end that was started on the loop stopped before the server is."""
@@ -235,6 +230,10 @@ class Server:
             logger.exception("the server did not stop cleanly")
         finally:
             self.loop.call_soon(self.loop.stop)
+
+
+def _uri(path: str | PathLike[str]) -> str | Path:
+    return path if isinstance(path, str) else Path(path)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

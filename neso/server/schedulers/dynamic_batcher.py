@@ -54,15 +54,20 @@ class DynamicBatcher:
         self._dispatcher.stop()
         return self._queue.clear()
 
+    def add_instances(self, count: int) -> None:
+        """There are so many more instances, or fewer if negative."""
+        self._free += count  # below zero until as many have finished what they do
+        self._schedule()
+
     def _schedule(self) -> None:
-        if self._free:
+        if self._free > 0:
             self._dispatcher.wake()
         else:
             self._set_timer()  # for the patience of those who wait
 
     def _dispatch(self) -> None:
         self._queue.expire()
-        while self._free and (batch := self._next_batch()):
+        while self._free > 0 and (batch := self._next_batch()):
             self._queue.take(batch)
             self._free -= 1
             self._execute(batch, self._instance_is_free)
@@ -106,7 +111,7 @@ class DynamicBatcher:
         self._dispatcher.wake_at((self._queue.next_deadline(), self._end_of_delay()))
 
     def _end_of_delay(self) -> int | None:
-        if not self._delay_ns or not self._free:
+        if not self._delay_ns or self._free <= 0:
             return None
         first = next(self._queue.waiting(), None)
         return None if first is None else first.timeline.queue_start + self._delay_ns

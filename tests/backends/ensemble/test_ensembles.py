@@ -15,7 +15,7 @@ from core_requests import ask, collect
 from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS, RepositoryBuilder
 
 from neso.server.core import Core
-from neso.server.errors import Cancelled
+from neso.server.errors import Cancelled, Unavailable
 from neso.server.inference_request import InferenceRequest
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.tensor import Tensor
@@ -220,9 +220,13 @@ async def test_loading_an_ensemble_loads_its_steps(server: Server) -> None:
     assert {model.name for model in core.models()} == {"all", "plus1"}
     assert core.model("all").ready()
     await core.unload_model("plus1")
-    assert not core.model("all").ready()
+    assert reason(core) == "ensemble 'all' depends on 'plus1' which has no loaded version."
+    assert core.models() == [] and core.ready()
+    with pytest.raises(Unavailable, match="'all' has no available versions"):
+        core.model("all")
+    await core.load_model("plus1")
     (response,) = await collect(ask(core.model("all"), IN=floats(1)))
-    assert response.error is not None and "'plus1' has no available versions" in response.error.message
+    assert response.error is None
 
 
 async def test_steps_go_with_their_ensemble_if_that_is_wanted_and_nobody_else_needs_them(

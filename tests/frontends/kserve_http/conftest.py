@@ -70,6 +70,12 @@ class Client:
         return await asyncio.to_thread(talk)
 
 
+@pytest.fixture
+def connect() -> type[Client]:
+    """`connect(port)`: a client of a front end that the test has started."""
+    return Client
+
+
 def write_repository(directory: Path, configs: dict[str, str]) -> None:
     for name, config in configs.items():
         (directory / name / "1").mkdir(parents=True)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import neso
-from neso.server.core import Core
 from neso.server.errors import ErrorCode, ServerError
 from neso.server.metadata import ModelState
 
@@ -292,7 +291,6 @@ def test_metrics_of_the_program(server):
         server.metric_family("program_jobs", "Jobs done", neso.MetricKind.GAUGE)
 
 
-@pytest.mark.skipif(not hasattr(Core, "register_repository"), reason="the core's repositories are fixed")
 def test_register_a_repository(server, tmp_path):
     from repository_builder import RepositoryBuilder
 
@@ -314,9 +312,9 @@ def test_options(models):
     options = neso.Options(
         model_repository=str(models.path), model_control_mode="explicit", startup_models=["text"]
     )
-    assert options.model_control_mode is neso.ModelControlMode.EXPLICIT and options.model_repository == (
-        models.path,
-    )
+    assert options.model_control_mode is neso.ModelControlMode.EXPLICIT
+    assert (options.model_repository, options.startup_models) == ((str(models.path),), ("text",))
+    assert neso.Options(model_repository=models.path).model_repository == (models.path,)
     with neso.Server(options) as server:
         assert [name for name, _ in server.models(ready_only=True)] == ["text"]
     with pytest.raises(TypeError, match="not both"):

@@ -1,0 +1,130 @@
+"""A repository in a bucket: models are copied to this machine when they are loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from neso.server.errors import InvalidArgument, NotFound, Unavailable, Unsupported
+from neso.server.repository.fingerprint import Fingerprint
+from neso.server.repository.source import ModelSource, Scratch, make_scratch
+
+_S3_ENDPOINT = re.compile(r"^(?:(?P<protocol>https?)://)?(?P<host>[^/:]+:\d+)/(?P<path>.+)$")
+
+
+class Bucket(NamedTuple):
+    """A place for fsspec: the protocol, the path, and the options of the file system."""
+
+    protocol: str
+    path: str
+    options: dict[str, Any]
+
+
+def is_cloud_uri(uri: str) -> bool:
+    """Whether a repository is given as a URI rather than as a directory."""
+    return "://" in uri
+
+
+def parse_uri(uri: str) -> Bucket:
+    """Triton's `s3://bucket/path`, `s3://https://host:port/bucket/path`, `gs://bucket/path`, `as://account/container/path`.
+
+    Other protocols go to fsspec as they are. Raises `InvalidArgument`.
+    """
+    protocol, _, path = uri.partition("://")
+    path = path.rstrip("/")
+    if not protocol or not path:
+        raise InvalidArgument(f"model repository '{uri}': expected PROTOCOL://BUCKET/PATH")
+    if protocol == "s3":
+        endpoint = _S3_ENDPOINT.match(path)
+        if endpoint is None:
+            return Bucket("s3", path, {})
+        url = f"{endpoint['protocol'] or 'http'}://{endpoint['host']}"
+        return Bucket("s3", endpoint["path"].strip("/"), {"client_kwargs": {"endpoint_url": url}})
+    if protocol == "as":
+        account, _, container = path.partition("/")
+        if not container:
+            raise InvalidArgument(f"model repository '{uri}': expected as://ACCOUNT/CONTAINER/PATH")
+        options = {"account_name": account.partition(".")[0]}
+        if key := os.environ.get("AZURE_STORAGE_KEY"):
+            options["account_key"] = key
+        return Bucket("abfs", container, options)
+    return Bucket(protocol, path, {})
+
+
+class CloudRepository:
+    """The folder per model lies behind one of fsspec's file systems. All methods but `listed` block."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        bucket = parse_uri(uri)
+        self._path = bucket.path
+        self._files = _open(bucket, uri)
+        self._listed: list[str] = []
+
+    def check(self) -> None:
+        """Raises `NotFound` if there is no such folder, `Unavailable` if that cannot be found out."""
+        try:
+            if not self._files.isdir(self._path):
+                raise NotFound(f"model repository '{self.uri}' is not a directory")
+            self.folders()
+        except OSError as error:
+            raise Unavailable(f"model repository '{self.uri}' cannot be read: {error}") from None
+
+    def folders(self) -> list[str]:
+        """The names of the models' folders. Raises `OSError`."""
+        self._files.invalidate_cache()
+        found = self._files.ls(self._path, detail=True)
+        names = [_name(entry["name"]) for entry in found if entry["type"] == "directory"]
+        self._listed = [name for name in names if not name.startswith(".")]
+        return list(self._listed)
+
+    def listed(self) -> list[str]:
+        """What `folders` said the last time, at once."""
+        return list(self._listed)
+
+    def holds(self, folder: str) -> bool:
+        """Raises `OSError`."""
+        self._files.invalidate_cache()
+        return bool(self._files.isdir(f"{self._path}/{folder}"))
+
+    def source(self, name: str, folder: str) -> ModelSource:
+        """A model of that name in that folder, copied when it is loaded. Raises `OSError`."""
+        root = f"{self._path}/{folder}"
+        found = self._files.find(root, detail=True)
+        skip = len(self._files._strip_protocol(root)) + 1
+        # Sizes, times and entity tags have other names everywhere.
+        fingerprint = Fingerprint.of_files((path[skip:], str(info)) for path, info in found.items())
+        return ModelSource(
+            name,
+            Path(self.uri, folder),
+            fingerprint=fingerprint,
+            renamed=name != folder,
+            fetch=partial(self._fetch, root),
+        )
+
+    def _fetch(self, root: str) -> Scratch:
+        scratch = make_scratch()
+        try:
+            self._files.get(f"{root}/", f"{scratch.name}/", recursive=True)
+        except Exception as error:  # each file system has errors of its own
+            scratch.cleanup()
+            raise Unavailable(f"failed to copy '{self.uri}/{_name(root)}' to this machine: {error}") from None
+        return scratch
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _open(bucket: Bucket, uri: str) -> Any:
+    try:
+        import fsspec  # type: ignore[import-untyped]
+
+        return fsspec.filesystem(bucket.protocol, **bucket.options)
+    except ImportError as error:
+        raise Unsupported(f"model repository '{uri}' needs the extra 'neso[cloud]': {error}") from None
+    except ValueError as error:
+        raise InvalidArgument(f"model repository '{uri}': {error}") from None

@@ -1,0 +1,171 @@
+"""All repositories of a server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from neso.server.errors import AlreadyExists, InvalidArgument, NotFound
+from neso.server.repository.cloud import CloudRepository, is_cloud_uri
+from neso.server.repository.local import LocalRepository
+from neso.server.repository.names import check_model_name, stays_inside
+from neso.server.repository.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+
+class Repository(Protocol):
+    """One of them: `<folder>/config.pbtxt`, `<folder>/<version>/…` for each model."""
+
+    uri: str
+
+    def check(self) -> None: ...
+
+    def folders(self) -> list[str]: ...
+
+    def listed(self) -> list[str]: ...
+
+    def holds(self, folder: str) -> bool: ...
+
+    def source(self, name: str, folder: str) -> ModelSource: ...
+
+
+def open_repository(uri: str | Path) -> Repository:
+    """A directory, or a bucket by its URI. Raises `ServerError` for a URI that nothing here can read."""
+    if isinstance(uri, str) and is_cloud_uri(uri):
+        return CloudRepository(uri)
+    return LocalRepository(Path(uri))
+
+
+@dataclass
+class Scan:
+    """What all repositories hold: the models by their ids, and the names of those that are there twice."""
+
+    sources: dict[str, ModelSource] = field(default_factory=dict)
+    ambiguous: set[str] = field(default_factory=set)
+
+
+class ModelRepositories:
+    """Finds models by name.
+
+    A name that several repositories have is an error or, with `namespacing`, one model in each of them. Methods that
+    say so wait for files or the network.
+    """
+
+    def __init__(self, uris: Iterable[str | Path] = (), *, namespacing: bool = False) -> None:
+        self._namespacing = namespacing
+        self._repositories: dict[str, Repository] = {}
+        self._mappings: dict[str, tuple[str, str]] = {}  # a model's name to repository and folder
+        for uri in uris:
+            repository = open_repository(uri)
+            self._repositories[repository.uri] = repository
+
+    def check(self) -> None:
+        """Blocks. Raises `NotFound` for a repository that does not exist."""
+        for repository in self._repositories.values():
+            repository.check()
+
+    def register(self, uri: str | Path, mapping: Mapping[str, str] | None = None) -> None:
+        """Add a repository; `mapping` has the folders of models that are to have other names. Blocks.
+
+        Raises `AlreadyExists` for a repository or a name in a mapping that is known, `InvalidArgument`.
+        """
+        try:
+            repository = open_repository(uri)
+            repository.check()
+        except NotFound:
+            raise InvalidArgument(f"failed to register '{uri}', repository not found") from None
+        if repository.uri in self._repositories:
+            raise AlreadyExists(f"model repository '{uri}' has already been registered")
+        for name, folder in (mapping or {}).items():
+            check_model_name(name)
+            if not stays_inside(folder):
+                raise InvalidArgument(f"failed to register '{name}', '{folder}' is not in the repository")
+            if name in self._mappings:
+                raise AlreadyExists(
+                    f"failed to register '{name}', there is a conflicting mapping for '{name}'"
+                )
+        self._repositories[repository.uri] = repository
+        for name, folder in (mapping or {}).items():
+            self._mappings[name] = repository.uri, folder
+        logger.info("model repository registered: %s", repository.uri)
+
+    def unregister(self, uri: str | Path) -> None:
+        """Forget a repository; models that are loaded stay. Raises `InvalidArgument` for one that is not known."""
+        known = open_repository(uri).uri
+        if self._repositories.pop(known, None) is None:
+            raise InvalidArgument(f"failed to unregister '{uri}', repository not found")
+        self._mappings = {name: place for name, place in self._mappings.items() if place[0] != known}
+        logger.info("model repository unregistered: %s", known)
+
+    def names(self) -> set[str]:
+        """The models of all repositories; of those in the cloud, what was there when they were last read."""
+        return {
+            name
+            for repository in self._repositories.values()
+            for name in self._named(repository, repository.listed())
+        }
+
+    def scan(self) -> Scan:
+        """Everything there is. Blocks. Raises `OSError` if one of the repositories cannot be read."""
+        scan = Scan()
+        for repository in self._repositories.values():
+            for name, folder in self._named(repository, repository.folders()).items():
+                try:
+                    source = self._in_namespace(repository, repository.source(name, folder))
+                except FileNotFoundError:  # removed meanwhile
+                    continue
+                if scan.sources.setdefault(source.id, source) is not source:
+                    scan.ambiguous.add(name)
+        for name in scan.ambiguous:
+            del scan.sources[name]
+        return scan
+
+    def find(self, name: str) -> list[ModelSource]:
+        """The models of that name: one, or one for each namespace. Blocks.
+
+        Raises `NotFound`, and `InvalidArgument` for a bad or an ambiguous name.
+        """
+        check_model_name(name)
+        found = []
+        try:
+            for repository in self._repositories.values():
+                folder = self._folder(repository, name)
+                if folder is not None and repository.holds(folder):
+                    found.append(self._in_namespace(repository, repository.source(name, folder)))
+        except OSError as error:
+            raise NotFound(f"model '{name}' cannot be read: {error}") from None
+        if not found:
+            raise NotFound(f"model '{name}' is in no model repository")
+        if len(found) > 1 and not self._namespacing:
+            raise InvalidArgument(f"model '{name}' is not unique across all model repositories")
+        return found
+
+    def find_one(self, name: str, namespace: str) -> ModelSource:
+        """The model that another one in `namespace` means by the name: one beside it, or the only one. Blocks.
+
+        Raises `NotFound`, `InvalidArgument`.
+        """
+        found = self.find(name)
+        beside = [source for source in found if source.namespace == namespace]
+        if not beside and len(found) > 1:
+            raise InvalidArgument(f"model '{name}' is ambiguous, {len(found)} model repositories have it")
+        return (beside or found)[0]
+
+    def _in_namespace(self, repository: Repository, source: ModelSource) -> ModelSource:
+        return replace(source, namespace=repository.uri) if self._namespacing else source
+
+    def _folder(self, repository: Repository, name: str) -> str | None:
+        """Where a repository would have the model."""
+        if name in self._mappings:
+            uri, folder = self._mappings[name]
+            return folder if uri == repository.uri else None
+        return None if (repository.uri, name) in self._mappings.values() else name
+
+    def _named(self, repository: Repository, folders: Iterable[str]) -> dict[str, str]:
+        """The folders of a repository by the names of their models."""
+        mapped = {folder: name for name, (uri, folder) in self._mappings.items() if uri == repository.uri}
+        return {mapped.get(folder, folder): folder for folder in folders}

@@ -1,0 +1,62 @@
+"""The contract of a repository agent."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from abc import ABC, abstractmethod
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from neso.server.errors import InvalidArgument, ServerError
+
+logger = logging.getLogger(__name__)
+
+BUILTIN = {"checksum": "neso.server.repository_agents.checksum:ChecksumAgent"}
+ENTRY_POINT_GROUP = "neso.repository_agents"
+
+
+class RepositoryAgent(ABC):
+    """Made for each load of a model whose configuration names it; lives as long as what was loaded."""
+
+    def __init__(self, parameters: dict[str, str]) -> None:
+        self.parameters = parameters
+
+    @abstractmethod
+    def load(self, directory: Path) -> Path:
+        """Check the model's folder and return it, or another one to load from. Runs in a thread.
+
+        Another folder is the agent's to remove, once the agent itself goes (a `TemporaryDirectory` does that).
+        Raises `ServerError`: the model is not loaded, with that reason.
+        """
+
+
+def run_agents(config: Any, directory: Path) -> tuple[Path, tuple[RepositoryAgent, ...]]:
+    """Send a model's folder through the agents of its configuration, in their order. Blocks. Raises `ServerError`."""
+    agents: list[RepositoryAgent] = []
+    for entry in config.model_repository_agents.agents:
+        agent = _find_agent(entry.name)(dict(entry.parameters))
+        try:
+            directory = Path(agent.load(directory))
+        except ServerError as error:
+            raise ServerError(f"repository agent '{entry.name}': {error.message}", error.code) from None
+        except Exception as error:
+            logger.exception("repository agent '%s' failed", entry.name)
+            raise InvalidArgument(
+                f"repository agent '{entry.name}' failed: {type(error).__name__}: {error}"
+            ) from None
+        agents.append(agent)
+    return directory, tuple(agents)
+
+
+def _find_agent(name: str) -> type[RepositoryAgent]:
+    target = BUILTIN.get(name)
+    if target is not None:
+        module, _, attribute = target.partition(":")
+        return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return entry.load()  # type: ignore[no-any-return]
+    raise InvalidArgument(
+        f"unable to find repository agent '{name}', built in are {', '.join(sorted(BUILTIN))}"
+    )

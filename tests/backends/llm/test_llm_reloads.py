@@ -1,0 +1,57 @@
+"""A language model that is unloaded takes its engine's process with it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from neso.server.core import Core
+from neso.server.inference_request import InferenceRequest
+from neso.server.options import ModelControlMode, ServerOptions
+from neso.server.tensor import Tensor
+
+
+async def use(core: Core) -> weakref.ref[object]:
+    model = core.model("m")
+    inputs = {"text_input": Tensor.from_numpy("text_input", np.array([b"What is"], np.object_))}
+    stream = model.submit(InferenceRequest("m", inputs, parameters={"max_tokens": 2}))
+    responses = [response async for response in stream]
+    assert responses[-1].error is None, responses[-1].error
+    return weakref.ref(model)
+
+
+def taken() -> tuple[int, int, int]:
+    process = psutil.Process()
+    return process.num_fds(), threading.active_count(), len(process.children(recursive=True))
+
+
+async def test_a_language_model_comes_and_goes(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "config.pbtxt").write_text('backend: "llm"')
+    (tmp_path / "m" / "1" / "model.json").write_text('{"model": "neso-pilot", "num_threads": 1}')
+    core = Core(ServerOptions((tmp_path,), model_control_mode=ModelControlMode.EXPLICIT))
+    await core.start()
+    try:
+        await core.load_model("m")
+        await use(core)
+        await core.unload_model("m")
+        before, memory = taken(), psutil.Process().memory_info().rss
+        for _ in range(3):
+            await core.load_model("m")
+            model = await use(core)
+            assert psutil.Process().children()
+            await core.unload_model("m")
+            assert model() is None
+        for _ in range(100):  # threads of sockets end by themselves
+            if taken() == before:
+                break
+            await asyncio.sleep(0.02)
+        assert taken() == before
+        assert psutil.Process().memory_info().rss - memory < 32 << 20
+    finally:
+        await core.stop()

@@ -1,0 +1,72 @@
+"""What is filled in of a configuration without the backend, and which differences take a load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from neso.server.errors import InvalidArgument
+from neso.server.model_config import check_config, complete_config, differ_in_instances_only
+
+
+def parse(text: str) -> ModelConfig:
+    return text_format.Parse(text, ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "file", "backend"),
+    [
+        ("backend: 'other'", "m.python", "model.py", "other"),
+        ("platform: 'onnxruntime_onnx'", "m", "model.py", "onnxruntime"),
+        ("platform: 'pytorch_libtorch'", "m", None, "pytorch"),
+        ("default_model_filename: 'model.onnx'", "m", "model.py", "onnxruntime"),
+        ("", "m", "model.py", "python"),
+        ("", "m", "model.onnx", "onnxruntime"),
+        ("", "m", "model.plan", "tensorrt"),
+        ("", "m.python", "model.pt", "pytorch"),
+        ("", "my.llm", None, "llm"),
+    ],
+)
+def test_backends_are_inferred(
+    tmp_path: Path, config: str, name: str, file: str | None, backend: str
+) -> None:
+    if file:
+        (tmp_path / file).touch()
+    message = parse(config)
+    complete_config(message, name, tmp_path)
+    assert message.backend == backend
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            "",
+            r"Could not determine backend for model 'm' with no backend in model configuration. Expected model name "
+            r"of the form 'model.<backend_name>'",
+        ),
+        ("platform: 'caffe'", "unexpected platform type 'caffe' for m"),
+    ],
+)
+def test_backends_that_nothing_tells(tmp_path: Path, config: str, reason: str) -> None:
+    message = parse(config)
+    complete_config(message, "m", tmp_path)
+    with pytest.raises(InvalidArgument, match=reason):
+        check_config(message, "m")
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ("", True),
+        ("instance_group { count: 4 }", True),
+        ("version_policy { all { } }", True),
+        ("max_batch_size: 1", False),
+        ("parameters { key: 'a' value { string_value: 'b' } }", False),
+    ],
+)
+def test_differences_in_instances(other: str, same: bool) -> None:
+    assert differ_in_instances_only(parse("name: 'm'"), parse("name: 'm' " + other)) is same

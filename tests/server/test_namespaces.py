@@ -1,0 +1,109 @@
+"""Models of the same name in several repositories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_requests import ask, collect
+from repository_builder import RepositoryBuilder
+
+from neso.server.core import Core
+from neso.server.errors import InvalidArgument
+
+
+class Pair:
+    """Two repositories, each with an ensemble of its own and a step that has the same name in both."""
+
+    def __init__(self, path: Path) -> None:
+        self.one, self.two = RepositoryBuilder(path / "one"), RepositoryBuilder(path / "two")
+        self.one.add_constant("step", 1)
+        self.one.add_ensemble("first", "step")
+        self.two.add_constant("step", 2)
+        self.two.add_ensemble("second", "step")
+        self.paths = (self.one.path, self.two.path)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return Pair(tmp_path)
+
+
+async def values(core: Core) -> list[float]:
+    found = []
+    for name in ("first", "second"):
+        (response,) = await collect(ask(core.model(name), IN=np.zeros(1, np.float32)))
+        assert response.error is None, response.error
+        found.append(float(response.output("OUT").array[0]))
+    return found
+
+
+def ambiguous(core: Core, name: str = "step") -> None:
+    with pytest.raises(
+        InvalidArgument,
+        match=f"There are 2 identifiers of model '{name}' in global map, model "
+        "namespace must be provided to resolve ambiguity.",
+    ):
+        core.model(name)
+    assert not core.model_ready(name)
+
+
+async def test_steps_are_those_beside_the_ensemble(pair: Pair, start_core) -> None:
+    core = await start_core(model_repository=pair.paths, model_namespacing=True)
+    assert core.ready() and await values(core) == [1, 2]
+    ambiguous(core)
+    assert [entry.name for entry in core.repository_index()] == ["first", "second", "step", "step"]
+
+
+async def test_without_namespaces_the_step_is_not_loaded(pair: Pair, start_core) -> None:
+    core = await start_core(model_repository=pair.paths)
+    assert core.models() == []
+    assert {entry.name: entry.reason for entry in core.repository_index()}["step"].endswith(
+        "not unique across all model repositories"
+    )
+
+
+async def test_ensembles_of_the_same_name(tmp_path: Path, start_core) -> None:
+    one, two = RepositoryBuilder(tmp_path / "one"), RepositoryBuilder(tmp_path / "two")
+    for repository, step, value in ((one, "a", 1), (two, "b", 2)):
+        repository.add_constant(step, value)
+        repository.add_ensemble("all", step)
+    core = await start_core(explicit=True, model_repository=(one.path, two.path), model_namespacing=True)
+    await core.load_model("all")
+    assert {model.name for model in core.models()} == {"a", "b", "all"} and len(core.models()) == 4
+    ambiguous(core, "all")
+    await core.unload_model("all", unload_dependents=True)
+    assert core.models() == []
+
+
+@pytest.mark.parametrize("poll", [True, False])
+async def test_an_ensemble_takes_the_other_step_while_its_own_is_away(pair: Pair, start_core, poll) -> None:
+    own = pair.one.path / "step"
+    away = own.rename(pair.one.path.parent / "away")
+    core = await start_core(poll=poll, explicit=not poll, model_repository=pair.paths, model_namespacing=True)
+    if not poll:
+        await core.load_model("first")
+        await core.load_model("second")
+    assert await values(core) == [2, 2]
+    assert core.model("step").ready()
+    shutil.move(away, own)
+    if poll:
+        await core.poll_repositories()
+    else:
+        await core.load_model("first")
+    assert await values(core) == [1, 2]
+    ambiguous(core)
+
+
+async def test_a_load_goes_to_all_models_of_the_name(pair: Pair, start_core) -> None:
+    core = await start_core(explicit=True, model_repository=pair.paths, model_namespacing=True)
+    await core.load_model("step")
+    assert len(core.models()) == 2
+    config = {"backend": "python", "parameters": {"x": {"string_value": "y"}}}
+    await core.load_model("step", json.dumps(config))
+    assert [model.config.parameters["x"].string_value for model in core.models()] == ["y", "y"]
+    await core.unload_model("step")
+    assert core.models() == []

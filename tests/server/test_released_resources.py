@@ -1,0 +1,124 @@
+"""What a model took is given back when it is unloaded, or replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import tracemalloc
+import weakref
+
+import numpy as np
+import psutil
+import pytest
+from core_requests import ask, collect
+from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
+
+from neso.server.core import Core
+
+MEGABYTES = 16
+HEAVY = f"""
+import numpy as np
+import helper
+
+TABLE = np.ones({MEGABYTES} << 18, np.float32)
+""" + IDENTITY.replace(
+    "class TritonPythonModel:",
+    f"""
+class TritonPythonModel:
+    def initialize(self, args):
+        self.weights = np.ones({MEGABYTES} << 18, np.float32)
+""",
+)
+
+
+def add_heavy(repository: RepositoryBuilder, config: str = "", code: str = HEAVY) -> None:
+    folder = repository.add("m", code, IDENTITY_TENSORS + config)
+    (folder / "1" / "helper.py").write_text("x = 1")
+
+
+async def use(core: Core, batches: bool) -> list[weakref.ref[object]]:
+    """Send a request; the objects of the model."""
+    model = core.model("m")
+    (response,) = await collect(ask(model, IN=np.zeros((1, 3) if batches else 3, np.float32)))
+    assert response.error is None, response.error
+    return [weakref.ref(model), weakref.ref(model._backend), weakref.ref(model._backend._instances[0])]
+
+
+def model_threads() -> int:
+    """Threads of models that do not end: they are at the very end of their work when an unload returns."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("model-m")]
+    for thread in threads:
+        thread.join(1)
+    return sum(thread.is_alive() for thread in threads)
+
+
+def taken() -> dict[str, int]:
+    """What is counted must be the same after a model as before."""
+    process = psutil.Process()
+    return {
+        "files": process.num_fds(),
+        "modules": len(sys.modules),
+        "children": len(process.children()),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ("instance_group { count: 2 }", HEAVY),
+        ("max_batch_size: 8 dynamic_batching { }", HEAVY),
+        ("", HEAVY.replace("    def execute", "    async def execute")),
+    ],
+    ids=["instances", "batches", "async"],
+)
+async def test_python_models(repository: RepositoryBuilder, start_core, config: str, code: str) -> None:
+    add_heavy(repository, config, code)
+    core = await start_core(explicit=True)
+    for _ in range(2):
+        await core.load_model("m")
+        await use(core, "dynamic" in config)
+        await core.unload_model("m")
+    gc.collect()
+    before, memory = taken(), psutil.Process().memory_info().rss
+    tracemalloc.start()
+    try:
+        for _ in range(15):
+            await core.load_model("m")
+            objects = await use(core, "dynamic" in config)
+            await core.unload_model("m")
+            assert model_threads() == 0
+            assert [ref() for ref in objects] == [None, None, None]
+        assert tracemalloc.get_traced_memory()[0] < MEGABYTES << 20
+    finally:
+        tracemalloc.stop()
+    assert taken() == before
+    # The system's allocator keeps some pages for each thread that used it, but not those of 15 models.
+    assert psutil.Process().memory_info().rss - memory < 10 * MEGABYTES << 20
+
+
+async def test_models_that_were_replaced(repository: RepositoryBuilder, start_core) -> None:
+    add_heavy(repository)
+    core = await start_core(explicit=True, startup_models=("m",))
+    before = taken()
+    for index in range(5):
+        objects = await use(core, False)
+        add_heavy(repository, f"parameters {{ key: 'n' value {{ string_value: '{index}' }} }}")
+        await core.load_model("m")
+        await asyncio.gather(*core._lifecycle._retiring)
+        for _ in range(100):
+            if objects[-1]() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert [ref() for ref in objects] == [None, None, None]
+    assert taken() == before
+
+
+async def test_models_that_failed(repository: RepositoryBuilder, start_core) -> None:
+    add_heavy(repository, "instance_group { count: 2 }", HEAVY.replace("self.weights", "self.no.weights"))
+    core = await start_core()
+    (entry,) = core.repository_index()
+    assert "AttributeError" in entry.reason
+    assert not [name for name in sys.modules if name.startswith("neso_python_model_")]
+    assert model_threads() == 0

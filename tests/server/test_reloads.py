@@ -1,0 +1,273 @@
+"""What a load of a loaded model does, and what it leaves alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from core_requests import ask, collect, index_of
+from repository_builder import CONSTANT, IDENTITY_TENSORS, RepositoryBuilder
+
+from neso.server.core import Core
+from neso.server.errors import ServerError
+
+COUNTED = """
+import json, os, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    '''Says which instance it is, how many run at the same time, and how many the configuration has.'''
+
+    running, most, lock = 0, 0, threading.Lock()
+
+    def initialize(self, args):
+        self.name = args["model_instance_name"]
+        self.count = json.loads(args["model_config"])["instance_group"][0]["count"]
+        if self.count > 8:
+            raise RuntimeError("too many")
+
+    def execute(self, requests):
+        with self.lock:
+            TritonPythonModel.running += 1
+        time.sleep(0.005)
+        with self.lock:
+            TritonPythonModel.running -= 1
+        out = np.array([self.name], np.object_)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out)]) for _ in requests]
+
+    def finalize(self):
+        os.write(1, f"finalized {self.name}\\n".encode())
+"""
+COUNTED_TENSORS = """
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] }
+"""
+
+
+async def instances_of(core: Core, name: str = "m", requests: int = 40) -> set[str]:
+    """The names of those that answer."""
+    streams = [ask(core.model(name), IN=np.zeros(1, np.float32)) for _ in range(requests)]
+    names = set()
+    for stream in streams:
+        (response,) = await collect(stream)
+        assert response.error is None, response.error
+        names.add(response.output("OUT").array.reshape(-1)[0].decode())
+    return names
+
+
+async def test_a_load_of_what_is_loaded_does_nothing(repository: RepositoryBuilder, start_core):
+    repository.add("m")
+    core = await start_core(explicit=True, startup_models=("m",))
+    model = core.model("m")
+    await core.load_model("m")
+    assert core.model("m") is model
+    await core.unload_model("m")
+    await core.load_model("m")
+    assert core.model("m") is not model
+
+
+async def test_a_model_that_is_dead_is_loaded_again(repository: RepositoryBuilder, start_core, monkeypatch):
+    repository.add("m")
+    core = await start_core(explicit=True, startup_models=("m",))
+    model = core.model("m")
+    monkeypatch.setattr(model._backend, "ready", lambda: False)
+    await core.load_model("m")
+    assert core.model("m") is not model and core.model("m").ready()
+
+
+async def test_a_load_without_a_configuration_undoes_one_with_it(repository: RepositoryBuilder, start_core):
+    repository.add("m")
+    core = await start_core(explicit=True, startup_models=("m",))
+    config = {"backend": "python", "parameters": {"by": {"string_value": "request"}}}
+    await core.load_model("m", json.dumps(config))
+    assert core.model("m").config.parameters["by"].string_value == "request"
+    await core.load_model("m")
+    assert not core.model("m").config.parameters
+
+
+@pytest.mark.parametrize("batching", ["", "max_batch_size: 4 dynamic_batching { }"])
+async def test_instances_are_added_and_end_while_requests_go_on(repository, start_core, batching, capfd):
+    def group(count: int) -> str:
+        return COUNTED_TENSORS + batching + f" instance_group {{ count: {count} }}"
+
+    repository.add("m", COUNTED, group(2))
+    core = await start_core(explicit=True, startup_models=("m",))
+    model = core.model("m")
+    stop = asyncio.Event()
+
+    async def send() -> int:
+        sent = 0
+        while not stop.is_set():
+            array = np.zeros((1, 1) if batching else 1, np.float32)
+            (response,) = await collect(ask(core.model("m"), IN=array))
+            assert response.error is None, response.error
+            sent += 1
+        return sent
+
+    senders = [asyncio.ensure_future(send()) for _ in range(20)]
+    for count in (4, 1, 3, 2):
+        repository.configure("m", group(count))
+        await core.load_model("m")
+        assert core.model("m") is model
+        assert model.config.instance_group[0].count == count
+        await asyncio.sleep(0.1)
+        assert sum(instance.alive for instance in model._backend._instances) == count
+    stop.set()
+    assert sum(await asyncio.gather(*senders)) > 20
+    names = [line.split()[1] for line in capfd.readouterr().out.splitlines()]
+    assert len(names) == 4  # three when four became one, one when three became two
+    assert set(names) <= {f"m_0_{index}" for index in range(4)}
+
+
+async def test_an_instance_that_fails_changes_nothing(repository: RepositoryBuilder, start_core):
+    repository.add("m", COUNTED, COUNTED_TENSORS)
+    core = await start_core(explicit=True, startup_models=("m",))
+    model = core.model("m")
+    repository.configure("m", COUNTED_TENSORS + "instance_group { count: 9 }")
+    with pytest.raises(ServerError, match="too many"):
+        await core.load_model("m")
+    assert core.model("m") is model and model.ready()
+    assert model.config.instance_group[0].count == 1
+    assert len(await instances_of(core)) == 1
+
+
+async def test_other_changes_of_instances_take_a_load(repository: RepositoryBuilder, start_core):
+    repository.add("m", COUNTED, COUNTED_TENSORS)
+    core = await start_core(explicit=True, startup_models=("m",))
+    model = core.model("m")
+    two = "instance_group [ { name: 'a' count: 2 }, { name: 'b' count: 2 } ]"
+    repository.configure("m", COUNTED_TENSORS + two)
+    await core.load_model("m")
+    assert core.model("m") is not model
+    assert await instances_of(core) == {"a_0", "a_1", "b_0", "b_1"}
+    model = core.model("m")
+    repository.configure("m", COUNTED_TENSORS + two.replace("2", "3"))
+    await core.load_model("m")
+    assert core.model("m") is model and len(await instances_of(core)) == 6
+
+
+async def test_an_override_of_instances_keeps_the_model(repository: RepositoryBuilder, start_core):
+    repository.add("m", COUNTED, COUNTED_TENSORS)
+    core = await start_core(explicit=True, startup_models=("m",))
+    model = core.model("m")
+    config = {
+        "backend": "python",
+        "input": [{"name": "IN", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "output": [{"name": "OUT", "data_type": "TYPE_STRING", "dims": [1]}],
+        "instance_group": [{"count": 3}],
+    }
+    await core.load_model("m", json.dumps(config))
+    assert core.model("m") is model and len(await instances_of(core)) == 3
+    await core.load_model("m")
+    assert core.model("m") is model and len(await instances_of(core)) == 1
+
+
+async def test_no_request_is_lost_through_reloads(repository: RepositoryBuilder, start_core):
+    repository.add_constant("m", 0, config=IDENTITY_TENSORS + "instance_group { count: 2 }")
+    core = await start_core(explicit=True, startup_models=("m",))
+    answered: list[float] = []
+    stop = asyncio.Event()
+
+    async def send() -> None:
+        while not stop.is_set():
+            (response,) = await collect(ask(core.model("m"), IN=np.zeros(1, np.float32)))
+            assert response.error is None, response.error
+            answered.append(float(response.output("OUT").array[0]))
+
+    senders = [asyncio.ensure_future(send()) for _ in range(200)]
+    for value in range(1, 11):
+        # The code is slow while it is loaded: that is when requests meet the old one.
+        code = "import time\ntime.sleep(0.02)\n" + CONSTANT.format(value=value)
+        repository.add(
+            "m", code, IDENTITY_TENSORS + f"parameters {{ key: 'n' value {{ string_value: '{value}' }} }}"
+        )
+        await core.load_model("m")
+        seen = len(answered)
+        (response,) = await collect(ask(core.model("m"), IN=np.zeros(1, np.float32)))
+        assert response.output("OUT").array[0] == value
+        for _ in range(2000):
+            if len(answered) >= seen + 200:
+                break
+            await asyncio.sleep(0.005)
+    stop.set()
+    await asyncio.gather(*senders)
+    assert set(answered) >= set(range(1, 11)) and len(answered) > 2000
+    await asyncio.gather(*core._lifecycle._retiring)
+    assert [entry.version for entry in index_of(core, "m")] == ["1"]
+
+
+async def test_retries(repository: RepositoryBuilder, start_core, tmp_path):
+    code = f"""
+    from pathlib import Path
+    class TritonPythonModel:
+        def initialize(self, args):
+            tries = Path({str(tmp_path / "tries")!r})
+            count = len(tries.read_text()) if tries.exists() else 0
+            tries.write_text("x" * (count + 1))
+            assert count == 2, "not yet"
+        def execute(self, requests):
+            return []
+    """
+    repository.add("m", code)
+    core = await start_core(explicit=True, model_load_retry_count=1)
+    with pytest.raises(ServerError, match="not yet"):
+        await core.load_model("m")
+    await core.load_model("m")
+    assert (tmp_path / "tries").read_text() == "xxx"
+
+
+async def test_so_many_models_load_at_a_time(repository: RepositoryBuilder, start_core, tmp_path):
+    code = f"""
+    import os, time
+    class TritonPythonModel:
+        def initialize(self, args):
+            with open({str(tmp_path / "log")!r}, "ab", buffering=0) as log:
+                log.write(b"+")
+                time.sleep(0.03)
+                log.write(b"-")
+        def execute(self, requests):
+            return []
+    """
+    for index in range(5):
+        repository.add(f"m{index}", code)
+    core = await start_core(model_load_thread_count=2)
+    assert core.ready()
+    loading = most = 0
+    for sign in (tmp_path / "log").read_text():
+        loading += 1 if sign == "+" else -1
+        most = max(most, loading)
+    assert most == 2
+
+
+async def test_models_that_load_others_do_not_wait_for_their_own_place(repository, start_core):
+    code = """
+    import triton_python_backend_utils as pb_utils
+    class TritonPythonModel:
+        def initialize(self, args):
+            pb_utils.load_model("leaf_" + args["model_name"])
+            assert pb_utils.is_model_ready("leaf_" + args["model_name"])
+        def execute(self, requests):
+            return []
+    """
+    for name in ("a", "b", "c"):
+        repository.add(name, code)
+        repository.add(f"leaf_{name}")
+    core = await start_core(explicit=True, startup_models=("a", "b", "c"), model_load_thread_count=1)
+    assert core.ready() and len(core.models()) == 6
+
+
+async def test_a_model_that_loads_itself_while_it_loads(repository, start_core):
+    code = """
+    import triton_python_backend_utils as pb_utils
+    class TritonPythonModel:
+        def initialize(self, args):
+            pb_utils.load_model(args["model_name"])
+        def execute(self, requests):
+            return []
+    """
+    repository.add("m", code)
+    core = await asyncio.wait_for(start_core(explicit=True, startup_models=("m",)), 10)
+    assert "models depend on each other in a circle: m -> m" in index_of(core, "m")[0].reason
