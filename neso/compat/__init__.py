@@ -18,6 +18,6 @@ def install(*, replace: bool = False) -> None:
         ours = importlib.import_module(f"neso.compat.{name}")
         if sys.modules.get(name) is ours:
             continue
-        if not replace and importlib.util.find_spec(name) is not None:
+        if not replace and (name in sys.modules or importlib.util.find_spec(name) is not None):
             raise ImportError(f"a package '{name}' is installed, which Neso's would hide", name=name)
         sys.modules[name] = ours

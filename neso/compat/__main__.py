@@ -27,7 +27,6 @@ def main() -> None:
         parser.error(f"{error}; --replace has the program use Neso's")
     sys.argv = [options.program, *options.arguments]
     if options.module:
-        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(options.program).resolve().parent))

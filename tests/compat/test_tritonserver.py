@@ -437,6 +437,15 @@ def test_requests(server):
     assert response.outputs["text_output"].to_string_array().tolist() == [["a"]]
 
 
+def test_responses_that_were_read_after_the_stop(options):
+    server = tritonserver.Server(options).start()
+    responses = server.model("words").infer(inputs={"text_input": ["a b"]})
+    server.stop()
+    first, second, last = responses
+    assert first.model.version == 1 and second.outputs["text_output"].to_string_array().tolist() == ["b"]
+    assert last.final and not last.outputs
+
+
 def test_cancel(server):
     responses = server.model("words").infer(inputs={"text_input": ["word " * 2000]}, raise_on_error=False)
     assert next(responses).outputs["text_output"].to_string_array()[0] == "word"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ class Model:
         state: str | None = None,
         reason: str | None = None,
     ) -> None:
-        self._server = server
-        self.neso = NesoModel(server.neso, name, "" if version == -1 else str(version))
+        self._server = server.neso
+        self.neso = NesoModel(self._server, name, "" if version == -1 else str(version))
         self.name = name
         self.version = version
         self.state = state
@@ -37,8 +38,11 @@ class Model:
         return str({"name": self.name, "version": self.version, "state": self.state})
 
     def at(self, version: str) -> Model:
-        """The same model in another version."""
-        return Model(self._server, self.name, int(version)) if version else self
+        """The same model in another version; also when the server has stopped."""
+        made = copy(self)
+        if version:
+            made.neso, made.version = NesoModel(self._server, self.name, version), int(version)
+        return made
 
     def create_request(self, **fields: Any) -> InferenceRequest:
         """A request to this model; keywords are the fields of `InferenceRequest`."""

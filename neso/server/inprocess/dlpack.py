@@ -94,14 +94,15 @@ def describe(owner: Any) -> Memory:
 
 def is_on_host(owner: Any) -> bool:
     """Whether the CPU can read the object's memory."""
-    return int(owner.__dlpack_device__()[0]) in (DLDeviceType.kDLCPU, DLDeviceType.kDLCUDAHost)
+    device = getattr(owner, "__dlpack_device__", None)
+    return device is None or int(device()[0]) in (DLDeviceType.kDLCPU, DLDeviceType.kDLCUDAHost)
 
 
 def to_numpy(owner: Any, what: str = "the object") -> npt.NDArray[Any]:
     """An array that shares the memory of an object on the host. Raises `InvalidArgument`, which says `what`."""
     try:
         return np.from_dlpack(owner)
-    except (RuntimeError, BufferError, TypeError):
+    except (RuntimeError, BufferError, TypeError, AttributeError):
         pass  # maybe it is bfloat16
     with _refusals(what):
         relabelled = _Relabelled(owner)

@@ -17,7 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Flight:
-    """Submits a request on the core's loop and hands `deliver` each response there; the last one has `final` set."""
+    """Submits a request on the core's loop and hands `deliver` each response there; the last one has `final` set.
+
+    Once it has `ended` it lets go of request and responses: who holds a flight holds no tensors.
+    """
 
     __slots__ = ("_deliver", "_request", "_server", "_stream", "ended")
 
@@ -70,11 +73,13 @@ class Flight:
             self._stream.consume(self._take)
 
     def _cancel(self) -> None:
-        if self._stream is not None:
+        if not self.ended and self._stream is not None:
             self._stream.cancel()
 
     def _take(self, response: InferenceResponse) -> None:
+        deliver = self._deliver
         if response.final:
             self.ended = True
             self._server.in_flight.discard(self)
-        self._deliver(response)
+            del self._deliver, self._request, self._stream
+        deliver(response)

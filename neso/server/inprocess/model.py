@@ -71,7 +71,7 @@ class Model:
 
         Takes an `InferenceRequest`, or its fields as keywords.
         """
-        request = request or InferenceRequest(self, **fields)
+        request = self._request(request, fields)
         responses = ResponseIterator(
             request.maker(), raise_on_error=raise_on_error, copies=request.response_queue
         )
@@ -82,7 +82,7 @@ class Model:
         self, request: InferenceRequest | None = None, *, raise_on_error: bool = True, **fields: Any
     ) -> AsyncResponseIterator[InferenceResponse]:
         """`infer` for the event loop that this is called in: `async for response in model.async_infer(…)`."""
-        request = request or InferenceRequest(self, **fields)
+        request = self._request(request, fields)
         responses = AsyncResponseIterator(
             request.maker(), raise_on_error=raise_on_error, copies=request.response_queue
         )
@@ -96,6 +96,13 @@ class Model:
         responses.flight = flight
         request.track(flight)
         flight.start()
+
+    def _request(self, request: InferenceRequest | None, fields: dict[str, Any]) -> InferenceRequest:
+        if request is None:
+            return InferenceRequest(self, **fields)
+        if fields:
+            raise TypeError(f"a request was given, and fields as well: {', '.join(fields)}")
+        return request
 
     def _find(self) -> CoreModel:
         core = self._server.running_core()

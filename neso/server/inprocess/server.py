@@ -217,7 +217,10 @@ class Server:
             if self._starting is not None and not self._starting.done():
                 self._starting.cancel()
             grace = self.options.exit_timeout
-            await asyncio.gather(*(front_end.stop(grace) for front_end in self._front_ends))
+            stopped = (front_end.stop(grace) for front_end in self._front_ends)
+            for error in await asyncio.gather(*stopped, return_exceptions=True):
+                if error is not None:
+                    logger.error("a front end did not stop cleanly", exc_info=error)
             await self.core.stop()
             for flight in tuple(self.in_flight):
                 flight.fail(Unavailable("the server has stopped"))

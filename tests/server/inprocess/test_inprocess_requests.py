@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -101,6 +103,34 @@ def test_outputs_share_the_memory_that_the_model_gave(server):
     source = torch.arange(1000, dtype=torch.float32)
     (response,) = server.model("identity").infer(inputs={"IN": source})
     assert torch.from_dlpack(response.outputs["OUT"]).data_ptr() == source.data_ptr()
+
+
+def test_tensors_do_not_outlive_those_who_hold_them(server):
+    given = np.zeros(1000, np.float32)
+    alive = weakref.ref(given)
+    request = server.model("identity").create_request(inputs={"IN": given})
+    gc.collect()
+    gc.disable()
+    try:
+        responses = server.model("identity").infer(request)
+        (response,) = responses
+        request.inputs.clear()
+        del given
+        assert alive() is not None  # the output is the input's memory
+        del response
+        deadline = time.monotonic() + 5  # the model's thread lets go a little later
+        while alive() is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert list(responses) == []
+
+
+def test_a_request_or_its_fields(server):
+    model = server.model("identity")
+    with pytest.raises(TypeError, match="fields as well: priority"):
+        model.infer(model.create_request(inputs={"IN": [1]}), priority=1)
 
 
 def test_parameters_and_classification(server):
