@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import subprocess
@@ -46,7 +47,9 @@ def triton(python: Path, repository: Path, *options: str) -> AbstractContextMana
     backends = home / "backends"
     # The stub that runs models is built for each version of Python; the backend takes it from its own folder.
     stub = home / "python_backend_stubs" / found[1] / "triton_python_backend_stub"
-    shutil.copy2(stub, backends / "python" / stub.name)
+    place = backends / "python" / stub.name
+    if not place.exists() or not filecmp.cmp(stub, place):
+        shutil.copy2(stub, place)
     command = [
         str(home / "bin" / "tritonserver"),
         f"--model-repository={repository}",
