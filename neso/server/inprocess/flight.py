@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from neso.server.errors import InternalError, ServerError, Unavailable
 from neso.server.inference_request import InferenceRequest
-from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.inference_response import InferenceResponse
 
 if TYPE_CHECKING:
     from neso.server.inprocess.server import Server
@@ -22,7 +22,7 @@ class Flight:
     Once it has `ended` it lets go of request and responses: who holds a flight holds no tensors.
     """
 
-    __slots__ = ("_deliver", "_request", "_server", "_stream", "ended")
+    __slots__ = ("_deliver", "_request", "_server", "ended")
 
     def __init__(
         self, server: Server, request: InferenceRequest, deliver: Callable[[InferenceResponse], None]
@@ -30,7 +30,6 @@ class Flight:
         self._server = server
         self._request = request
         self._deliver = deliver
-        self._stream: ResponseStream | None = None
         self.ended = False
 
     def start(self) -> None:
@@ -63,23 +62,23 @@ class Flight:
         self._server.in_flight.add(self)
         try:
             model = self._server.core.model(self._request.model_name, self._request.model_version)
-            self._stream = model.submit(self._request)
+            stream = model.submit(self._request)
         except ServerError as error:
             self.fail(error)
         except Exception as error:
             logger.exception("a request for model '%s' could not be submitted", self._request.model_name)
             self.fail(InternalError(f"the request could not be submitted: {error}"))
         else:
-            self._stream.consume(self._take)
+            stream.consume(self._take)
 
     def _cancel(self) -> None:
-        if not self.ended and self._stream is not None:
-            self._stream.cancel()
+        if not self.ended:
+            self._request.cancel()
 
     def _take(self, response: InferenceResponse) -> None:
         deliver = self._deliver
         if response.final:
             self.ended = True
             self._server.in_flight.discard(self)
-            del self._deliver, self._request, self._stream
+            del self._deliver, self._request
         deliver(response)

@@ -91,6 +91,8 @@ class Model:
 
     def send(self, request: InferenceRequest, responses: Responses[Any]) -> None:
         """Send a request and have `responses` take the answers. Raises `ServerError` if it does not fit."""
+        if responses.waits:
+            self._server.check_may_wait()
         # In the caller's thread: to convert long lists would keep the server's loop busy.
         flight = Flight(self._server, request.to_core(self._find(), self.version), responses.deliver)
         responses.flight = flight

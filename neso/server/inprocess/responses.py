@@ -22,6 +22,9 @@ class Responses(Generic[R]):
     `flag_only`: whether a final response that carries nothing but the flag is given as well.
     """
 
+    waits = False
+    """Whether the thread that asks for the next response waits for it."""
+
     def __init__(self, make: Callable[[CoreResponse], R], raise_on_error: bool, flag_only: bool) -> None:
         self._make = make
         self._raise_on_error = raise_on_error
@@ -62,6 +65,8 @@ class ResponseIterator(Responses[R], Iterator[R]):
     Raises the error of a response, unless the request was sent with `raise_on_error=False`.
     `copies` gets each response too, the flag at the end included.
     """
+
+    waits = True
 
     def __init__(
         self,

@@ -186,9 +186,11 @@ class Server:
 
     def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the server's loop and wait for it. Raises `Unavailable` when that has stopped."""
-        if threading.current_thread() is self._thread:
+        try:
+            self.check_may_wait()
+        except RuntimeError:
             work.close()
-            raise RuntimeError("the server's own thread must not wait for itself")
+            raise
         with self._gate:
             if not self._open:
                 work.close()
@@ -198,6 +200,11 @@ class Server:
             return result.result()
         except CancelledError:
             raise Unavailable("the server has stopped") from None
+
+    def check_may_wait(self) -> None:
+        """Raises `RuntimeError` in the server's own thread, which would wait for itself for ever."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the server's own thread must not wait for itself")
 
     def post(self, callback: Callable[[], None]) -> None:
         """Run a callback on the server's loop, some time soon. Raises `Unavailable` when that has stopped."""

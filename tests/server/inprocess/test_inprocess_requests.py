@@ -297,6 +297,17 @@ def test_async_infer_refuses_at_once(server):
         server.model("identity").async_infer(inputs={"IN": [1]})
 
 
+def test_on_the_servers_own_loop(server):
+    model = server.model("repeat")
+
+    async def ask():
+        with pytest.raises(RuntimeError, match="own thread must not wait"):
+            model.infer(inputs={"COUNT": [1]})
+        return values([response async for response in model.async_infer(inputs={"COUNT": [2]})])
+
+    assert server.wait_for(ask()) == [[0], [1]]
+
+
 def test_models_by_name_and_version(server):
     models = server.models()
     assert {("identity", "1"), ("endless", "1")} <= set(models) and len(models) == 7
