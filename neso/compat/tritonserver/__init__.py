@@ -5,6 +5,7 @@ different.
 """
 
 from neso import __version__ as __version__
+from neso.compat.tritonserver import _api as _api
 from neso.compat.tritonserver.allocators import MemoryAllocator, NumpyAllocator, default_memory_allocators
 from neso.compat.tritonserver.enums import (
     DataType,

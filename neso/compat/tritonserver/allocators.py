@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from inspect import signature
 
 import numpy as np
 
@@ -17,16 +18,16 @@ class MemoryAllocator(ABC):
 
     @abstractmethod
     def allocate(
-        self, size: int, memory_type: MemoryType, memory_type_id: int, tensor_name: str
+        self, size: int, memory_type: MemoryType, memory_type_id: int, tensor_name: str = ""
     ) -> MemoryBuffer:
-        """A buffer of at least `size` bytes."""
+        """A buffer of at least `size` bytes. Some releases of Triton give no name, so it may be left out."""
 
 
 class NumpyAllocator(MemoryAllocator):
     """Memory of numpy arrays."""
 
     def allocate(
-        self, size: int, memory_type: MemoryType, memory_type_id: int, tensor_name: str
+        self, size: int, memory_type: MemoryType, memory_type_id: int, tensor_name: str = ""
     ) -> MemoryBuffer:
         return MemoryBuffer.from_dlpack(np.empty(size, np.uint8))
 
@@ -36,7 +37,13 @@ default_memory_allocators: dict[MemoryType, MemoryAllocator] = {MemoryType.CPU: 
 
 def allocated(allocator: MemoryAllocator, name: str, tensor: Tensor) -> Tensor:
     """A copy of a tensor in memory of an allocator. Raises `TritonError` where that does not do."""
-    buffer = allocator.allocate(tensor.size, tensor.memory_type, tensor.memory_type_id, name)
+    wanted = (tensor.size, tensor.memory_type, tensor.memory_type_id)
+    try:
+        signature(allocator.allocate).bind(*wanted, name)
+    except TypeError:
+        buffer = allocator.allocate(*wanted)
+    else:
+        buffer = allocator.allocate(*wanted, name)
     copy_into(tensor, buffer)
     if tensor.data_type is DataType.BYTES:
         return tensor  # its elements are Python objects; the buffer has their binary form

@@ -23,11 +23,12 @@ class Tensor:
     `torch.Tensor`. Inputs need no name, they get that under which they are sent.
     """
 
-    __slots__ = ("_gpu", "_host")
+    __slots__ = ("_gpu", "_host", "_wire")
 
     def __init__(self, tensor: ServerTensor) -> None:
         self._host: ServerTensor | None = tensor
         self._gpu: Any = None
+        self._wire: npt.NDArray[np.uint8] | None = None
 
     @classmethod
     def from_object(cls: type[AnyTensor], value: Any, datatype: DataType | None = None) -> AnyTensor:
@@ -90,7 +91,7 @@ class Tensor:
 
     @property
     def data_ptr(self) -> int:
-        """The address of the first element. For BYTES, of a copy in the binary tensor format."""
+        """The address of the first element, valid while the tensor lives. For BYTES see `memory_buffer`."""
         return self.memory_buffer.data_ptr
 
     @property
@@ -100,12 +101,14 @@ class Tensor:
 
     @property
     def memory_buffer(self) -> MemoryBuffer:
-        """The memory. That of a BYTES tensor is made anew, in the binary tensor format."""
+        """The memory. For BYTES a copy in the binary tensor format, which the tensor keeps."""
         if self._host is None:
             return MemoryBuffer.from_dlpack(self._gpu)
         array = self._host.array
-        if self.datatype is DataType.BYTES:
-            array = np.frombuffer(self._host.to_wire(), np.uint8)
+        if self._host.datatype is DataType.BYTES:
+            if self._wire is None:
+                self._wire = np.frombuffer(self._host.to_wire(), np.uint8)
+            array = self._wire
         return MemoryBuffer(array.ctypes.data, MemoryType.CPU, 0, array.nbytes, array)
 
     def numpy(self) -> npt.NDArray[Any]:
@@ -152,13 +155,13 @@ class Tensor:
     def _wrap(cls: type[AnyTensor], tensor: ServerTensor) -> AnyTensor:
         """For subclasses too, whose constructors take other things."""
         made = cls.__new__(cls)
-        made._host, made._gpu = tensor, None
+        made._host, made._gpu, made._wire = tensor, None, None
         return made
 
     @classmethod
     def _on_gpu(cls: type[AnyTensor], tensor: Any) -> AnyTensor:
         made = cls.__new__(cls)
-        made._host, made._gpu = None, tensor
+        made._host, made._gpu, made._wire = None, tensor, None
         return made
 
     def _need_bytes(self) -> None:
