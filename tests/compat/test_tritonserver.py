@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import queue
@@ -481,13 +482,24 @@ def test_an_allocator_gives_the_memory_of_outputs(server):
     assert response.outputs["text_output"].to_string_array().tolist() == [["a"]]
 
     class TooSmall(tritonserver.MemoryAllocator):
-        def allocate(self, size, memory_type, memory_type_id, tensor_name):
-            return tritonserver.default_memory_allocators[memory_type].allocate(
-                1, memory_type, 0, tensor_name
-            )
+        def allocate(self, size, memory_type, memory_type_id):
+            return tritonserver.default_memory_allocators[memory_type].allocate(1, memory_type, 0)
 
     with pytest.raises(tritonserver.InvalidArgumentError, match="gave 1 bytes of 4"):
         list(server.model("echo").infer(inputs=inputs, output_memory_allocator=TooSmall()))
+
+
+def test_programs_that_read_through_pointers(server):
+    def text(response: tritonserver._api._response.InferenceResponse) -> str:
+        tensor = response.outputs["text_output"]
+        return ctypes.string_at(tensor.data_ptr + 4, tensor.size - 4).decode()
+
+    assert tritonserver._api._response.InferenceResponse is tritonserver.InferenceResponse
+    inputs = {"text_input": [["some words"]], "bool_input": np.bool_([[True]])}
+    (response,) = server.model("echo").infer(server.model("echo").create_request(inputs=inputs))
+    assert text(response) == "some words"
+    pointer = ctypes.cast(response.outputs["bool_output"].data_ptr, ctypes.POINTER(ctypes.c_bool))
+    assert pointer[0] is True
 
 
 def test_tensors_over_buffers():
