@@ -11,8 +11,9 @@ from neso.frontends.kserve_grpc.options import GrpcOptions, ResponseCompression
 from neso.frontends.kserve_http.options import HttpOptions
 from neso.frontends.metrics import MetricsOptions
 from neso.frontends.openai import OpenAIOptions
-from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.errors import InvalidArgument
 from neso.server.options import ModelControlMode, ServerOptions
+from neso.server.response_cache.options import CacheConfig
 
 SHIPPED_MODEL = "neso-pilot"
 ENGINE_OPTIONS = (
@@ -66,6 +67,7 @@ class ServeOptions:
         repositories = tuple(values["model_repository"] or ())
         names = values["models"] or ([] if repositories else [SHIPPED_MODEL])
         engine = {name: str(values[name]) for name in ENGINE_OPTIONS if values[name] is not None}
+        cache = CacheConfig.parse(values["cache_config"] or [], values["response_cache_byte_size"])
         return cls(
             server=ServerOptions(
                 model_repository=repositories,
@@ -76,9 +78,8 @@ class ServeOptions:
                 exit_timeout=values["exit_timeout_secs"],
                 disable_auto_complete_config=values["disable_auto_complete_config"],
                 backend_config=_backend_config(values["backend_config"] or []),
-                response_cache_size=_cache_size(
-                    values["cache_config"] or [], values["response_cache_byte_size"]
-                ),
+                response_cache_size=cache.local_size,
+                redis_cache=cache.redis,
                 allow_client_shm=bool(values["allow_client_shm"]),
             ),
             models=tuple(ModelArgument.parse(name) for name in names),
@@ -123,21 +124,3 @@ def _backend_config(settings: list[str]) -> dict[str, dict[str, str]]:
             raise InvalidArgument(f"--backend-config '{setting}': expected BACKEND,KEY=VALUE")
         result.setdefault(backend, {})[key] = value
     return result
-
-
-def _cache_size(settings: list[str], byte_size: int | None) -> int:
-    """Bytes of the response cache, from --cache-config and --response-cache-byte-size; 0 for none."""
-    if not settings:
-        return byte_size or 0
-    if byte_size is not None:
-        raise InvalidArgument("--cache-config and --response-cache-byte-size cannot be given together")
-    size = 0
-    for setting in settings:
-        cache, _, pair = setting.partition(",")
-        key, _, value = pair.partition("=")
-        if cache != "local":
-            raise Unsupported(f"--cache-config '{setting}': the only cache there is is 'local'")
-        if key != "size" or not value.isdecimal():
-            raise InvalidArgument(f"--cache-config '{setting}': expected local,size=BYTES")
-        size = int(value)
-    return size

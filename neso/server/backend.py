@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from neso.server.errors import InvalidArgument
+from neso.server.instances import instances_of
 
 if TYPE_CHECKING:
     from neso.generation import LanguageModel
     from neso.server.core import Core
     from neso.server.inference_response import ResponseStream
+    from neso.server.rate_limiter.limiter import LimitedInstances
     from neso.server.statistics import ModelStatistics
 
 BUILTIN = {
     "ensemble": "neso.backends.ensemble:EnsembleBackend",
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
+    "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
     "python": "neso.backends.python:PythonBackend",
+    "pytorch": "neso.backends.pytorch:PyTorchBackend",
 }
+EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch"}
+"""The extras of the `neso` package that backends need."""
 ENTRY_POINT_GROUP = "neso.backends"
 
 
@@ -33,7 +39,8 @@ class ModelContext:
 
     `config` is the completed `ModelConfig` message; `auto_complete` may have changed it. `directory` is the
     model's folder in the repository, `version_directory` the version's folder in it. `namespace` is the repository
-    whose models are meant first by the names of others, empty where names are unique.
+    whose models are meant first by the names of others, empty where names are unique. `limited`: the instances as the
+    rate limiter sees them, None when they wait for nothing.
     """
 
     core: Core
@@ -45,6 +52,12 @@ class ModelContext:
     statistics: ModelStatistics
     backend_config: dict[str, str]
     namespace: str = ""
+    limited: LimitedInstances | None = None
+
+    @property
+    def assigns_instances(self) -> bool:
+        """Whether the scheduler always says which instance is to execute: they are not alike to it."""
+        return self.limited is not None or self.config.HasField("sequence_batching")
 
 
 class Backend(ABC):
@@ -53,16 +66,26 @@ class Backend(ABC):
     `counts_executions`: the backend executes several requests at once and calls `statistics.record_execution`
     itself; otherwise each request that succeeds counts as one execution.
     `batches`: it can execute several requests together, by `execute`; then the dynamic batcher may stand before it.
+    `concatenates`: it makes one tensor of an input of all requests that it executes together, as `Batch` does; requests
+    whose sequences have states of other shapes come apart then.
+    `on_reschedule`: what has a request of an iterative sequence executed again, in a later batch; to be called on the
+    core's loop, before or after `done`. None for other models.
+    `heeds`: fields of the configuration that it heeds, of those that say nothing to the core (`ignored_fields`).
     """
 
     counts_executions = False
     batches = False
+    concatenates = False
+    heeds: frozenset[str] = frozenset()
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context
+        self.on_reschedule: Callable[[ResponseStream], None] | None = None
 
     @classmethod  # noqa: B027  most backends have nothing to add
-    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
         """Fill in what the user left out of the `ModelConfig`. May block. Raises `ServerError`."""
 
     @abstractmethod
@@ -75,8 +98,8 @@ class Backend(ABC):
 
     @property
     def num_instances(self) -> int:
-        """How many executions run at the same time."""
-        return sum(group.count for group in self.context.config.instance_group)
+        """How many executions run at the same time: as many as there are instances that are not passive."""
+        return sum(not spec.passive for spec in instances_of(self.context.config))
 
     async def update_instances(self, config: Any) -> bool:
         """Have as many instances as another configuration says, which differs in nothing else; requests go on.
@@ -91,7 +114,7 @@ class Backend(ABC):
     ) -> None:
         """Start to execute requests together on an instance that is free, and call `done` when it is free again.
 
-        `instance`: on that one (from 0), for models with sequence batching; None for others.
+        `instance`: on that one, a number in `instances_of`; None for models whose context does not assign instances.
         `done` must be called on the core's loop. Must not block. For a backend that `batches`.
         """
         raise NotImplementedError
@@ -113,9 +136,26 @@ class Backend(ABC):
 def find_backend(name: str) -> type[Backend]:
     """The backend class of that name, built in or from an entry point. Raises `InvalidArgument`."""
     target = BUILTIN.get(name)
-    if target is not None:
-        module, _, attribute = target.partition(":")
-        return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+    try:
+        if target is not None:
+            module, _, attribute = target.partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+        else:
+            found = _entry_point(name).load()
+    except ImportError as error:
+        hint = f", it needs `pip install 'neso[{EXTRAS[name]}]'`" if name in EXTRAS else ""
+        raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise InvalidArgument(
+            f"unable to load backend '{name}': {found!r} is no subclass of {Backend.__name__}"
+        )
+    return found
+
+
+def _entry_point(name: str) -> EntryPoint:
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return entry.load()  # type: ignore[no-any-return]
-    raise InvalidArgument(f"unable to find backend '{name}', built in are {', '.join(sorted(BUILTIN))}")
+        return entry
+    raise InvalidArgument(
+        f"unable to find backend '{name}', built in are {', '.join(sorted(BUILTIN))}; installed are "
+        f"{', '.join(sorted(entry_points(group=ENTRY_POINT_GROUP).names)) or 'no others'}"
+    )

@@ -16,7 +16,9 @@ from neso.server.model import Model
 from neso.server.model_control import ModelControl
 from neso.server.model_table import ModelTable
 from neso.server.options import ServerOptions
-from neso.server.response_cache import ResponseCache
+from neso.server.rate_limiter.limiter import RateLimiter
+from neso.server.rate_limiter.options import RateLimitMode
+from neso.server.response_cache.opening import open_cache
 from neso.server.shared_memory.manager import SharedMemory
 
 logger = logging.getLogger(__name__)
@@ -43,10 +45,13 @@ class Core:
         self.metrics.register(ModelCollector(self.models))
         self.custom_metrics = CustomMetrics(self.metrics.taken)
         self.metrics.register(self.custom_metrics)
-        self.response_cache = (
-            ResponseCache(options.response_cache_size) if options.response_cache_size else None
-        )
+        self.response_cache = open_cache(options)
         self.shared_memory = SharedMemory(options.allow_client_shm)
+        self.rate_limiter = (
+            RateLimiter(options.rate_limit_resources)
+            if RateLimitMode(options.rate_limit) is not RateLimitMode.OFF
+            else None
+        )
         self._table = ModelTable()
         self._lifecycle = ModelLifecycle(self, self._table)
         self._control = ModelControl(options, self._table, self._lifecycle)
@@ -68,6 +73,8 @@ class Core:
         self._stopping = True
         await self._control.stop()
         await self._lifecycle.unload_all(self.options.exit_timeout)
+        if self.response_cache is not None:
+            await self.response_cache.close()
         self.shared_memory.close()
 
     def live(self) -> bool:

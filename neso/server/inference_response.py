@@ -123,6 +123,10 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         while self._responses:
             sink(self._responses.popleft())
 
+    def unobserve(self) -> None:
+        """Let nobody but the consumer see what comes from now on: an answer that the model did not give."""
+        self._on_response = None
+
     def hold(self) -> None:
         """Keep responses from the consumer until `release`."""
         self._held = []

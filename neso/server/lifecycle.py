@@ -20,6 +20,7 @@ from neso.server.model import Model
 from neso.server.model_config import differ_in_instances_only, is_ensemble
 from neso.server.model_table import UNLOADED, ModelRecord, ModelTable, VersionSlot
 from neso.server.options import ServerOptions
+from neso.server.rate_limiter.limiter import LimitedInstances
 from neso.server.repository.source import ModelSource
 from neso.server.repository.versions import find_versions
 from neso.server.statistics import ModelStatistics
@@ -233,6 +234,29 @@ class ModelLifecycle:
         raise AssertionError  # never: the loop has no end
 
     async def _make(self, plan: ModelPlan, version: int) -> Model:
+        limited = self._admit(plan)
+        try:
+            return await self._make_limited(plan, version, limited)
+        except BaseException:
+            if limited is not None:
+                limited.close()
+            raise
+
+    def _admit(self, plan: ModelPlan) -> LimitedInstances | None:
+        """The instances as the rate limiter sees them. Raises `InvalidArgument` for what they never get."""
+        limiter = self._core.rate_limiter
+        if limiter is None:
+            return None
+        if not plan.backend.batches:
+            if any(group.rate_limiter.resources for group in plan.config.instance_group):
+                logger.warning(
+                    "model '%s': its backend schedules its requests by itself, rate_limiter has no effect",
+                    plan.source.name,
+                )
+            return None
+        return limiter.admit(plan.config)
+
+    async def _make_limited(self, plan: ModelPlan, version: int, limited: LimitedInstances | None) -> Model:
         config = type(plan.config)()
         config.CopyFrom(plan.config)
         context = ModelContext(
@@ -245,6 +269,7 @@ class ModelLifecycle:
             statistics=ModelStatistics(plan.source.name, str(version)),
             backend_config=self._core.options.backend_config.get(config.backend, {}),
             namespace=plan.source.namespace,
+            limited=limited,
         )
         backend = plan.backend(context)
         try:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from neso.server.backend import Backend, find_backend
 from neso.server.errors import InvalidArgument
+from neso.server.ignored_config import ignored_fields
 from neso.server.model_config import check_config, complete_config, is_ensemble, read_config
 from neso.server.options import ServerOptions
 from neso.server.repository.source import ModelSource
 from neso.server.repository.versions import choose_versions, find_versions
 from neso.server.repository_agents import RepositoryAgent, run_agents
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,13 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     chosen = choose_versions(versions, config.version_policy, source.name)
     backend = find_backend("ensemble" if is_ensemble(config) else config.backend)
     if not options.disable_auto_complete_config:
-        backend.auto_complete(config, directory, directory / str(chosen[-1]))
+        settings = options.backend_config.get(config.backend, {})
+        backend.auto_complete(config, directory, directory / str(chosen[-1]), settings)
         check_config(config, source.name)
+    if ignored := ignored_fields(config, backend.heeds):
+        logger.warning(
+            "model '%s': its configuration has fields without effect: %s", source.name, ", ".join(ignored)
+        )
     folders = {version: directory / str(version) for version in chosen}
     return ModelPlan(source, directory, config, backend, folders, agents)
 

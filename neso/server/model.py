@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from neso.generation import InvalidParameter
 from neso.server.backend import Backend, ModelContext
-from neso.server.cached_model import CachedModel
 from neso.server.classification import Classifier
 from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
+from neso.server.response_cache.opening import open_cached_model
 from neso.server.response_statistics import ResponseOutcome
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.schedulers.sequence_batcher import SequenceBatcher
@@ -50,8 +50,9 @@ class Model:
         self.metric_labels = {"model": self.name, "version": self.version}
         self.metric_labels.update({f"_{key}": value for key, value in self.config.metric_tags.items()})
         self._backend = backend
+        self._limited = context.limited
         self._batcher = self._make_batcher()
-        self._cached = CachedModel.of(context)
+        self._cached = open_cached_model(context, self._start, self._left)
         self._in_flight: set[ResponseStream] = set()
         self._generating = 0
         self._idle = asyncio.Event()
@@ -100,10 +101,13 @@ class Model:
         batch_size = self.signature.check(request)
         request.model_version = self.version
         stream = ResponseStream(request, self._observe, batch_size)
-        if self._cached is not None and (hit := self._cached.find(stream)) is not None:
-            return hit
         self._in_flight.add(stream)
         self._idle.clear()
+        if self._cached is None or not self._cached.take(stream):
+            self._start(stream)
+        return stream
+
+    def _start(self, stream: ResponseStream) -> None:
         try:
             if self._batcher is not None:
                 self._batcher.submit(stream)
@@ -114,7 +118,6 @@ class Model:
         except Exception as error:
             logger.exception("backend of model '%s' failed to take a request", self.name)
             stream.fail(InternalError(f"backend of model '{self.name}' failed to take the request: {error}"))
-        return stream
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """Generate text. Raises `Unsupported` without a language model, and what that one raises."""
@@ -170,7 +173,13 @@ class Model:
                 stream.fail(Unavailable(f"model '{self.name}' is unloaded, the request did not end in time"))
         if self._batcher is not None:
             self._batcher.close()
-        await self._backend.unload()
+        if self._cached is not None:
+            await self._cached.close()
+        try:
+            await self._backend.unload()
+        finally:
+            if self._limited is not None:
+                self._limited.close()
         for stream in tuple(self._in_flight):
             stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
 
@@ -181,7 +190,7 @@ class Model:
         """
         if list(config.instance_group) == list(self.config.instance_group):
             return True
-        if isinstance(self._batcher, SequenceBatcher):
+        if isinstance(self._batcher, SequenceBatcher) or self._limited is not None:
             return False
         before = self._backend.num_instances
         if not await self._backend.update_instances(config):
@@ -193,7 +202,8 @@ class Model:
     def _make_batcher(self) -> DynamicBatcher | SequenceBatcher | None:
         if self.config.HasField("sequence_batching"):
             return self._make_sequence_batcher()
-        if not (self.config.HasField("dynamic_batching") and self.config.max_batch_size):
+        batched = self.config.HasField("dynamic_batching") and self.config.max_batch_size
+        if not batched and self._limited is None:
             return None
         if not self._backend.batches:
             logger.warning(
@@ -201,7 +211,9 @@ class Model:
                 self.name,
             )
             return None
-        return DynamicBatcher(self.config, self.signature, self._backend.execute, self._backend.num_instances)
+        return DynamicBatcher(
+            self.config, self.signature, self._backend.execute, self._backend.num_instances, self._limited
+        )
 
     def _make_sequence_batcher(self) -> SequenceBatcher:
         backend = self._backend
@@ -209,9 +221,17 @@ class Model:
             raise Unsupported(
                 f"sequence batching is not supported by backend '{self.config.backend}', for {self.name}"
             )
-        return SequenceBatcher(
-            self.config, self.signature, backend.execute, backend.num_instances, backend.context.directory
+        batcher = SequenceBatcher(
+            self.config,
+            self.signature,
+            backend.execute,
+            backend.num_instances,
+            backend.context.directory,
+            self._limited,
+            backend.concatenates,
         )
+        backend.on_reschedule = batcher.reschedule
+        return batcher
 
     def _after_retirement(self) -> Model:
         if self._successor is None:
@@ -255,6 +275,14 @@ class Model:
                 self.statistics.record_execution(batch_size, timeline)
         else:
             self.statistics.record_failure(timeline, failure)
+        self._rest_if_idle()
+
+    def _left(self, stream: ResponseStream) -> None:
+        """A request was answered without the backend."""
+        self._in_flight.discard(stream)
+        self._rest_if_idle()
+
+    def _rest_if_idle(self) -> None:
         if not self._in_flight and not self._generating:
             self._idle.set()
 

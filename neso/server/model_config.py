@@ -11,7 +11,8 @@ from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-un
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from neso.server.errors import InvalidArgument
-from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US, check_sequence_batching
+from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
+from neso.server.scheduling_config import check_scheduling
 
 CONFIG_FILENAME = "config.pbtxt"
 CONFIG_FOLDER = "configs"
@@ -20,6 +21,7 @@ _BACKEND_OF_FILE = {
     "model.py": "python",
     "model.onnx": "onnxruntime",
     "model.pt": "pytorch",
+    "model.pt2": "pytorch",
     "model.plan": "tensorrt",
     "model.xml": "openvino",
     "model.savedmodel": "tensorflow",
@@ -32,6 +34,7 @@ _BACKEND_OF_PLATFORM = {
     "tensorflow_graphdef": "tensorflow",
     "tensorflow_savedmodel": "tensorflow",
 }
+_PLATFORM_OF_BACKEND = {"onnxruntime": "onnxruntime_onnx", "pytorch": "pytorch_libtorch"}
 
 
 def read_config(directory: Path, custom_name: str = "") -> ModelConfig | None:
@@ -102,8 +105,10 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
         config.name = name
     if not config.backend and not is_ensemble(config):
         config.backend = _infer_backend(config, version_directory)
-    if config.backend == "python" and not config.default_model_filename:
-        config.default_model_filename = "model.py"
+    config.platform = config.platform or _PLATFORM_OF_BACKEND.get(config.backend, "")
+    config.default_model_filename = config.default_model_filename or _find_file(
+        config.backend, version_directory
+    )
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
     if is_ensemble(config) or config.HasField("ensemble_scheduling"):
@@ -117,9 +122,9 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
         config.instance_group.add()
     for index, group in enumerate(config.instance_group):
         group.name = group.name or f"{name}_{index}"
-        group.count = group.count or 1
+        group.count = max(group.count, 1)
         if group.kind == ModelInstanceGroup.KIND_AUTO:
-            group.kind = ModelInstanceGroup.KIND_CPU
+            group.kind = ModelInstanceGroup.KIND_GPU if group.gpus else ModelInstanceGroup.KIND_CPU
 
 
 def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
@@ -132,6 +137,12 @@ def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
         if (version_directory / filename).exists():
             return backend
     return str(config.name).rpartition(".")[2] if "." in config.name else ""
+
+
+def _find_file(backend: str, version_directory: Path) -> str:
+    """The file of the model, by the names that its backend uses; the first of them if none is there."""
+    names = [filename for filename, of in _BACKEND_OF_FILE.items() if of == backend]
+    return next((name for name in names if (version_directory / name).exists()), names[0] if names else "")
 
 
 def check_config(config: ModelConfig, name: str) -> None:
@@ -158,6 +169,7 @@ def check_config(config: ModelConfig, name: str) -> None:
             if tensor.name in seen:
                 raise InvalidArgument(f"model {kind} '{tensor.name}' is specified more than once for {name}")
             seen.add(tensor.name)
+    check_scheduling(config)
 
 
 def differ_in_instances_only(old: ModelConfig, new: ModelConfig) -> bool:
@@ -182,8 +194,6 @@ def _check_schedulers(config: ModelConfig) -> None:
         )
     if is_ensemble(config) and config.instance_group:
         raise InvalidArgument(f"instance group should not be specified for ensemble '{config.name}'")
-    if scheduler == "sequence_batching":
-        check_sequence_batching(config)
 
 
 def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:
@@ -200,6 +210,14 @@ def _check_tensor(tensor: Any, kind: str, config: ModelConfig) -> None:
                 f"model {kind} '{tensor.name}' dimension must be integer >= 1, or -1 to indicate a "
                 f"variable-size dimension, got {extent} {where}"
             )
+    if tensor.is_shape_tensor:
+        raise InvalidArgument(f"shape tensors are only supported for TensorRT platform {where}")
+    if tensor.is_non_linear_format_io:
+        raise InvalidArgument(
+            f"non-linear formats of tensors are only supported for TensorRT platform {where}"
+        )
+    if getattr(tensor, "format", 0) and len(tensor.dims) != 3:
+        raise InvalidArgument(f"model input NHWC/NCHW require 3 dims {where}")
     if tensor.HasField("reshape"):
         _check_reshape(tensor, kind, where)
 

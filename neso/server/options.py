@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from neso.server.errors import InvalidArgument
+from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
 from neso.server.repository.names import stays_inside
+from neso.server.response_cache.options import RedisOptions
 
 
 class ModelControlMode(str, Enum):
@@ -37,8 +39,10 @@ class ServerOptions:
     core: the core itself goes on when a model fails. `exit_timeout` and `unload_timeout` (seconds) bound how
     long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
     `backend_config` holds settings by backend name. `response_cache_size` (bytes) is that of the response cache of
-    all models that enable it; 0: there is none. `allow_client_shm`: clients may have tensors read from and written
-    to system shared memory. Raises `ServerError` for options that cannot be served.
+    all models that enable it, in memory; 0: there is none. `redis_cache`: it is in Redis instead. `allow_client_shm`:
+    clients may have tensors read from and written to system shared memory. `rate_limit` says whether executions wait
+    for resources, `rate_limit_resources` how much there is of them; without any, the most that an instance needs.
+    Raises `ServerError` for options that cannot be served.
     """
 
     model_repository: tuple[Path | str, ...] = ()
@@ -57,7 +61,10 @@ class ServerOptions:
     disable_auto_complete_config: bool = False
     backend_config: dict[str, dict[str, str]] = field(default_factory=dict)
     response_cache_size: int = 0
+    redis_cache: RedisOptions | None = None
     allow_client_shm: bool = False
+    rate_limit: RateLimitMode = RateLimitMode.OFF
+    rate_limit_resources: tuple[ResourceLimit, ...] = ()
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -65,6 +72,8 @@ class ServerOptions:
             raise InvalidArgument(
                 f"the size of the response cache must not be negative: {self.response_cache_size}"
             )
+        if self.response_cache_size and self.redis_cache is not None:
+            raise InvalidArgument("there can be one response cache, in memory or in Redis, not both")
         if self.startup_models and self.model_control_mode is not ModelControlMode.EXPLICIT:
             raise InvalidArgument("startup models can be named in model control mode 'explicit' only")
         if "*" in self.startup_models and len(self.startup_models) > 1:

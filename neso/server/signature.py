@@ -59,6 +59,10 @@ class Signature:
         self.max_batch_size = int(config.max_batch_size)
         self.inputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.input}
         self.outputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.output}
+        # Inputs that may differ within a batch; it has them flat, one after the other.
+        self.ragged = frozenset(
+            tensor.name for tensor in config.input if tensor.allow_ragged_batch and self.max_batch_size
+        )
         self._required = sum(not spec.optional for spec in self.inputs.values())
         self._has_optional = self._required < len(self.inputs)
         # Inputs that may differ from request to request, and must not within a batch.

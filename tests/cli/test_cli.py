@@ -11,6 +11,7 @@ import neso
 from neso.cli.serve_options import ModelArgument, ServeOptions
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.options import ModelControlMode
+from neso.server.response_cache.options import RedisOptions
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -143,12 +144,17 @@ def test_size_of_the_response_cache(arguments, size):
     assert parse(*arguments).server.response_cache_size == size
 
 
+def test_a_response_cache_in_redis():
+    server = parse("--cache-config=redis,host=cache", "--cache-config=redis,port=6379").server
+    assert server.redis_cache == RedisOptions("cache", 6379) and not server.response_cache_size
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cache-config=redis,host=x"], "the only cache there is is 'local'"),
-        (["--cache-config=local,size=1G"], "expected local,size=BYTES"),
-        (["--cache-config=local"], "expected local,size=BYTES"),
+        (["--cache-config=redis,host=x"], "'port' is missing"),
+        (["--cache-config=local,size=1G"], "'local,size=1G': expected a number"),
+        (["--cache-config=local"], "expected local,KEY=VALUE"),
         (["--cache-config=local,size=1", "--response-cache-byte-size=1"], "cannot be given together"),
     ],
 )

@@ -78,7 +78,10 @@ async def test_unknown_models_and_versions(repository, start_core):
             "output { name: 'A' data_type: TYPE_INT8 dims: [1] } output { name: 'A' data_type: TYPE_INT8 dims: [1] }",
             "model output 'A' is specified more than once",
         ),
-        ("sequence_batching { iterative_sequence: true }", "iterative sequences are not supported yet"),
+        (
+            "max_batch_size: 4 dynamic_batching { preferred_batch_size: 8 }",
+            "must be <= max batch size for broken",
+        ),
         (
             "sequence_batching { control_input { name: 'A' control { kind: CONTROL_SEQUENCE_END } } }",
             "must specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' for CONTROL_SEQUENCE_END",
@@ -142,7 +145,9 @@ async def test_a_backend_that_cannot_be_imported(repository, start_core, monkeyp
     (repository.add("odd") / "config.pbtxt").write_text('backend: "odd"')
     repository.add("identity")
     core = await start_core()
-    assert index_of(core, "odd")[0].reason == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert (
+        index_of(core, "odd")[0].reason == "unable to load backend 'odd': No module named 'no_such_package'"
+    )
     assert core.model("identity").ready()
 
 

@@ -25,6 +25,9 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "engine-directories.md",
         "ensembles.md",
         "sequences.md",
+        "rate-limiter.md",
+        "onnxruntime-backend.md",
+        "pytorch-backend.md",
         "tritonserver-shim.md",
     ],
 )

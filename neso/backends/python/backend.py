@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from neso.server.backend import Backend
 from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
+from neso.server.instances import InstanceSpec, instances_of
 from neso.server.model_config import config_to_dict, config_to_json
 from neso.server.statistics import Timeline
 
@@ -36,11 +37,12 @@ class PythonBackend(Backend):
     def __init__(self, context: Any) -> None:
         super().__init__(context)
         self._work: WorkQueue = WorkQueue()
-        self._own_work: list[WorkQueue] = []  # of each instance, where requests are for a certain one
         self._instances: list[ModelInstance] = []
 
     @classmethod
-    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
         """Let the model's `auto_complete_config` fill in tensors and batching."""
         try:
             model_class = load_model_class(version_directory / config.default_model_filename, config.name)
@@ -58,9 +60,8 @@ class PythonBackend(Backend):
 
     async def load(self) -> None:
         """Start the instances; all of them must initialize."""
-        groups = self.context.config.instance_group
-        places = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
-        self._instances = self._make_instances(self.context.config, places)
+        config = self.context.config
+        self._instances = self._make_instances(config, instances_of(config))
         await self._start(self._instances)
 
     async def update_instances(self, config: Any) -> bool:
@@ -69,12 +70,13 @@ class PythonBackend(Backend):
         Instances take from one queue, so which ones end is open: with several groups none may.
         """
         before, after = list(self.context.config.instance_group), list(config.instance_group)
-        if self._own_work or not self.ready() or not _differ_in_counts_only(before, after):
+        own = self.context.assigns_instances or any(group.passive for group in before)
+        if own or not self.ready() or not _differ_in_counts_only(before, after):
             return False
         growth = [new.count - old.count for old, new in zip(before, after, strict=True)]
         if min(growth) < 0 and len(growth) > 1:
             return False
-        fresh = self._make_instances(config, self._free_places(after, growth))
+        fresh = self._make_instances(config, self._specs_to_add(config, growth))
         self._instances = [instance for instance in self._instances if instance.alive] + fresh
         try:
             await self._start(fresh)
@@ -89,14 +91,16 @@ class PythonBackend(Backend):
             self._work.put(None)
         return True
 
-    def _free_places(self, groups: list[Any], growth: list[int]) -> list[tuple[int, int]]:
-        """Group and number of instances to be added, whose names nobody has."""
+    def _specs_to_add(self, config: Any, growth: list[int]) -> list[InstanceSpec]:
+        """Instances whose names nobody has, as many of each group as it grows by."""
         taken = {instance.name for instance in self._instances if instance.alive}
-        places: list[tuple[int, int]] = []
-        for number, (group, count) in enumerate(zip(groups, growth, strict=True)):
-            free = (index for index in itertools.count() if f"{group.name}_{index}" not in taken)
-            places += [(number, index) for index in itertools.islice(free, max(count, 0))]
-        return places
+        free = [spec for spec in instances_of(config) if spec.name not in taken]
+        added: list[InstanceSpec] = []
+        for group, count in zip(config.instance_group, growth, strict=True):
+            devices = len(group.gpus) or 1
+            of_group = (spec for spec in free if spec.group.name == group.name)
+            added += itertools.islice(of_group, max(count, 0) * devices)
+        return added
 
     async def _start(self, instances: list[ModelInstance]) -> None:
         for instance in instances:
@@ -110,10 +114,11 @@ class PythonBackend(Backend):
                 raise InternalError(_text(result))
 
     def submit(self, request: ResponseStream) -> None:
-        """Queue the request for the first instance that is free."""
+        """Queue the request for the first instance that is free; where the scheduler says which, for the first."""
         if not self.ready():
             raise Unavailable(f"no instance of model '{self.context.name}' is alive")
-        self._work.put(Work([request]))
+        work = self._instances[0].work if self.context.assigns_instances else self._work
+        work.put(Work([request]))
         request.fail_if_cancelled_while_waiting()
 
     def execute(
@@ -135,7 +140,7 @@ class PythonBackend(Backend):
         def executed(timeline: Timeline) -> None:
             post(statistics.record_execution, size, timeline)
 
-        work = self._work if instance is None else self._own_work[instance]
+        work = self._work if instance is None else self._instances[instance].work
         work.put(Work(batch, executed, lambda: post(done)))
 
     async def unload(self) -> None:
@@ -150,15 +155,17 @@ class PythonBackend(Backend):
         if stuck:
             logger.error("%d instances of model '%s' do not end", len(stuck), self.context.name)
 
+    def _reschedule(self, stream: ResponseStream) -> None:
+        if self.on_reschedule is not None:  # there is no request before there is a scheduler
+            self.on_reschedule(stream)
+
     def ready(self) -> bool:
         """Whether at least one thread is there to execute."""
         return any(instance.alive for instance in self._instances)
 
-    def _make_instances(self, config: Any, places: list[tuple[int, int]]) -> list[ModelInstance]:
-        """Instances of a configuration, by group and number."""
+    def _make_instances(self, config: Any, specs: list[InstanceSpec]) -> list[ModelInstance]:
         context = self.context
         path = context.version_directory / config.default_model_filename
-        kinds = config_to_dict(config)["instance_group"]
         text = config_to_json(config)
         decoupled = bool(config.model_transaction_policy.decoupled)
         outputs = {t["name"]: DataType.from_config(t["data_type"]) for t in config_to_dict(config)["output"]}
@@ -169,24 +176,26 @@ class PythonBackend(Backend):
         }
         access = ServerAccess(context.core, asyncio.get_running_loop())
         instances = []
-        for number, index in places:
-            group = kinds[number]
-            name = f"{group['name']}_{index}"
+        for spec in specs:
             args = {
                 "model_config": text,
-                "model_instance_kind": group["kind"].removeprefix("KIND_"),
-                "model_instance_name": name,
-                "model_instance_device_id": str(group["gpus"][0] if group["gpus"] else 0),
+                "model_instance_kind": spec.kind,
+                "model_instance_name": spec.name,
+                "model_instance_device_id": str(spec.device),
                 "model_repository": str(context.directory),
                 "model_version": context.version,
                 "model_name": context.name,
             }
-            link = ModelOutputs(asyncio.get_running_loop(), name, decoupled, outputs | states, tuple(states))
-            work = self._work
-            if sequences is not None:
-                work = WorkQueue()
-                self._own_work.append(work)
-            instances.append(ModelInstance(path, args, link, work, access))
+            link = ModelOutputs(
+                asyncio.get_running_loop(),
+                spec.name,
+                decoupled,
+                outputs | states,
+                tuple(states),
+                self._reschedule if sequences is not None and sequences["iterative_sequence"] else None,
+            )
+            own = context.assigns_instances or spec.passive
+            instances.append(ModelInstance(path, args, link, WorkQueue() if own else self._work, access))
         return instances
 
 

@@ -189,8 +189,11 @@ class ModelInstance:
         if executed is not None:
             executed(responders[0].stream.timeline)
         for response, responder in zip(result or (), responders, strict=False):
-            if response is not None:  # None: the model answers through the request's sender
+            if response is not None:  # None: the model answers through the request's sender, or later
                 self._answer(response, responder)
+        if self._outputs.reschedule is not None:
+            for responder in responders:
+                responder.reschedule_if_asked()
 
     def _check_result(self, result: Any, count: int) -> None:
         if self._outputs.decoupled:
@@ -219,6 +222,11 @@ class ModelInstance:
     def _answer(self, response: InferenceResponse, responder: Responder) -> None:
         """Send the response of one request; what is wrong with it concerns no other."""
         try:
+            if responder.rescheduled:
+                raise TritonModelException(
+                    "Expected a None object in the execute function return list for rescheduled request, found type "
+                    f"'{type(response).__name__}'."
+                )
             responder.send(response, final=True)
         except Exception as error:
             self._fail(error, [responder])

@@ -16,6 +16,8 @@ from neso.server.inference_request import InferenceRequest as ServerRequest
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 
 
 class InferenceRequest:
@@ -144,8 +146,18 @@ class InferenceRequest:
             sequence_end=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
         )
 
-    def set_release_flags(self, flags: int) -> NoReturn:
-        raise TritonModelException("rescheduling requests (set_release_flags) is not supported yet")
+    def set_release_flags(self, flags: int) -> None:
+        """What becomes of the request when `execute` has returned: ALL (1) ends it, RESCHEDULE executes it again.
+
+        Raises `TritonModelException` for other flags, and where requests cannot be executed again.
+        """
+        if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException(
+                f"Unable to set request release flags. Unsupported flag provided: {flags}"
+            )
+        if self._responder is None:
+            raise TritonModelException("only requests that the server handed to execute can be rescheduled")
+        self._responder.set_reschedule(flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 
     def trace(self) -> NoReturn:
         raise TritonModelException("tracing (InferenceRequest.trace) is not supported yet")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from neso.backends.python.errors import TritonModelException
@@ -22,7 +24,8 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 class ModelOutputs:
     """What the responders of one instance need to know of its model.
 
-    `datatypes`: of all outputs, implicit states included; `states`: the names of those.
+    `datatypes`: of all outputs, implicit states included; `states`: the names of those. `reschedule`: has the
+    request of a stream executed again, as an iterative sequence; None where that cannot be.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -30,6 +33,7 @@ class ModelOutputs:
     decoupled: bool
     datatypes: dict[str, DataType]
     states: tuple[str, ...] = ()
+    reschedule: Callable[[ResponseStream], None] | None = None
     mismatched: set[str] = field(default_factory=set)
 
     def convert(self, response: InferenceResponse) -> ServerResponse:
@@ -60,6 +64,9 @@ class Responder:
     When both are gone and the final response was not sent, nobody can send it any more: the request fails then,
     so that no client waits for ever.
     """
+
+    rescheduled = False  # asked for by the model
+    _released = False  # another responder follows, for the next execution
 
     def __init__(self, stream: ResponseStream, outputs: ModelOutputs) -> None:
         self.stream = stream
@@ -96,6 +103,22 @@ class Responder:
             converted.final = final
             self._post(converted)
 
+    def set_reschedule(self, reschedule: bool) -> None:
+        """Whether the request is to be executed again. Raises `TritonModelException` where it cannot be."""
+        if reschedule and self._outputs.reschedule is None:
+            raise TritonModelException(
+                "Unable to set request release flags. Rescheduling requests needs "
+                "'sequence_batching { iterative_sequence: true }' in the model configuration."
+            )
+        self.rescheduled = reschedule
+
+    def reschedule_if_asked(self) -> None:
+        """The execution is over: hand the request back to its scheduler."""
+        if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
+            self._released = True
+            with contextlib.suppress(RuntimeError):  # the server has ended
+                self._outputs.loop.call_soon_threadsafe(self._outputs.reschedule, self.stream)
+
     def fail(self, error: ServerError) -> None:
         """End the request with an error, unless it has ended."""
         if not self.closed:
@@ -109,7 +132,7 @@ class Responder:
             logger.debug("response of '%s' came after the server's end", self._outputs.instance)
 
     def __del__(self) -> None:
-        if not self.closed:
+        if not self.closed and not self._released:
             self.fail(
                 InternalError(
                     f"model instance '{self._outputs.instance}' let go of a request without a final response"

@@ -20,6 +20,9 @@ _TYPES_OF_FLAG = {
 _TYPES_OF_ID = (DataType.UINT64, DataType.INT64, DataType.UINT32, DataType.INT32, DataType.BYTES)
 
 
+_READY = "CONTROL_SEQUENCE_READY"
+
+
 @dataclass(frozen=True, slots=True)
 class _Flag:
     """START, END or READY: one of two tensors, made once."""
@@ -29,8 +32,8 @@ class _Flag:
     true: Tensor
 
     def tensor(self, request: InferenceRequest) -> Tensor:
-        if self.kind == "CONTROL_SEQUENCE_READY":
-            return self.true  # slots without a request are no part of the batch
+        if self.kind == _READY:
+            return self.true
         given = request.sequence_start if self.kind == "CONTROL_SEQUENCE_START" else request.sequence_end
         return self.true if given else self.false
 
@@ -92,6 +95,11 @@ class ControlInputs:
                 kinds.add(kind)
                 self._controls.append(self._control(tensor.name, kind, control))
 
+    @property
+    def tell_ready(self) -> bool:
+        """Whether the model wants to know which slots have a request."""
+        return any(isinstance(control, _Flag) and control.kind == _READY for control in self._controls)
+
     def check(self, request: InferenceRequest) -> None:
         """Raises `InvalidArgument` for a correlation id that the model's control input cannot hold."""
         for control in self._controls:
@@ -102,6 +110,12 @@ class ControlInputs:
         """Add the tensors to the request's inputs."""
         for control in self._controls:
             tensor = control.tensor(request)
+            request.inputs[tensor.name] = tensor
+
+    def give_empty(self, request: InferenceRequest) -> None:
+        """Add the tensors of a slot without a request: nothing is true, the correlation id is 0."""
+        for control in self._controls:
+            tensor = control.false if isinstance(control, _Flag) else control.tensor(request)
             request.inputs[tensor.name] = tensor
 
     def _control(self, name: str, kind: str, control: Any) -> _Flag | _CorrelationId:

@@ -1,41 +1,54 @@
 """Dynamic batching: requests that wait at the same time are executed together.
 
-A batch is sent when an instance is free and one of these holds: it has the largest preferred size that can be reached,
-it cannot grow (`max_batch_size`, or the next request does not fit), or its oldest request has waited for
-`max_queue_delay_microseconds`. Nothing polls: arrivals, instances that become free and one timer drive it.
+Batches are made by `BatchChooser` when an instance is free and, with a rate limiter, may begin. Nothing polls:
+arrivals, instances that become free and one timer drive it. A model without `dynamic_batching` whose executions are
+limited waits here too, one request a batch.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from neso.server.errors import ServerError
 from neso.server.inference_response import ResponseStream
+from neso.server.rate_limiter.limiter import LimitedInstances
+from neso.server.schedulers.batch_choice import BatchChooser
 from neso.server.schedulers.dispatcher import Dispatcher
 from neso.server.schedulers.priority_queue import PriorityQueue
 from neso.server.signature import Signature
 
-Execute = Callable[[list[ResponseStream], Callable[[], None]], None]
-"""execute(batch, done): start on a free instance; `done` is called on the loop when the instance is free again."""
+Execute = Callable[[list[ResponseStream], Callable[[], None], int | None], None]
+"""execute(batch, done, instance): start on that instance, or with None on a free one; `done` is called on the loop when
+the instance is free again."""
 
 
 class DynamicBatcher:
     """Made and used on the core's event loop."""
 
-    def __init__(self, config: Any, signature: Signature, execute: Execute, num_instances: int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        signature: Signature,
+        execute: Execute,
+        num_instances: int,
+        limited: LimitedInstances | None = None,
+    ) -> None:
         batching = config.dynamic_batching
+        max_size = max(int(config.max_batch_size), 1) if config.HasField("dynamic_batching") else 1
         self._queue = PriorityQueue.of(batching)
-        self._signature = signature
+        self._chooser = BatchChooser(
+            signature, max_size, batching.preferred_batch_size, batching.max_queue_delay_microseconds
+        )
         self._execute = execute
         self._free = num_instances
-        self._max_size = max(int(config.max_batch_size), 1)
-        self._preferred = sorted(size for size in batching.preferred_batch_size if size <= self._max_size)
-        self._delay_ns = 1000 * batching.max_queue_delay_microseconds
         self._order = ResponseOrder() if batching.preserve_ordering else None
         self._dispatcher = Dispatcher(self._dispatch)
+        self._limited = limited
+        if limited is not None:
+            limited.on_grant = self._dispatcher.wake
 
     def submit(self, stream: ResponseStream) -> None:
         """Queue a request; one that is not taken is answered."""
@@ -44,14 +57,16 @@ class DynamicBatcher:
         except ServerError as error:
             stream.reject(error)
             return
-        stream.fail_if_cancelled_while_waiting()
         if self._order is not None:
             self._order.add(stream)
+        stream.fail_if_cancelled_while_waiting()
         self._schedule()
 
     def close(self) -> list[ResponseStream]:
         """Stop; gives back what was not sent."""
         self._dispatcher.stop()
+        if self._limited is not None:
+            self._limited.withdraw_all()
         return self._queue.clear()
 
     def add_instances(self, count: int) -> None:
@@ -63,58 +78,34 @@ class DynamicBatcher:
         if self._free > 0:
             self._dispatcher.wake()
         else:
-            self._set_timer()  # for the patience of those who wait
+            self._dispatcher.wake_at((self._queue.next_deadline(),))  # for the patience of those who wait
 
     def _dispatch(self) -> None:
         self._queue.expire()
-        while self._free > 0 and (batch := self._next_batch()):
-            self._queue.take(batch)
-            self._free -= 1
-            self._execute(batch, self._instance_is_free)
-        self._set_timer()
-
-    def _instance_is_free(self) -> None:
-        self._free += 1
-        self._schedule()
-
-    def _next_batch(self) -> list[ResponseStream]:
-        """What to send now; nothing if it is worth to wait."""
-        batch: list[ResponseStream] = []
-        size, best, best_size, can_grow = 0, 0, 0, True
-        for stream in self._queue.waiting():
-            if size + stream.batch_size > self._max_size or (
-                batch and not self._signature.batches_with(batch[0].request, stream.request)
-            ):
-                can_grow = False
+        until = None
+        while self._free > 0:
+            batch, until = self._chooser.choose(self._queue.waiting())
+            if not batch:
+                if self._limited is not None:
+                    self._limited.withdraw_all()
                 break
-            batch.append(stream)
-            size += stream.batch_size
-            if size in self._preferred:
-                best, best_size = len(batch), size
-        if not batch:
-            return []
-        largest = self._preferred[-1] if self._preferred else self._max_size
-        if best_size == largest:
-            return batch[:best]
-        if not can_grow or size >= self._max_size or self._waited_enough(batch):
-            return batch[:best] if best else batch
-        return []
+            instance = None
+            if self._limited is not None:
+                instance = self._limited.take_any()
+                if (
+                    instance is None
+                ):  # it tells when one may begin; more requests may join the batch until then
+                    break
+            self._queue.take(len(batch))
+            self._free -= 1
+            self._execute(batch, partial(self._instance_is_free, instance), instance)
+        self._dispatcher.wake_at((self._queue.next_deadline(), until))
 
-    def _waited_enough(self, batch: list[ResponseStream]) -> bool:
-        if not self._delay_ns:
-            return True
-        oldest = min(stream.timeline.queue_start for stream in batch)
-        return bool(time.monotonic_ns() >= oldest + self._delay_ns)
-
-    def _set_timer(self) -> None:
-        """For the next time that passes: of a batch that waits to grow, or of a request's patience."""
-        self._dispatcher.wake_at((self._queue.next_deadline(), self._end_of_delay()))
-
-    def _end_of_delay(self) -> int | None:
-        if not self._delay_ns or self._free <= 0:
-            return None
-        first = next(self._queue.waiting(), None)
-        return None if first is None else first.timeline.queue_start + self._delay_ns
+    def _instance_is_free(self, instance: int | None) -> None:
+        self._free += 1
+        if self._limited is not None and instance is not None:
+            self._limited.release(instance)
+        self._schedule()
 
 
 class ResponseOrder:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from neso.server.errors import InvalidArgument, Unavailable
+from neso.server.errors import Unavailable
 from neso.server.inference_response import ResponseStream
 
 
@@ -46,15 +46,19 @@ class QueuePolicy:
         return stream.timeline.queue_start + 1000 * timeout if timeout else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Level:
     policy: QueuePolicy
     waiting: deque[ResponseStream] = field(default_factory=deque)
     delayed: deque[ResponseStream] = field(default_factory=deque)
 
+    def is_full(self) -> bool:
+        most = self.policy.max_size
+        return bool(most) and len(self.waiting) + len(self.delayed) >= most
+
 
 class PriorityQueue:
-    """Levels from 1, the first to be executed, in order of arrival within each; delayed requests come last.
+    """Levels from 1, the first to be executed, in order of arrival within each, those that are delayed last.
 
     A request that was cancelled or timed out is answered and skipped when its turn comes.
     """
@@ -65,9 +69,13 @@ class PriorityQueue:
         self._levels = {
             level: _Level(policies.get(level, default)) for level in range(1, max(num_levels, 1) + 1)
         }
-        self._default_level = default_level or 1
+        self._queues = [queue for level in self._levels.values() for queue in (level.waiting, level.delayed)]
+        self._default_level = self._levels.get(default_level, self._levels[1])
         self._deadlines: list[tuple[int, int, ResponseStream]] = []
+        self._impatient: dict[ResponseStream, _Level] = {}  # those that wait, and have a deadline
         self._arrivals = 0
+        self._bounded = any(level.policy.max_size for level in self._levels.values())
+        self._some_left = False  # since their places were counted
 
     @classmethod
     def of(cls, batching: Any) -> PriorityQueue:
@@ -83,76 +91,90 @@ class PriorityQueue:
         )
 
     def put(self, stream: ResponseStream) -> None:
-        """Raises `InvalidArgument` for a priority that the model does not have, `Unavailable` when it is full."""
-        priority = stream.request.priority or self._default_level
-        if len(self._levels) == 1:
-            priority = 1
-        level = self._levels.get(priority)
-        if level is None:
-            raise InvalidArgument(
-                f"priority level must be between 1 and {len(self._levels)}, got {priority} "
-                f"for model '{stream.request.model_name}'"
-            )
-        if level.policy.max_size and len(level.waiting) + len(level.delayed) >= level.policy.max_size:
+        """A priority that the model does not have is its default one. Raises `Unavailable` when the level is full."""
+        level = self._levels.get(stream.request.priority, self._default_level)
+        if level.is_full() and self._some_left:
+            self._remove_closed()
+        if level.is_full():
             raise Unavailable(
                 f"[request id: {stream.request.id or '<id_unknown>'}] Exceeds maximum queue size"
             )
         level.waiting.append(stream)
+        if self._bounded:
+            stream.request.on_cancel(self._note_departure)
         deadline = level.policy.deadline(stream)
         if deadline is not None:
             self._arrivals += 1
+            self._impatient[stream] = level
             heapq.heappush(self._deadlines, (deadline, self._arrivals, stream))
 
     def waiting(self) -> Iterator[ResponseStream]:
         """Those that are still wanted, in the order of execution."""
-        for level in self._levels.values():
-            yield from (stream for stream in level.waiting if not stream.closed)
-        for level in self._levels.values():
-            yield from (stream for stream in level.delayed if not stream.closed)
+        for queue in self._queues:
+            for stream in queue:
+                if not stream.closed:
+                    yield stream
 
-    def take(self, streams: list[ResponseStream]) -> None:
-        """Remove some that `waiting` gave, and those before them that have ended."""
-        taken = set(map(id, streams))
-        for level in self._levels.values():
-            for queue in (level.waiting, level.delayed):
-                while queue and (id(queue[0]) in taken or queue[0].closed):
-                    taken.discard(id(queue.popleft()))
-                if taken and any(id(stream) in taken for stream in queue):
-                    kept = [stream for stream in queue if id(stream) not in taken]
-                    queue.clear()
-                    queue.extend(kept)
+    def take(self, count: int) -> None:
+        """Remove the first that `waiting` gives, and those before them that have ended."""
+        for queue in self._queues:
+            while queue and (count or queue[0].closed):
+                stream = queue.popleft()
+                if not stream.closed:
+                    count -= 1
+                if self._impatient:
+                    self._impatient.pop(stream, None)
+            if not count:
+                return
 
     def expire(self) -> None:
         """Refuse or delay the requests whose time is over."""
+        if not self._deadlines:
+            return
         now = time.monotonic_ns()
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, stream = heapq.heappop(self._deadlines)
-            for level in self._levels.values():
-                if stream not in level.waiting:
-                    continue
-                if level.policy.delays:
-                    level.waiting.remove(stream)
-                    level.delayed.append(stream)
-                elif not stream.closed:
-                    stream.reject(
-                        Unavailable(
-                            f"[request id: {stream.request.id or '<id_unknown>'}] Request timeout expired"
-                        )
+            stream = heapq.heappop(self._deadlines)[2]
+            level = self._impatient.pop(stream, None)
+            if level is None or stream.closed:
+                continue
+            if level.policy.delays:
+                level.waiting.remove(stream)
+                level.delayed.append(stream)
+            else:
+                self._some_left = True
+                stream.reject(
+                    Unavailable(
+                        f"[request id: {stream.request.id or '<id_unknown>'}] Request timeout expired"
                     )
+                )
+
+    def _note_departure(self) -> None:
+        self._some_left = True
+
+    def _remove_closed(self) -> None:
+        """Those that were cancelled or timed out take no place."""
+        self._some_left = False
+        for queue in self._queues:
+            if any(stream.closed for stream in queue):
+                wanted = [stream for stream in queue if not stream.closed]
+                queue.clear()
+                queue.extend(wanted)
 
     def next_deadline(self) -> int | None:
         """The earliest time at which `expire` has something to do, in ns of the monotonic clock."""
-        while self._deadlines and (
-            self._deadlines[0][2].closed or self._deadlines[0][2].timeline.compute_start
-        ):
+        while self._deadlines:
+            deadline, _, stream = self._deadlines[0]
+            if stream in self._impatient and not stream.closed:
+                return deadline
+            self._impatient.pop(stream, None)
             heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return None
 
     def clear(self) -> list[ResponseStream]:
         """Take all that wait."""
         left = list(self.waiting())
-        for level in self._levels.values():
-            level.waiting.clear()
-            level.delayed.clear()
+        for queue in self._queues:
+            queue.clear()
         self._deadlines.clear()
+        self._impatient.clear()
         return left

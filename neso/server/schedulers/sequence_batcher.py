@@ -3,27 +3,34 @@
 A sequence begins with START and holds a slot of an instance until its END is executed, or until it was idle for
 `max_sequence_idle_microseconds`; those without a slot wait in a backlog. A batch has at most one request of a
 sequence. Nothing polls: arrivals, executions and requests that end, and one timer drive it.
+
+An iterative sequence is a single request that the backend has executed again and again, each time with whatever else
+waits then, until it has its final response.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.errors import Cancelled, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.rate_limiter.limiter import LimitedInstances
+from neso.server.schedulers.batch_choice import NOTHING, Choice
 from neso.server.schedulers.control_inputs import ControlInputs
 from neso.server.schedulers.dispatcher import Dispatcher
 from neso.server.schedulers.dynamic_batcher import ResponseOrder
 from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots
 from neso.server.schedulers.sequence_state import SequenceStates
-from neso.server.schedulers.sequence_strategy import Choice, Strategy
-from neso.server.signature import Signature
+from neso.server.schedulers.sequence_strategy import Strategy
+from neso.server.signature import Shape, Signature
+from neso.server.tensor import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -33,25 +40,25 @@ ExecuteOn = Callable[[list[ResponseStream], Callable[[], None], int], None]
 """execute(batch, done, instance): start on that instance; `done` is called on the loop when it is free again."""
 
 
-def check_sequence_batching(config: Any) -> None:
-    """Raises `InvalidArgument` for what makes no sense, `Unsupported` for what is not there."""
-    if getattr(config.sequence_batching, "iterative_sequence", False):
-        raise Unsupported(f"iterative sequences are not supported yet, for {config.name}")
-    ControlInputs(config)
-    SequenceStates(config, None)
-
-
 class SequenceBatcher:
     """Made and used on the core's event loop. Raises `InvalidArgument` for initial states that are not there."""
 
     def __init__(
-        self, config: Any, signature: Signature, execute: ExecuteOn, num_instances: int, directory: Path
+        self,
+        config: Any,
+        signature: Signature,
+        execute: ExecuteOn,
+        num_instances: int,
+        directory: Path,
+        limited: LimitedInstances | None = None,
+        concatenates: bool = False,
     ) -> None:
         batching = config.sequence_batching
         self._model: str = config.name
         self._strategy = Strategy.of(config, signature)
         self._controls = ControlInputs(config)
         self._states = SequenceStates(config, directory)
+        self._same_shapes = concatenates and self._states.vary
         self._execute = execute
         self._idle_ns = 1000 * (batching.max_sequence_idle_microseconds or DEFAULT_IDLE_US)
         self._order = ResponseOrder() if batching.oldest.preserve_ordering else None
@@ -60,10 +67,17 @@ class SequenceBatcher:
         self._sequences: dict[int | str, Sequence] = {}
         self._idle: dict[Sequence, int] = {}  # with their ends, which come in the order of insertion
         self._running: dict[ResponseStream, Sequence] = {}
+        self._fills_slots = self._controls.tell_ready and not batching.HasField("oldest")
+        self._iterative_ids = count(1) if batching.iterative_sequence else None
         self._dispatcher = Dispatcher(self._dispatch)
+        self._limited = limited
+        if limited is not None:
+            limited.on_grant = self._dispatcher.wake
 
     def submit(self, stream: ResponseStream) -> None:
         """Queue a request; one that is not taken is answered."""
+        if self._iterative_ids is not None and not stream.request.sequence_id:
+            self._begin_iterative(stream.request, self._iterative_ids)
         try:
             sequence = self._sequence_of(stream)
         except InvalidArgument as error:
@@ -76,17 +90,37 @@ class SequenceBatcher:
         sequence.waiting.append(stream)
         self._idle.pop(sequence, None)
         stream.fail_if_cancelled_while_waiting()
+        if self._iterative_ids is not None:
+            sequence.ended = True
+            stream.request.on_cancel(partial(self._cancel_between_iterations, stream, sequence))
         self._dispatcher.wake()
 
     def observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
         """Keep the states of a response, before the client gets it."""
         sequence = self._running.get(stream)
-        if sequence is not None and response.error is None:
+        if sequence is None:
+            return
+        if response.error is None:
             self._states.take(sequence.states, response)
+        if response.final and sequence.started:
+            # Of several executions: the request was in the queue until the first one.
+            stream.timeline.compute_start = stream.timeline.input_end = sequence.started
+
+    def reschedule(self, stream: ResponseStream) -> None:
+        """Execute a request of an iterative sequence again, in a batch after this execution; the backend says so."""
+        sequence = self._running.get(stream)
+        if sequence is None:
+            stream.finish()  # of warmup: no sequence waits for it
+        elif not stream.closed:
+            sequence.again = True
+            if sequence.executed:
+                self._requeue(sequence, stream)
 
     def close(self) -> list[ResponseStream]:
         """Stop; gives back what was not sent."""
         self._dispatcher.stop()
+        if self._limited is not None:
+            self._limited.withdraw_all()
         left = [stream for sequence in self._sequences.values() for stream in sequence.waiting]
         for stream in left:
             stream.on_close = None
@@ -134,7 +168,7 @@ class SequenceBatcher:
         times: list[int | None] = []
         for instance in range(len(self._slots)):
             choice = self._choose(instance)
-            if choice.batch:
+            if self._may_begin(instance, choice.batch):
                 self._send(choice.batch, instance)
             times.append(choice.until)
         times.append(next(iter(self._idle.values()), None))  # of an idle sequence
@@ -142,12 +176,33 @@ class SequenceBatcher:
 
     def _choose(self, instance: int) -> Choice:
         if self._busy[instance]:
-            return Choice()
+            return NOTHING
         ready = [
             stream for sequence in self._slots.holders(instance) if (stream := sequence.next) is not None
         ]
+        if not ready:
+            return NOTHING
         ready.sort(key=lambda stream: stream.timeline.queue_start)
-        return self._strategy.choose(ready) if ready else Choice()
+        if self._same_shapes:
+            shapes = [self._shapes(stream) for stream in ready]
+            ready = [
+                stream for stream, of_stream in zip(ready, shapes, strict=True) if of_stream == shapes[0]
+            ]
+        return self._strategy.choose(ready)
+
+    def _shapes(self, stream: ResponseStream) -> list[Shape]:
+        """Of the states that the request will have."""
+        request = stream.request
+        begins, sequence = request.sequence_start, self._sequences[request.sequence_id]
+        return [state.shape for state in (self._states.initial() if begins else sequence.states).values()]
+
+    def _may_begin(self, instance: int, batch: list[ResponseStream]) -> bool:
+        if self._limited is None:
+            return bool(batch)
+        if batch:
+            return self._limited.take(instance)  # if not, it tells when
+        self._limited.withdraw(instance)
+        return False
 
     def _send(self, batch: list[ResponseStream], instance: int) -> None:
         for stream in batch:
@@ -161,16 +216,33 @@ class SequenceBatcher:
             self._controls.give(stream.request)
             self._states.give(sequence.states, stream.request)
         self._busy[instance] = True
-        self._execute(batch, partial(self._executed, batch, instance), instance)
+        whole = self._with_empty_slots(batch) if self._fills_slots else batch
+        self._execute(whole, partial(self._executed, batch, instance), instance)
+
+    def _with_empty_slots(self, batch: list[ResponseStream]) -> list[ResponseStream]:
+        """Each request at the place of its slot, with something to execute in those before it that have none."""
+        by_slot = {self._running[stream].slot or 0: stream for stream in batch}
+        return [by_slot.get(slot) or self._empty_slot(batch[0].request) for slot in range(max(by_slot) + 1)]
+
+    def _empty_slot(self, like: InferenceRequest) -> ResponseStream:
+        """Zeros, and nobody who waits for the answer."""
+        inputs = {name: Tensor.zeros(name, t.datatype, t.shape) for name, t in like.inputs.items()}
+        request = InferenceRequest(self._model, inputs, like.model_version)
+        self._controls.give_empty(request)
+        return ResponseStream(request)
 
     def _executed(self, batch: list[ResponseStream], instance: int) -> None:
         """The instance is free; requests whose responses still come keep their sequences from going on."""
         self._busy[instance] = False
+        if self._limited is not None:
+            self._limited.release(instance)
         for stream in batch:
             sequence = self._running[stream]
             sequence.executed = True
             if stream.closed:
                 self._end_request(sequence, stream)
+            elif sequence.again:
+                self._requeue(sequence, stream)
         self._dispatcher.wake()
 
     def _closed(
@@ -187,9 +259,9 @@ class SequenceBatcher:
         self._dispatcher.wake()
 
     def _end_request(self, sequence: Sequence, stream: ResponseStream) -> None:
-        sequence.running = None
+        sequence.running, sequence.again, sequence.started = None, False, 0
         del self._running[stream]
-        ended = _ends(stream)
+        ended = self._ends(stream)
         if ended:
             sequence.begun = False
         self._advance(sequence, ended)
@@ -205,7 +277,7 @@ class SequenceBatcher:
             if not stream.closed and (sequence.begun or stream.request.sequence_start):
                 break
             sequence.waiting.popleft()
-            if _ends(stream):
+            if self._ends(stream):
                 sequence.begun, ended = False, True
             if not stream.closed:
                 orphans.append(stream)
@@ -236,8 +308,33 @@ class SequenceBatcher:
             logger.debug("sequence %s of model '%s' was idle too long", sequence.id, self._model)
             self._forget(sequence)
 
+    def _ends(self, stream: ResponseStream) -> bool:
+        """Whether the sequence is over after this request. One whose START was never executed has not begun."""
+        request = stream.request
+        return (
+            request.sequence_end
+            or (request.sequence_start and not stream.timeline.compute_start)
+            or self._iterative_ids is not None
+        )
 
-def _ends(stream: ResponseStream) -> bool:
-    """Whether the sequence is over after this request. One whose START was never executed has not begun."""
-    request = stream.request
-    return request.sequence_end or (request.sequence_start and not stream.timeline.compute_start)
+    # -- iterative sequences ------------------------------------------------------------------------------------
+
+    def _begin_iterative(self, request: InferenceRequest, ids: Iterator[int]) -> None:
+        """Each request without a sequence is one of its own."""
+        request.sequence_id = next(number for number in ids if number not in self._sequences)
+        request.sequence_start = True
+
+    def _requeue(self, sequence: Sequence, stream: ResponseStream) -> None:
+        sequence.running, sequence.again = None, False
+        del self._running[stream]
+        sequence.started = sequence.started or stream.timeline.compute_start
+        stream.request.sequence_start = stream.request.sequence_end = False  # the first execution had them
+        sequence.waiting.appendleft(stream)
+        if stream.request.cancelled:
+            self._cancel_between_iterations(stream, sequence)
+        self._dispatcher.wake()
+
+    def _cancel_between_iterations(self, stream: ResponseStream, sequence: Sequence) -> None:
+        """While it executes the backend may notice, and answers."""
+        if sequence.running is not stream:
+            stream.fail(Cancelled("the request was cancelled"))

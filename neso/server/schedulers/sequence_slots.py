@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -16,18 +17,23 @@ class Sequence:
     - waiting: those that were not sent; some of them may have been cancelled
     - running: the one that was sent and has not ended, None without one
     - executed: whether the execution of `running` is over; its responses may still come
+    - again: whether `running` is to be executed again, as part of an iterative sequence
+    - started: when `running` was executed first, in ns of the monotonic clock, if it was executed before
     - begun: whether a START was executed, and no END since
     - ended: whether the last request that was accepted has END
-    - instance: where it holds a slot, None while it waits for one
+    - instance, slot: where it holds a slot, None while it waits for one
     """
 
     id: int | str
     waiting: deque[ResponseStream] = field(default_factory=deque)
     running: ResponseStream | None = None
     executed: bool = False
+    again: bool = False
+    started: int = 0
     begun: bool = False
     ended: bool = False
     instance: int | None = None
+    slot: int | None = None
     states: States = field(default_factory=dict)
 
     @property
@@ -42,7 +48,9 @@ class SequenceSlots:
     def __init__(self, num_instances: int, per_instance: int) -> None:
         # Dictionaries as ordered sets: sequences leave from anywhere.
         self._holders: list[dict[Sequence, None]] = [{} for _ in range(num_instances)]
-        self._per_instance = per_instance
+        self._free = [
+            list(range(per_instance)) for _ in range(num_instances)
+        ]  # heaps: the first slot is taken first
         self._backlog: dict[Sequence, None] = {}
 
     def __len__(self) -> int:
@@ -60,18 +68,19 @@ class SequenceSlots:
     def leave(self, sequence: Sequence) -> None:
         """Give the slot to the first of the backlog, or leave the backlog."""
         self._backlog.pop(sequence, None)
-        if sequence.instance is not None:
+        if sequence.instance is not None and sequence.slot is not None:
             del self._holders[sequence.instance][sequence]
-            sequence.instance = None
+            heapq.heappush(self._free[sequence.instance], sequence.slot)
+            sequence.instance = sequence.slot = None
             self._assign()
 
     def _assign(self) -> None:
         while self._backlog:
             # The emptiest instance: sequences on different instances do not wait for each other.
-            instance = min(range(len(self._holders)), key=lambda index: len(self._holders[index]))
-            if len(self._holders[instance]) >= self._per_instance:
+            instance = max(range(len(self._free)), key=lambda index: len(self._free[index]))
+            if not self._free[instance]:
                 return
             sequence = next(iter(self._backlog))
             del self._backlog[sequence]
-            sequence.instance = instance
+            sequence.instance, sequence.slot = instance, heapq.heappop(self._free[instance])
             self._holders[instance][sequence] = None

@@ -27,6 +27,7 @@ class _Spec:
     output_name: str
     datatype: DataType
     initial: Tensor
+    varies: bool
 
 
 class SequenceStates:
@@ -54,6 +55,11 @@ class SequenceStates:
                     raise InvalidArgument(f"state {kind} '{name}' is specified more than once {self._where}")
                 known.add(name)
             self._specs.append(spec)
+
+    @property
+    def vary(self) -> bool:
+        """Whether states of sequences may differ in shape."""
+        return any(spec.varies for spec in self._specs)
 
     def initial(self) -> States:
         """What a sequence begins with."""
@@ -118,7 +124,7 @@ class SequenceStates:
             tensor = self._read(
                 state.input_name, datatype, shape, directory / INITIAL_STATE_FOLDER / data_file
             )
-        return _Spec(state.input_name, state.output_name, datatype, tensor)
+        return _Spec(state.input_name, state.output_name, datatype, tensor, -1 in state.dims)
 
     def _read(self, name: str, datatype: DataType, shape: tuple[int, ...], path: Path) -> Tensor:
         try:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.errors import Cancelled, InvalidArgument, Unavailable
+from neso.server.errors import Cancelled, Unavailable
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
@@ -41,7 +41,9 @@ class Instances:
         self.batches: list[list[str]] = []
         self.batcher = DynamicBatcher(config, self.signature, self.execute, count)
 
-    def execute(self, batch: list[ResponseStream], done: Callable[[], None]) -> None:
+    def execute(
+        self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
+    ) -> None:
         for stream in batch:
             assert not stream.closed
             stream.timeline.compute_start = 1
@@ -147,10 +149,15 @@ async def test_priorities_go_first() -> None:
     assert instances.batches[1:] == [["high", "high too"], ["default", "low"]]
 
 
-async def test_a_priority_that_there_is_not_is_refused() -> None:
-    instances = Instances("priority_levels: 2 default_priority_level: 1")
-    error = await error_of(instances.submit("a", priority=3))
-    assert isinstance(error, InvalidArgument) and "between 1 and 2, got 3" in error.message
+async def test_a_priority_that_there_is_not_is_the_default() -> None:
+    instances = Instances("priority_levels: 3 default_priority_level: 2")
+    instances.submit("running")
+    await settle()
+    for name, priority in (("third", 3), ("none", 7), ("first", 1)):
+        instances.submit(name, priority=priority)
+    instances.finish()
+    await settle()
+    assert instances.batches == [["running"], ["first", "none", "third"]]
 
 
 async def test_a_queue_that_is_full_refuses() -> None:
@@ -238,6 +245,81 @@ async def test_responses_keep_the_order_of_requests_where_the_model_wants_it() -
     instances.finish(0)
     assert (await anext(first)).id == "a"
     assert (await asyncio.wait_for(waiting, 2)).id == "b"
+
+
+async def test_who_is_delayed_stays_before_lower_levels() -> None:
+    instances = Instances(
+        "priority_levels: 2 default_priority_level: 2 priority_queue_policy { key: 1 value { "
+        "timeout_action: DELAY default_timeout_microseconds: 100000 } }"
+    )
+    instances.submit("running")
+    await settle()
+    instances.submit("low", rows=8)
+    instances.submit("late", rows=8, priority=1)
+    await settle(0.15)
+    instances.submit("punctual", rows=8, priority=1)
+    for _ in range(3):
+        instances.finish()
+        await settle()
+    assert instances.batches == [["running"], ["punctual"], ["late"], ["low"]]
+
+
+async def test_who_has_left_takes_no_place_in_a_full_queue() -> None:
+    instances = Instances("default_queue_policy { max_queue_size: 2 }")
+    instances.submit("running")
+    await settle()
+    gone = [instances.submit(name) for name in "ab"]
+    for stream in gone:
+        stream.cancel()
+    for name in "cd":
+        assert not instances.submit(name).closed
+    assert isinstance(await error_of(instances.submit("e")), Unavailable)
+    instances.finish()
+    await settle()
+    assert instances.batches == [["running"], ["c", "d"]]
+
+
+async def test_the_delay_is_that_of_the_oldest_whatever_its_priority() -> None:
+    instances = Instances("max_queue_delay_microseconds: 400000 priority_levels: 2 default_priority_level: 2")
+    instances.submit("old")
+    await settle(0.25)
+    instances.submit("new", priority=1)
+    await settle(0.25)
+    assert instances.batches == [["new", "old"]]
+
+
+async def test_responses_of_a_decoupled_model_keep_the_order_of_requests() -> None:
+    instances = Instances("preserve_ordering: true", count=2)
+    first, second = instances.submit("a", rows=8), instances.submit("b", rows=8)
+    gone = instances.submit("c")
+    third = instances.submit("d")
+    gone.cancel()
+    await settle()
+    for number in range(2):
+        second.send(InferenceResponse("m", "1", id=f"b{number}"))
+    waiting = asyncio.ensure_future(anext(second))
+    await settle()
+    assert not waiting.done()
+    first.send(InferenceResponse("m", "1", id="a0"))
+    assert (await anext(first)).id == "a0"  # the first streams
+    instances.finish()
+    await settle()
+    assert [(await asyncio.wait_for(waiting, 2)).id, (await anext(second)).id] == ["b0", "b1"]
+    instances.finish()
+    await settle()
+    third.send(InferenceResponse("m", "1", id="d0"))
+    assert (await asyncio.wait_for(anext(third), 2)).id == "d0"
+
+
+async def test_requests_cancelled_before_they_come_do_not_hold_up_others() -> None:
+    instances = Instances("preserve_ordering: true")
+    request = InferenceRequest("m", {"IN": Tensor.from_numpy("IN", np.zeros((1, 2), np.float32))})
+    request.cancel()
+    instances.batcher.submit(ResponseStream(request))
+    stream = instances.submit("a")
+    await settle()
+    stream.send(InferenceResponse("m", "1", id="a0"))
+    assert (await asyncio.wait_for(anext(stream), 2)).id == "a0"
 
 
 @settings(max_examples=80, deadline=None)

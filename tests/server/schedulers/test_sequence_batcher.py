@@ -35,7 +35,7 @@ class Instances:
     A request is written like "+7", "7", "-7" or "±7": START, nothing, END or both, for the sequence 7.
     """
 
-    def __init__(self, batching: str = "", count: int = 1, size: int = 2) -> None:
+    def __init__(self, batching: str = "", count: int = 1, size: int = 2, concatenates: bool = False) -> None:
         config = ModelConfig()
         text_format.Parse(
             f'name: "m" max_batch_size: {size} {TENSORS} sequence_batching {{ {batching} }}', config
@@ -43,7 +43,9 @@ class Instances:
         self.signature = Signature(config)
         self.running: dict[int, tuple[list[ResponseStream], Callable[[], None]]] = {}
         self.batches: list[tuple[int, list[str]]] = []
-        self.batcher = SequenceBatcher(config, self.signature, self.execute, count, Path())
+        self.batcher = SequenceBatcher(
+            config, self.signature, self.execute, count, Path(), concatenates=concatenates
+        )
 
     def execute(self, batch: list[ResponseStream], done: Callable[[], None], instance: int) -> None:
         assert instance not in self.running
@@ -379,3 +381,116 @@ def test_sequences_keep_their_order_and_instance_whatever_happens(
         assert not any(instances.batcher._slots.holders(index) for index in range(count))
 
     asyncio.run(asyncio.wait_for(play(), 20))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    count=st.integers(1, 2),
+    strategy=st.sampled_from(["", "oldest { max_candidate_sequences: 3 }"]),
+)
+def test_iterative_requests_are_executed_as_often_as_they_want_and_answered_once(
+    seed: int, count: int, strategy: str
+) -> None:
+    async def play() -> None:
+        rng = random.Random(seed)
+        instances = Instances("iterative_sequence: true " + strategy, count, size=3)
+        wanted: dict[ResponseStream, int] = {}
+        executed: dict[ResponseStream, list[bool]] = {}  # whether each execution had START
+
+        def finish(instance: int) -> None:
+            batch, done = instances.running.pop(instance)
+            early = (
+                rng.random() < 0.5
+            )  # the instance is free before the requests are done with, as with coroutines
+            if early:
+                done()
+            for stream in batch:
+                executed.setdefault(stream, []).append(stream.request.sequence_start)
+                if len(executed[stream]) < wanted[stream]:
+                    instances.batcher.reschedule(stream)
+                else:
+                    stream.finish()
+            if not early:
+                done()
+
+        for number in range(60):
+            action = rng.random()
+            if action < 0.3:
+                stream = instances.submit("", str(number))
+                wanted[stream] = rng.randint(1, 6)
+            elif action < 0.9 and instances.running:
+                finish(rng.choice(list(instances.running)))
+            elif wanted:
+                rng.choice(list(wanted)).cancel()
+            if rng.random() < 0.6:
+                await settle()
+        while any(not stream.closed for stream in wanted):
+            await settle()
+            for instance in list(instances.running):
+                finish(instance)
+        for stream, times in wanted.items():
+            (response,) = [response async for response in stream]
+            runs = executed.get(stream, [])
+            assert runs == [True, *[False] * (len(runs) - 1)][: len(runs)]
+            if response.error is None:
+                assert len(runs) == times
+            else:
+                assert isinstance(response.error, Cancelled) and len(runs) < times
+        for instance in list(instances.running):  # of those that were cancelled
+            finish(instance)
+        await settle()
+        assert not instances.batcher._sequences and not instances.batcher._running
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+
+
+READY = 'control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } '
+CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } } '
+
+
+async def test_models_that_ask_what_is_ready_see_every_request_at_the_place_of_its_slot() -> None:
+    instances = Instances(READY + CORRID, size=4)
+    for flags in ("+1", "+2", "+3"):
+        instances.submit(flags)
+    await settle()
+    instances.finish()
+    for flags in ("-3", "-1"):
+        instances.submit(flags)
+    await settle()
+    batch, _ = instances.running[0]
+    assert [stream.request.id for stream in batch] == ["-1", "", "-3"]
+    for name, expected in (("READY", [1, 0, 1]), ("ID", [1, 0, 3]), ("IN", [0.0, 0.0, 0.0])):
+        assert [stream.request.inputs[name].array.ravel()[0] for stream in batch] == expected
+    instances.finish()
+    instances.submit("+4")  # takes the first slot that is free
+    instances.submit("-2")
+    assert (await instances.play())[2:] == [(0, ["+4", "-2"])]
+
+
+async def test_others_see_requests_only() -> None:
+    for strategy in ("oldest { max_candidate_sequences: 4 } " + READY, CORRID):
+        instances = Instances(strategy, size=4)
+        for flags in ("+1", "+2", "-2"):
+            instances.submit(flags)
+        assert await instances.play() == [(0, ["+1", "+2"]), (0, ["-2"])]
+
+
+@pytest.mark.parametrize(("concatenates", "expected"), [(True, [["1"], ["2"]]), (False, [["1", "2"]])])
+async def test_states_of_other_shapes_come_apart_where_they_are_concatenated(
+    concatenates: bool, expected: list[list[str]]
+) -> None:
+    state = 'state { input_name: "S" output_name: "NEXT" data_type: TYPE_FP32 dims: [ -1 ] }'
+    instances = Instances(state, concatenates=concatenates)
+    for flags in ("+1", "+2"):
+        instances.submit(flags)
+    await settle()
+    batch, done = instances.running.pop(0)
+    for stream, length in zip(batch, (1, 3), strict=True):
+        outputs = [Tensor.from_numpy("NEXT", np.zeros((1, length), np.float32))]
+        instances.batcher.observe(stream, InferenceResponse("m", "1", outputs=outputs))
+        stream.finish()
+    done()
+    for flags in ("1", "2"):
+        instances.submit(flags)
+    assert [ids for _, ids in await instances.play()][1:] == expected

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neso.server.datatypes import DataType
-from neso.server.response_cache import OVERHEAD, CachedResponse, ResponseCache, request_key
+from neso.server.response_cache.key import request_key
+from neso.server.response_cache.local import LocalCache
+from neso.server.response_cache.response import OVERHEAD, CachedResponse
 from neso.server.tensor import Tensor
 
 
@@ -26,7 +28,7 @@ STEPS = st.lists(
 
 @given(st.integers(0, 6000), STEPS)
 def test_it_is_an_lru_by_bytes(capacity, steps):
-    cache, model = ResponseCache(capacity), OrderedDict()
+    cache, model = LocalCache(capacity), OrderedDict()
     for what, number, size in steps:
         key = bytes([number])
         if what == "get":

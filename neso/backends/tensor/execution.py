@@ -1,0 +1,119 @@
+"""One execution of a model: from the requests of a batch to their responses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from neso.backends.tensor.model import Arrays, TensorModel
+from neso.server.backend import ModelContext
+from neso.server.batching.batch import Batch
+from neso.server.datatypes import DataType
+from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError
+from neso.server.inference_response import NEVER_EXECUTED, InferenceResponse, ResponseStream
+from neso.server.signature import Signature
+from neso.server.statistics import Timeline
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The responses to the requests of a batch, each with its stream.
+
+    `size` and `timeline` are those of the execution; None without a successful one.
+    """
+
+    responses: list[tuple[ResponseStream, InferenceResponse]]
+    size: int = 0
+    timeline: Timeline | None = None
+
+
+class Executor:
+    """What is the same for all executions of a model. Used by the threads of its instances."""
+
+    def __init__(self, context: ModelContext) -> None:
+        self._name, self._version = context.name, context.version
+        self._config = context.config
+        self._signature = Signature(context.config)
+        # What the model must give: the configuration's outputs and those that are states of sequences.
+        self._datatypes = {spec.name: spec.datatype for spec in self._signature.outputs.values()}
+        for state in context.config.sequence_batching.state:
+            self._datatypes[state.output_name] = DataType.of_message(state)
+
+    def execute(self, model: TensorModel, streams: list[ResponseStream]) -> Outcome:
+        """Have the model execute those requests that nobody has cancelled. Never raises."""
+        wanted = [stream for stream in streams if not stream.request.cancelled]
+        responses = self._fail(
+            [stream for stream in streams if stream.request.cancelled], Cancelled(NEVER_EXECUTED)
+        )
+        if not wanted:
+            return Outcome(responses)
+        started = time.monotonic_ns()
+        for stream in wanted:
+            stream.timeline.compute_start = started
+        try:
+            batch = Batch.collect(wanted, self._signature, self._config)
+            input_end = time.monotonic_ns()
+            outputs = model.run(batch.inputs)
+            output_start = time.monotonic_ns()
+            parts = batch.scatter(self._checked(outputs))
+        except BaseException as error:  # SystemExit of a model included: the instance goes on
+            return Outcome(responses + self._fail(wanted, self._server_error(error, model)))
+        for stream, tensors in zip(wanted, parts, strict=True):
+            stream.timeline.input_end = input_end
+            stream.timeline.output_start = output_start
+            response = InferenceResponse(self._name, self._version, outputs=tensors, final=True)
+            responses.append((stream, response))
+        return Outcome(responses, batch.size, wanted[0].timeline)
+
+    def _checked(self, outputs: Arrays) -> Arrays:
+        """The outputs that are declared. Raises `ServerError` for what the model must not return."""
+        if not isinstance(outputs, Mapping):
+            raise InternalError(
+                f"run of model '{self._name}' returned {type(outputs).__name__}, expected arrays by name"
+            )
+        checked: dict[str, Any] = {}
+        for name, datatype in self._datatypes.items():
+            if name not in outputs:
+                given = ", ".join(outputs) or "none"
+                raise InternalError(f"model '{self._name}' gave no output '{name}', it gave {given}")
+            array = np.asarray(outputs[name])
+            try:
+                found = DataType.of_numpy(array.dtype)
+            except InvalidArgument as error:
+                raise InternalError(f"output '{name}' of model '{self._name}': {error.message}") from None
+            if found is not datatype:
+                raise InvalidArgument(
+                    f"configuration expects datatype {datatype.config_name} for output '{name}', model "
+                    f"provides {found.config_name}"
+                )
+            checked[name] = array
+        return checked
+
+    def _server_error(self, error: BaseException, model: TensorModel) -> ServerError:
+        if isinstance(error, ServerError):
+            return error
+        logger.error("model instance '%s' failed", model.instance.name, exc_info=error)
+        return InternalError(
+            f"failed to execute model instance '{model.instance.name}': {type(error).__name__}: {error}"
+        )
+
+    def _fail(
+        self, streams: list[ResponseStream], error: ServerError
+    ) -> list[tuple[ResponseStream, InferenceResponse]]:
+        # An error each: consumers raise them, at the same time.
+        return [
+            (
+                stream,
+                InferenceResponse(
+                    self._name, self._version, error=ServerError(error.message, error.code), final=True
+                ),
+            )
+            for stream in streams
+        ]

@@ -1,0 +1,1 @@
+"""Requests that are executed together, for backends that concatenate them."""

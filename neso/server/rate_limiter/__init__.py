@@ -1,0 +1,1 @@
+"""Executions of all models share named resources."""

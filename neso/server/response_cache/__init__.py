@@ -1,0 +1,1 @@
+"""Responses that were given before, by what was asked."""

@@ -1,0 +1,96 @@
+"""Which execution providers a configuration asks for. Those of GPUs are not run here."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+onnxruntime = pytest.importorskip("onnxruntime")
+
+from neso.backends.onnxruntime.providers import CPU, CUDA, find_providers  # noqa: E402
+from neso.backends.tensor import Instance, InstanceKind  # noqa: E402
+from neso.server.errors import ServerError  # noqa: E402
+
+TENSORRT, OPENVINO = "TensorrtExecutionProvider", "OpenVINOExecutionProvider"
+ON_GPU, ON_CPU = Instance("m_0", InstanceKind.GPU, 2), Instance("m_0", InstanceKind.CPU)
+
+
+@pytest.fixture(autouse=True)
+def all_there(monkeypatch):
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [TENSORRT, CUDA, OPENVINO, CPU])
+
+
+def find(text: str, instance: Instance):
+    return find_providers(text_format.Parse('name: "m" ' + text, ModelConfig()), instance)
+
+
+def accelerator(kind: str, name: str, **parameters: str) -> str:
+    pairs = " ".join(f"parameters {{ key: '{key}' value: '{value}' }}" for key, value in parameters.items())
+    return f"optimization {{ execution_accelerators {{ {kind}_execution_accelerator {{ name: '{name}' {pairs} }} }} }}"
+
+
+def test_a_cpu_needs_nothing_else():
+    assert find("", ON_CPU) == [CPU]
+    assert find(accelerator("gpu", "tensorrt"), ON_CPU) == [CPU]
+
+
+def test_openvino():
+    assert find(accelerator("cpu", "openvino", device_type="CPU"), ON_CPU) == [
+        (OPENVINO, {"device_type": "CPU"}),
+        CPU,
+    ]
+
+
+def test_a_gpu_is_cudas():
+    assert find("", ON_GPU) == [(CUDA, {"device_id": "2"}), CPU]
+    assert find(accelerator("gpu", "cuda", use_ep_level_unified_stream="1"), ON_GPU) == [
+        (CUDA, {"use_ep_level_unified_stream": "1", "device_id": "2"}),
+        CPU,
+    ]
+
+
+def test_the_older_parameters_of_cuda():
+    text = (
+        "parameters { key: 'gpu_mem_limit' value { string_value: '1024' } }"
+        "parameters { key: 'cudnn_conv_algo_search' value { string_value: '1' } }"
+        "parameters { key: 'arena_extend_strategy' value { string_value: '1' } }"
+    )
+    ((name, options), _) = find(text, ON_GPU)
+    assert name == CUDA and options == {
+        "gpu_mem_limit": "1024",
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "arena_extend_strategy": "kSameAsRequested",
+        "device_id": "2",
+    }
+
+
+def test_tensorrt_comes_before_cuda():
+    text = accelerator(
+        "gpu", "tensorrt", precision_mode="FP16", max_workspace_size_bytes="5", trt_engine_cache_enable="1"
+    )
+    assert find(text, ON_GPU) == [
+        (
+            TENSORRT,
+            {
+                "trt_max_workspace_size": "5",
+                "trt_engine_cache_enable": "1",
+                "trt_fp16_enable": "1",
+                "device_id": "2",
+            },
+        ),
+        (CUDA, {"device_id": "2"}),
+        CPU,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (accelerator("gpu", "openvino"), "unknown GPU execution accelerator 'openvino' is requested for 'm'"),
+        (accelerator("gpu", "tensorrt", precision_mode="FP4"), "precision_mode of model 'm' is 'FP4'"),
+    ],
+)
+def test_what_there_is_not(text, message):
+    with pytest.raises(ServerError, match=message):
+        find(text, ON_GPU)

@@ -1,0 +1,308 @@
+"""Models whose responses are cached in a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import numpy as np
+import pytest
+from redis_process import RedisProcess, needs_redis
+from test_cached_models import COUNTING, ENABLED, TENSORS, ask, count
+
+from neso.server.errors import ErrorCode, InvalidArgument
+from neso.server.inference_request import InferenceRequest
+from neso.server.options import ServerOptions
+from neso.server.response_cache import opening
+from neso.server.response_cache import redis as redis_cache
+from neso.server.response_cache.options import RedisOptions
+from neso.server.response_cache.redis import RedisCache
+from neso.server.response_cache.response import CachedResponse
+from neso.server.tensor import Tensor
+
+redis = pytest.importorskip("redis")
+pytestmark = needs_redis
+
+
+@pytest.fixture
+def process(tmp_path):
+    with RedisProcess(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def serve(repository, start_core, process):
+    """`await serve(config, code)`: the model, on a server of its own with the cache in Redis."""
+
+    async def start(config: str = ENABLED, code: str = COUNTING, **options):
+        repository.add("model", code, TENSORS + config)
+        options = {"socket_timeout": 300, "connect_timeout": 300, **options}
+        return (await start_core(redis_cache=RedisOptions("127.0.0.1", process.port, **options))).model(
+            "model"
+        )
+
+    return start
+
+
+def keys(process) -> list[str]:
+    with redis.Redis(port=process.port) as client:
+        return sorted(key.decode() for key in client.scan_iter())
+
+
+async def settle(process, number: int) -> None:
+    """Responses are stored a moment after they were sent."""
+    deadline = time.monotonic() + 5
+    while len(keys(process)) < number:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("batcher", ["", "max_batch_size: 4 dynamic_batching {}"])
+async def test_hits_do_not_reach_the_backend(serve, process, batcher):
+    model = await serve(ENABLED + batcher)
+    shape = (1, -1) if batcher else (-1,)
+    first = await ask(model, 1, 2, id="a", shape=shape)
+    await settle(process, 1)
+    second = await ask(model, 1, 2, id="b", shape=shape)
+    assert (first.id, second.id) == ("a", "b")
+    assert second.final and (second.model_name, second.model_version) == ("model", "1")
+    for response in first, second:
+        assert response.output("OUT").array.tolist() == np.reshape([1, 2], shape).tolist()
+        assert response.output("COUNT").array.flat[0] == 1
+    assert second.output("OUT").array.flags.writeable
+    assert await count(model, 1, 3, shape=shape) == 2
+    await settle(process, 2)
+    assert all(key.startswith("neso:model:1:") for key in keys(process))
+    await asyncio.sleep(0.05)
+    statistics = model.statistics.snapshot()
+    assert (statistics["inference_count"], statistics["execution_count"]) == (2, 2)
+    times = statistics["inference_stats"]
+    assert (times["cache_hit"]["count"], times["cache_miss"]["count"]) == (1, 2)
+    assert times["cache_hit"]["ns"] > 0 and times["cache_miss"]["ns"] > 0
+    assert (times["success"]["count"], times["compute_infer"]["count"]) == (3, 2)
+    assert model.in_flight_count == 0
+
+
+async def test_servers_share_it(serve, process):
+    one, other = await serve(), await serve()
+    assert await count(one, 5) == 1
+    await settle(process, 1)
+    assert await count(other, 5) == 1
+    assert other.statistics.snapshot()["inference_count"] == 0
+
+
+async def test_another_model_of_the_name_does_not(serve, process):
+    """Neither by its code nor by its configuration."""
+    assert (await ask(await serve(), 4)).output("OUT").array.tolist() == [4]
+    await settle(process, 1)
+    changed = await serve(code=COUNTING.replace('"OUT", values', '"OUT", -values'))
+    assert (await ask(changed, 4)).output("OUT").array.tolist() == [-4]
+    again = await serve(ENABLED + "parameters { key: 'a' value { string_value: 'b' } }")
+    assert await count(again, 4) == 1 and again.statistics.cache_hit.count == 0
+
+
+async def test_what_is_not_cached(serve, process):
+    model = await serve()
+    assert (await ask(model, 13)).error.message == "unlucky"
+    assert (await ask(model, 13)).error.message == "unlucky"
+    assert [await count(model, cacheable=False), await count(model, sequence_id=3)] == [3, 4]
+    await asyncio.sleep(0.05)
+    assert keys(process) == []
+
+
+async def test_a_restart_costs_misses_and_nothing_else(serve, process, caplog, monkeypatch):
+    monkeypatch.setattr(redis_cache, "PAUSE", 0.1)
+    model = await serve()
+    assert await count(model, 1) == 1
+    await settle(process, 1)
+    assert await count(model, 1) == 1
+    process.stop()
+    with caplog.at_level(logging.INFO):
+        assert [await count(model, 1) for _ in range(5)] == [2, 3, 4, 5, 6]
+        process.start()
+        await asyncio.sleep(0.15)
+        assert await count(model, 1) == 7
+        await settle(process, 1)
+        assert await count(model, 1) == 7
+    lines = [record.message for record in caplog.records if "Redis" in record.message]
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        f"Redis at 127.0.0.1:{process.port} does not answer, responses are not cached: "
+    )
+    assert lines[1] == f"Redis at 127.0.0.1:{process.port} answers again"
+    assert model.in_flight_count == 0 and model.statistics.fail.count == 0
+
+
+async def test_a_quick_restart_is_not_even_noticed(serve, process, caplog):
+    """Connections that were closed meanwhile are made anew."""
+    model = await serve()
+    assert await count(model, 1) == 1
+    await settle(process, 1)
+    process.stop()
+    process.start()
+    with caplog.at_level(logging.WARNING):
+        assert await count(model, 1) == 2
+        await settle(process, 1)
+        assert await count(model, 1) == 2
+    assert not [record for record in caplog.records if "Redis" in record.message]
+
+
+async def test_one_that_does_not_answer(serve, process):
+    """The first request waits for the timeout, others while it pauses do not."""
+    model = await serve()
+    assert await count(model, 1) == 1
+    await settle(process, 1)
+    process.suspend()
+    started = time.monotonic()
+    assert await count(model, 1) == 2
+    waited = time.monotonic() - started
+    assert 0.25 < waited < 2
+    started = time.monotonic()
+    assert await count(model, 1) == 3
+    assert time.monotonic() - started < 0.2
+
+
+async def test_the_loop_goes_on_while_a_request_waits(serve, process):
+    model = await serve()
+    await ask(model, 1)
+    process.suspend()
+    waiting = asyncio.ensure_future(ask(model, 1))
+    turns = 0
+    while not waiting.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 50
+    assert (await waiting).error is None
+
+
+async def test_a_request_that_is_cancelled_while_it_waits(serve, process):
+    model = await serve(socket_timeout=5000)
+    await ask(model, 1)
+    process.suspend()
+    inputs = {"IN": Tensor.from_numpy("IN", np.ones(1, np.float32))}
+    stream = model.submit(InferenceRequest("model", inputs))
+    await asyncio.sleep(0.05)
+    assert model.in_flight_count == 1
+    stream.cancel()
+    (response,) = [r async for r in stream]
+    assert response.error.code is ErrorCode.CANCELLED
+    assert model.in_flight_count == 0
+    started = time.monotonic()
+    await model.unload(1)
+    assert time.monotonic() - started < 1
+
+
+async def test_an_unload_does_not_wait_for_ever(serve, process):
+    model = await serve(socket_timeout=0)
+    await ask(model, 1)
+    process.suspend()
+    inputs = {"IN": Tensor.from_numpy("IN", np.ones(1, np.float32))}
+    stream = model.submit(InferenceRequest("model", inputs))
+    await asyncio.sleep(0.05)
+    await asyncio.wait_for(model.unload(0.1), 5)
+    (response,) = [r async for r in stream]
+    assert response.error.code is ErrorCode.CANCELLED
+
+
+async def test_no_redis_at_all(repository, start_core, process):
+    process.stop()
+    repository.add("model", COUNTING, TENSORS + ENABLED)
+    core = await start_core(redis_cache=RedisOptions("127.0.0.1", process.port))
+    assert core.ready()
+    assert [await count(core.model("model")), await count(core.model("model"))] == [1, 2]
+
+
+async def test_a_redis_that_is_full(tmp_path, repository, start_core, caplog):
+    with RedisProcess(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction") as process:
+        repository.add("model", COUNTING, TENSORS + ENABLED)
+        core = await start_core(redis_cache=RedisOptions("127.0.0.1", process.port))
+        with caplog.at_level(logging.WARNING):
+            assert [await count(core.model("model")) for _ in range(3)] == [1, 2, 3]
+            await asyncio.sleep(0.05)
+    lines = [record.message for record in caplog.records if "Redis" in record.message]
+    assert len(lines) == 1 and "used memory > 'maxmemory'" in lines[0]
+
+
+async def test_something_else_under_the_key(process, caplog):
+    cache = RedisCache(RedisOptions("127.0.0.1", process.port))
+    kept = CachedResponse((Tensor.from_numpy("OUT", np.ones(2, np.float32)),), {"a": 1})
+    await cache.put("one", kept)
+    found = await cache.get("one")
+    assert found.outputs[0].array.tolist() == [1, 1] and found.parameters == {"a": 1}
+    with redis.Redis(port=process.port) as client:
+        client.set("two", b"what is this")
+        client.lpush("three", b"a list")
+    with caplog.at_level(logging.WARNING):
+        assert [await cache.get("two"), await cache.get("two"), await cache.get("three")] == [
+            None,
+            None,
+            None,
+        ]
+    assert len(caplog.records) == 2
+    await cache.close()
+
+
+@pytest.mark.parametrize(("password", "stored"), [("right", 1), ("wrong", 0)])
+async def test_passwords_users_and_databases(tmp_path, repository, start_core, password, stored):
+    with RedisProcess(
+        tmp_path, "--user", "neso", "on", ">right", "~*", "+@all", "--requirepass", "other"
+    ) as process:
+        repository.add("model", COUNTING, TENSORS + ENABLED)
+        options = RedisOptions("127.0.0.1", process.port, user="neso", password=password, db=3)
+        core = await start_core(redis_cache=options)
+        assert await count(core.model("model")) == 1
+        await asyncio.sleep(0.1)
+        with redis.Redis(port=process.port, password="other", db=3) as client:
+            assert client.dbsize() == stored
+        with redis.Redis(port=process.port, password="other", db=0) as client:
+            assert client.dbsize() == 0
+
+
+@pytest.mark.parametrize("name", ["", "cache.internal"])
+async def test_tls(tmp_path, repository, start_core, name):
+    """With certificates of both sides; the server's is for its address, or for another name."""
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for who, certificate in (
+        ("server", authority.issue_cert(name or "127.0.0.1")),
+        ("client", authority.issue_cert("client")),
+    ):
+        certificate.private_key_pem.write_to_path(tmp_path / f"{who}.key")
+        certificate.cert_chain_pems[0].write_to_path(tmp_path / f"{who}.pem")
+    files = {
+        key: str(tmp_path / file)
+        for key, file in (("cert", "client.pem"), ("key", "client.key"), ("cacert", "ca.pem"))
+    }
+    arguments = (
+        "--tls-cert-file",
+        "server.pem",
+        "--tls-key-file",
+        "server.key",
+        "--tls-ca-cert-file",
+        "ca.pem",
+    )
+    arguments = [str(tmp_path / a) if "." in a else a for a in arguments]
+    with RedisProcess(tmp_path, *arguments, tls=True) as process:
+        repository.add("model", COUNTING, TENSORS + ENABLED)
+        options = RedisOptions("127.0.0.1", process.port, sni=name, **files)
+        model = (await start_core(redis_cache=options)).model("model")
+        assert await count(model) == 1
+        deadline = time.monotonic() + 5
+        while (await count(model)) != 1:  # once stored
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        if name:
+            strict = (await start_core(redis_cache=RedisOptions("127.0.0.1", process.port, **files))).model(
+                "model"
+            )
+            assert [await count(strict), await count(strict)] == [1, 2]
+
+
+def test_a_missing_client_is_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "neso.server.response_cache.redis", None)
+    with pytest.raises(InvalidArgument, match=r"needs `pip install 'neso\[redis\]'`"):
+        opening.open_cache(ServerOptions(redis_cache=RedisOptions("a", 1)))

@@ -1,0 +1,308 @@
+"""The rate limiter alone: who may execute, on which resources, in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from neso.server.errors import InvalidArgument
+from neso.server.rate_limiter.limiter import LimitedInstances, RateLimiter
+from neso.server.rate_limiter.options import ResourceLimit
+
+
+def group(
+    resources: str = "", *, gpu: int | None = None, priority: int = 0, count: int = 1, passive: bool = False
+) -> str:
+    """An instance group; resources are written like "R:2 *G:1", * for global ones."""
+    entries = [word.split(":") for word in resources.split()]
+    text = " ".join(
+        f'resources {{ name: "{name.lstrip("*")}" count: {number} global: {str(name.startswith("*")).lower()} }}'
+        for name, number in entries
+    )
+    kind = "KIND_CPU" if gpu is None else f"KIND_GPU gpus: {gpu}"
+    return (
+        f"instance_group {{ kind: {kind} count: {count} passive: {str(passive).lower()} "
+        f"rate_limiter {{ {text} priority: {priority} }} }}"
+    )
+
+
+def config(*groups: str) -> Any:
+    return text_format.Parse('name: "m" ' + " ".join(groups), ModelConfig())
+
+
+def admit(limiter: RateLimiter, *groups: str) -> LimitedInstances:
+    limited = limiter.admit(config(*groups))
+    assert limited is not None
+    return limited
+
+
+def limits(text: str) -> tuple[ResourceLimit, ...]:
+    return tuple(ResourceLimit.parse(word) for word in text.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("R:3", ResourceLimit("R", 3)), ("R1:0:2", ResourceLimit("R1", 0, 2))]
+)
+def test_limits_are_read(text: str, expected: ResourceLimit) -> None:
+    assert ResourceLimit.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "R", "R:", "R:x", "R:-1", ":1", "R:1:2:3", "R:1:", "R:1:gpu", "R:1.5"])
+def test_what_is_no_limit_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="option format is '<resource_name>:<count>:<device>'"):
+        ResourceLimit.parse(text)
+
+
+async def test_instances_without_needs_wait_for_nothing() -> None:
+    limiter = RateLimiter()
+    assert limiter.admit(config(group(count=3))) is None
+    mixed = admit(limiter, group("R:1"), group())
+    assert mixed.take(1) and not mixed.take(0)
+
+
+async def test_by_default_there_is_the_most_that_an_instance_needs() -> None:
+    limiter = RateLimiter()
+    small, large = admit(limiter, group("R:2", count=3)), admit(limiter, group("R:5"))
+    assert [small.take(number) for number in range(3)] == [False] * 3
+    await asyncio.sleep(0)
+    assert [small.take(number) for number in range(3)] == [True, True, False]  # 4 of 5 are taken
+    small.withdraw_all()
+    assert not large.take(0)
+    small.release(0)
+    small.release(1)
+    await asyncio.sleep(0)
+    assert large.take(0)
+
+
+@pytest.mark.parametrize(
+    ("given", "needs", "amount"),
+    [
+        ("R:1", group("R:4"), 1),
+        ("R:9 S:9", group("T:1"), 0),  # with limits, what they do not name is not there
+        ("R:9:10", group("R:4"), 0),  # on another device
+        ("R:3 R:9:0", group("R:4", gpu=1), 3),
+        ("R:3:7", group("*R:4"), 3),
+    ],
+)
+def test_what_can_never_be_had_is_refused(given: str, needs: str, amount: int) -> None:
+    message = (
+        f"is limited to {amount} which will prevent scheduling of one or more model instances, "
+        "the minimum required count is"
+    )
+    with pytest.raises(InvalidArgument, match=message):
+        RateLimiter(limits(given)).admit(config(needs))
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"),
+    [
+        ("R:4", group("R:4")),
+        ("R:3 R:4:0", group("R:4")),
+        ("R:4:7", group("*R:4")),  # of global ones the device says nothing
+        ("S:1", group("R:9", passive=True)),
+    ],
+)
+async def test_what_can_be_had_is_admitted(given: str, needs: str) -> None:
+    RateLimiter(limits(given)).admit(config(needs))
+
+
+async def test_a_resource_is_global_or_of_devices() -> None:
+    limiter = RateLimiter()
+    first = admit(limiter, group("R:1"))
+    with pytest.raises(InvalidArgument, match='"R" is present as both global and device-specific resource'):
+        limiter.admit(config(group("*R:1")))
+    first.close()
+    admit(limiter, group("*R:1"))  # the first is gone, and the second one was forgotten
+
+
+async def test_resources_are_counted_on_each_device_or_once() -> None:
+    limiter = RateLimiter(limits("R:1 G:1"))
+    on_devices = admit(limiter, group("R:1", gpu=0), group("R:1", gpu=1))
+    globally = admit(limiter, group("*G:1", gpu=0), group("*G:1", gpu=1))
+    for limited in (on_devices, globally):
+        limited.take(0), limited.take(1)
+    await asyncio.sleep(0)
+    assert [on_devices.take(0), on_devices.take(1)] == [True, True]
+    assert [globally.take(0), globally.take(1)] == [True, False]
+
+
+async def test_who_needs_other_resources_passes_those_who_wait() -> None:
+    limiter = RateLimiter(limits("R:2 S:1"))
+    holder, wants_all, wants_one, elsewhere = (
+        admit(limiter, group(needs)) for needs in ("R:1", "R:2", "R:1", "S:1")
+    )
+    holder.take(0)
+    await asyncio.sleep(0)
+    assert holder.take(0)
+    for limited in (wants_all, wants_one, elsewhere):
+        limited.take(0)
+    await asyncio.sleep(0)
+    assert elsewhere.take(0)
+    assert not wants_one.take(0)  # it would fit, but the other one came first and needs it
+    holder.release(0)
+    await asyncio.sleep(0)
+    assert wants_all.take(0) and not wants_one.take(0)
+
+
+async def test_who_withdraws_makes_way() -> None:
+    limiter = RateLimiter(limits("R:2"))
+    holder, wants_all, wants_one = (admit(limiter, group(needs)) for needs in ("R:1", "R:2", "R:1"))
+    told = []
+    wants_one.on_grant = lambda: told.append(True)
+    holder.take(0)
+    await asyncio.sleep(0)
+    assert holder.take(0) and not wants_all.take(0) and not wants_one.take(0)
+    wants_all.withdraw(0)
+    await asyncio.sleep(0)
+    assert told and wants_one.take(0)
+
+
+async def test_what_was_granted_and_not_used_is_given_back() -> None:
+    limiter = RateLimiter()
+    first, second = admit(limiter, group("R:1")), admit(limiter, group("R:1"))
+    first.take(0)
+    await asyncio.sleep(0)
+    first.withdraw_all()
+    second.take(0)
+    await asyncio.sleep(0)
+    assert second.take(0)
+
+
+async def test_a_model_that_is_unloaded_gives_back_what_it_has_and_its_maximum() -> None:
+    limiter = RateLimiter()
+    large, small = admit(limiter, group("R:4")), admit(limiter, group("R:1", count=4))
+    large.take(0)
+    await asyncio.sleep(0)
+    assert large.take(0)
+    small.take_any()
+    large.close()
+    await asyncio.sleep(0)
+    # There is 1 now, not 4.
+    assert small.take_any() is not None and small.take_any() is None
+    large.release(0)  # late: it has nothing to give back
+    await asyncio.sleep(0)
+    assert small.take_any() is None
+
+
+@pytest.mark.parametrize("priorities", [(1, 1), (1, 2), (1, 3), (2, 5), (0, 4)])
+async def test_priority_2_has_half_the_chances_of_priority_1(priorities: tuple[int, int]) -> None:
+    limiter = RateLimiter()
+    pair = [admit(limiter, group("R:1", priority=priority)) for priority in priorities]
+    executions = await compete(limiter, pair, 120)
+    first, second = (max(priority, 1) for priority in priorities)
+    expected = 120 * second / (first + second)
+    assert abs(executions[pair[0]] - expected) <= 2
+
+
+async def test_a_newcomer_does_not_make_up_for_what_it_missed() -> None:
+    limiter = RateLimiter()
+    old = admit(limiter, group("R:1"))
+    await compete(limiter, [old], 1000)
+    new = admit(limiter, group("R:1"))
+    executions = await compete(limiter, [old, new], 20)
+    assert executions[old] == executions[new] == 10
+
+
+async def test_who_needs_much_does_not_wait_for_ever_for_those_who_need_little() -> None:
+    limiter = RateLimiter(limits("R:2"))
+    small = [admit(limiter, group("R:1")) for _ in range(2)]
+    large = admit(limiter, group("R:2"))
+    executing: list[LimitedInstances] = []
+    for number in range(100):  # one of the small ones always executes, as far as it is up to them
+        for limited in small:
+            limited.take(0) if limited not in executing else None
+        await asyncio.sleep(0)
+        if large.take(0):
+            break
+        executing += [limited for limited in small if limited not in executing and limited.take(0)]
+        if len(executing) > 1 or number > 50:
+            executing.pop(0).release(0)
+    else:
+        pytest.fail("it never got its turn")
+    assert not executing
+
+
+async def compete(
+    limiter: RateLimiter, models: list[LimitedInstances], rounds: int
+) -> Counter[LimitedInstances]:
+    """All always have something to execute, one at a time."""
+    executions: Counter[LimitedInstances] = Counter()
+    for _ in range(rounds):
+        for limited in models:
+            limited.take(0)
+        await asyncio.sleep(0)
+        (winner,) = [limited for limited in models if limited.take(0)]
+        executions[winner] += 1
+        winner.release(0)
+    return executions
+
+
+RESOURCES = ("R", "S", "*G")
+needs = st.dictionaries(st.sampled_from(RESOURCES), st.integers(1, 4), min_size=1)
+groups = st.tuples(needs, st.integers(0, 1), st.integers(0, 3), st.integers(1, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    models=st.lists(st.lists(groups, min_size=1, max_size=2), min_size=1, max_size=4),
+    seed=st.integers(0, 9999),
+)
+def test_never_more_than_there_is_and_everybody_gets_a_turn(models: list[Any], seed: int) -> None:
+    """Against books of our own: which instance holds what, and how long each has waited."""
+
+    async def play() -> None:
+        rng = random.Random(seed)
+        limiter = RateLimiter(limits("R:4 S:5 G:4"))
+        amounts = {"R": 4, "S": 5, "*G": 4}
+        # By model: what its instances need, on which device.
+        books = [
+            [(wanted, device) for wanted, device, _, count in of_model for _ in range(count)]
+            for of_model in models
+        ]
+        instances = [
+            admit(
+                limiter,
+                *(
+                    group(
+                        " ".join(f"{k}:{n}" for k, n in wanted.items()), gpu=device, priority=p, count=count
+                    )
+                    for wanted, device, p, count in of_model
+                ),
+            )
+            for of_model in models
+        ]
+        everybody = [(m, number) for m, of_model in enumerate(books) for number in range(len(of_model))]
+        executing: set[tuple[int, int]] = set()
+        waited: Counter[tuple[int, int]] = Counter()
+        for _ in range(150):
+            await asyncio.sleep(0)
+            for who in everybody:  # all that do not execute always want to
+                if who not in executing and instances[who[0]].take(who[1]):
+                    executing.add(who)
+                    waited[who] = 0
+            held: Counter[tuple[str, int]] = Counter()
+            for m, number in executing:
+                wanted, device = books[m][number]
+                for name, count in wanted.items():
+                    held[name, -1 if name.startswith("*") else device] += count
+            assert all(count <= amounts[name] for (name, _), count in held.items())
+            for who in everybody:
+                if who not in executing:
+                    waited[who] += 1
+                    # Others execute at most 3 times (the largest priority) before it, each ends within 3 rounds or so.
+                    assert waited[who] < 12 * len(everybody) + 20
+            for who in [who for who in executing if rng.random() < 0.6]:
+                executing.remove(who)
+                instances[who[0]].release(who[1])
+        for limited in instances:
+            limited.close()
+
+    asyncio.run(play())
