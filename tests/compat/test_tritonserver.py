@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from neso.compat import tritonserver
+from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
 
 ECHO = """
 import json
@@ -294,7 +295,8 @@ def test_calls_before_the_start_and_after_the_stop(options):
         ({"model_repository": None}, tritonserver.InvalidArgumentError),
         ({"model_repository": []}, tritonserver.InvalidArgumentError),
         ({"model_repository": "/nonexistent"}, tritonserver.InternalError),
-        ({"cache_config": {"redis": {}}}, tritonserver.UnsupportedError),
+        ({"cache_config": {"redis": {"port": "x"}}}, tritonserver.InvalidArgumentError),
+        ({"cache_config": {"other": {"a": 1}}}, tritonserver.TritonError),
     ],
 )
 def test_wrong_options(options, wrong, error):
@@ -311,6 +313,11 @@ def test_options_that_have_a_meaning(repository):
         startup_models=["words"],
         cache_config={"local": {"size": 1000}},
         backend_configuration={"python": {"number": 1}},
+        rate_limiter_mode=tritonserver.RateLimitMode.EXEC_COUNT,
+        rate_limiter_resources=[
+            tritonserver.RateLimiterResource("R1", 4, -1),
+            tritonserver.RateLimiterResource("R2", 2, 0),
+        ],
         strict_readiness=False,
         exit_timeout=3,
     )
@@ -320,6 +327,10 @@ def test_options_that_have_a_meaning(repository):
     assert found.model_repository == (str(repository),) and found.server_id == "triton"
     assert found.disable_auto_complete_config and not found.strict_readiness and found.exit_timeout == 3
     assert found.response_cache_size == 1000 and found.backend_config == {"python": {"number": "1"}}
+    assert found.rate_limit is RateLimitMode.EXECUTION_COUNT
+    assert found.rate_limit_resources == (ResourceLimit("R1", 4), ResourceLimit("R2", 2, 0))
+    redis = tritonserver.Options(str(repository), cache_config={"redis": {"host": "h", "port": 7}}).to_neso()
+    assert (redis.redis_cache.host, redis.redis_cache.port) == ("h", 7)
     assert found.startup_models == ()  # the mode is not EXPLICIT
 
 

@@ -8,14 +8,17 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from neso.compat.tritonserver.enums import InstanceGroupKind, LogFormat, ModelControlMode, RateLimitMode
-from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.errors import InvalidArgument
 from neso.server.options import ModelControlMode as NesoControlMode
 from neso.server.options import ServerOptions
+from neso.server.rate_limiter.options import RateLimitMode as NesoRateLimit
+from neso.server.rate_limiter.options import ResourceLimit
+from neso.server.response_cache.options import CacheConfig
 
 
 @dataclass
 class RateLimiterResource:
-    """How much there is of a resource, on a device."""
+    """How much there is of a resource, on a device; -1 for each of them."""
 
     name: str
     count: int
@@ -81,6 +84,7 @@ class Options:
             self._check_type(option)
             if option.name not in _USED and getattr(self, option.name) != _default(option):
                 warnings.warn(f"tritonserver.Options: {option.name} has no effect in Neso", stacklevel=4)
+        cache = self._cache()
         explicit = self.model_control_mode is ModelControlMode.EXPLICIT
         return ServerOptions(
             model_repository=self._repositories(),
@@ -95,7 +99,13 @@ class Options:
                 backend: {key: str(value) for key, value in settings.items()}
                 for backend, settings in self.backend_configuration.items()
             },
-            response_cache_size=self._cache_size(),
+            response_cache_size=cache.local_size,
+            redis_cache=cache.redis,
+            rate_limit=_RATE_LIMITS[self.rate_limiter_mode],
+            rate_limit_resources=tuple(
+                ResourceLimit(limit.name, limit.count, None if limit.device < 0 else limit.device)
+                for limit in self.rate_limiter_resources
+            ),
             model_load_thread_count=self.model_load_thread_count,
             model_load_retry_count=self.model_load_retry_count,
             model_namespacing=self.model_namespacing,
@@ -111,14 +121,13 @@ class Options:
                 raise TypeError(f"Options.model_repository must be text or a list of it, got {path!r}")
         return tuple(paths)
 
-    def _cache_size(self) -> int:
-        for name, settings in self.cache_config.items():
-            if name != "local":
-                raise Unsupported(f"cache '{name}' is not supported, the one that there is is 'local'")
-            if isinstance(settings, str):
-                settings = json.loads(settings)
-            return int(settings.get("size", 0))
-        return 0
+    def _cache(self) -> CacheConfig:
+        settings = []
+        for name, values in self.cache_config.items():
+            if isinstance(values, str):
+                values = json.loads(values)
+            settings += [f"{name},{key}={value}" for key, value in values.items()]
+        return CacheConfig.parse(settings)
 
     def _check_type(self, option: Field[Any]) -> None:
         value, default = getattr(self, option.name), _default(option)
@@ -138,6 +147,10 @@ def _default(option: Field[Any]) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
+_RATE_LIMITS = {
+    RateLimitMode.OFF: NesoRateLimit.OFF,
+    RateLimitMode.EXEC_COUNT: NesoRateLimit.EXECUTION_COUNT,
+}
 _USED = {
     "model_repository",
     "server_id",
@@ -145,6 +158,8 @@ _USED = {
     "startup_models",
     "strict_model_config",
     "cache_config",
+    "rate_limiter_mode",
+    "rate_limiter_resources",
     "exit_on_error",
     "strict_readiness",
     "exit_timeout",
