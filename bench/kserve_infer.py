@@ -5,11 +5,12 @@
 
 The model is an identity, FP32[16], on the Python backend, with dynamic batching and one instance; `ensemble` sends JSON
 through three of them. The `16MB-…` cases send that much to an identity and get it back: over HTTP, over gRPC, through
-system shared memory; four connections at most. The load comes from wrk (HTTP) and h2load (gRPC), one thread each, every
-connection waiting for one answer at a time. The servers take turns within a round. Prints the medians of the rounds, and
-the ratios: how many times as many requests, and how many times as long Triton's 50th and 99th percentile of latency are.
+system shared memory; four connections at most. The load comes from wrk (HTTP) and h2load (gRPC), one thread each,
+every connection waiting for one answer at a time. The servers take turns within a round. Prints the medians of the
+rounds, and the ratios: how many times as many requests, and how many times as long Triton's 50th and 99th percentile of
+latency are.
 
-`--processes`: Neso runs the models in processes of their own, as Triton does; by default they are threads of the server.
+`--processes`: Neso runs the models in processes of their own, as Triton does; by default they are its threads.
 Triton comes from the wheel of nvidia-pytriton, installed into a scratch environment, or `--triton PYTHON`.
 """
 

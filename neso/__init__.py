@@ -6,15 +6,95 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from neso.engine.llm import LLM
+    from neso.frontends.inprocess import KServeGrpc, KServeHttp, Metrics
     from neso.generation import SamplingParams
-    from neso.server.inprocess import Server
+    from neso.server.datatypes import DataType
+    from neso.server.errors import (
+        AlreadyExists,
+        Cancelled,
+        InternalError,
+        InvalidArgument,
+        NotFound,
+        ServerError,
+        Unavailable,
+        Unsupported,
+    )
+    from neso.server.inprocess import (
+        InferenceRequest,
+        InferenceResponse,
+        MemoryType,
+        Metric,
+        MetricFamily,
+        MetricKind,
+        Model,
+        Options,
+        Server,
+        Tensor,
+    )
+    from neso.server.options import ModelControlMode
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "Server", "__version__"]
+__all__ = [
+    "LLM",
+    "AlreadyExists",
+    "Cancelled",
+    "DataType",
+    "InferenceRequest",
+    "InferenceResponse",
+    "InternalError",
+    "InvalidArgument",
+    "KServeGrpc",
+    "KServeHttp",
+    "MemoryType",
+    "Metric",
+    "MetricFamily",
+    "MetricKind",
+    "Metrics",
+    "Model",
+    "ModelControlMode",
+    "NotFound",
+    "Options",
+    "SamplingParams",
+    "Server",
+    "ServerError",
+    "Tensor",
+    "Unavailable",
+    "Unsupported",
+    "__version__",
+]
 
 # Imported when they are first used, so that `import neso` costs nothing.
-_LAZY = {"LLM": "neso.engine.llm", "SamplingParams": "neso.generation", "Server": "neso.server.inprocess"}
+_MODULES = {
+    "neso.engine.llm": ("LLM",),
+    "neso.frontends.inprocess": ("KServeGrpc", "KServeHttp", "Metrics"),
+    "neso.generation": ("SamplingParams",),
+    "neso.server.datatypes": ("DataType",),
+    "neso.server.errors": (
+        "AlreadyExists",
+        "Cancelled",
+        "InternalError",
+        "InvalidArgument",
+        "NotFound",
+        "ServerError",
+        "Unavailable",
+        "Unsupported",
+    ),
+    "neso.server.inprocess": (
+        "InferenceRequest",
+        "InferenceResponse",
+        "MemoryType",
+        "Metric",
+        "MetricFamily",
+        "MetricKind",
+        "Model",
+        "Options",
+        "Server",
+        "Tensor",
+    ),
+    "neso.server.options": ("ModelControlMode",),
+}
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

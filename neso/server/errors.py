@@ -19,15 +19,27 @@ class ErrorCode(str, Enum):
 
 
 class ServerError(Exception):
-    """An error with a message fit for the client and one of Triton's codes."""
+    """An error with a message fit for the client and one of Triton's codes.
+
+    `ServerError(message, code)` makes an instance of the class of that code, so that handlers go by class.
+    """
 
     code = ErrorCode.INTERNAL
+
+    def __new__(cls, message: str, code: ErrorCode | None = None) -> ServerError:
+        if cls is ServerError and code is not None:
+            cls = _CLASSES[code]
+        return super().__new__(cls, message)
 
     def __init__(self, message: str, code: ErrorCode | None = None) -> None:
         super().__init__(message)
         self.message = message
         if code is not None:
             self.code = code
+
+
+class UnknownError(ServerError):
+    code = ErrorCode.UNKNOWN
 
 
 class InternalError(ServerError):
@@ -56,3 +68,18 @@ class AlreadyExists(ServerError):
 
 class Cancelled(ServerError):
     code = ErrorCode.CANCELLED
+
+
+_CLASSES: dict[ErrorCode, type[ServerError]] = {
+    error.code: error
+    for error in (
+        UnknownError,
+        InternalError,
+        NotFound,
+        InvalidArgument,
+        Unavailable,
+        Unsupported,
+        AlreadyExists,
+        Cancelled,
+    )
+}

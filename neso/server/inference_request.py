@@ -50,6 +50,10 @@ class InferenceRequest:
         for callback in callbacks:
             callback()
 
+    def ended(self) -> None:
+        """It is answered: forget the callbacks, which refer to what refers to this request and its tensors."""
+        self._cancel_callbacks.clear()
+
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Call `callback` (on the core's loop) when the request is cancelled; at once if it was already."""
         if self._cancelled:

@@ -109,8 +109,10 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             self._held.append(response)
         else:
             self._deliver(response)
-        if self._closed and self.on_close is not None:
-            self.on_close()
+        if self._closed:
+            self.request.ended()
+            if self.on_close is not None:
+                self.on_close()
 
     def consume(self, sink: Callable[[InferenceResponse], None]) -> None:
         """Give each response to `sink` as it comes, at once those that have come. It must not raise.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from neso.server.errors import InvalidArgument
 from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
@@ -65,6 +67,7 @@ class ServerOptions:
     rate_limit_resources: tuple[ResourceLimit, ...] = ()
 
     def __post_init__(self) -> None:
+        self._normalize()
         if self.response_cache_size < 0:
             raise InvalidArgument(
                 f"the size of the response cache must not be negative: {self.response_cache_size}"
@@ -88,3 +91,20 @@ class ServerOptions:
             raise InvalidArgument(
                 f"model_config_name must be the name of a file in 'configs', got '{self.model_config_name}'"
             )
+
+    def _normalize(self) -> None:
+        """Take what callers without a type checker write: one path, text for paths, a mode's name, lists."""
+        repository: Any = self.model_repository
+        if isinstance(repository, str | PathLike):
+            repository = (repository,)
+        # Text is left as it is: it may be the URI of a bucket.
+        paths = tuple(path if isinstance(path, str) else Path(path) for path in repository)
+        object.__setattr__(self, "model_repository", paths)
+        object.__setattr__(self, "startup_models", tuple(self.startup_models))
+        try:
+            object.__setattr__(self, "model_control_mode", ModelControlMode(self.model_control_mode))
+        except ValueError:
+            raise InvalidArgument(
+                f"unknown model control mode '{self.model_control_mode}', "
+                f"expected one of {', '.join(ModelControlMode)}"
+            ) from None

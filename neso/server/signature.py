@@ -83,13 +83,17 @@ class Signature:
 
         Raises `InvalidArgument` with Triton's wording.
         """
-        batch_size = self._check_plain(request) or self._check_each(request)
+        batch_size = self.validate(request)
         for name in self._reshaped_inputs:
             if name in request.inputs:
                 spec = self.inputs[name]
                 assert spec.reshape is not None
                 request.inputs[name] = self._reshape(request.inputs[name], spec.dims, spec.reshape)
         return batch_size
+
+    def validate(self, request: InferenceRequest) -> int:
+        """Check the tensors of a request and leave them as they are; its batch size. From any thread."""
+        return self._check_plain(request) or self._check_each(request)
 
     def _check_plain(self, request: InferenceRequest) -> int:
         """The batch size of a request with all inputs and nothing special; 0 if it must be looked at more closely."""

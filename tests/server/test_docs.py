@@ -28,6 +28,7 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "rate-limiter.md",
         "onnxruntime-backend.md",
         "pytorch-backend.md",
+        "tritonserver-shim.md",
     ],
 )
 def test_examples(name, tmp_path):

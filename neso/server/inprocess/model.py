@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from neso.server.errors import ServerError, Unavailable
-from neso.server.inference_request import InferenceRequest, ParameterValue
-from neso.server.inference_response import ResponseStream
-from neso.server.inprocess.responses import AsyncResponseIterator, Item, Response, ResponseIterator
-from neso.server.inprocess.tensor import make_input
-from neso.server.metadata import ModelMetadata
+from neso.server.errors import ServerError
+from neso.server.inprocess.flight import Flight
+from neso.server.inprocess.request import InferenceRequest
+from neso.server.inprocess.response import InferenceResponse
+from neso.server.inprocess.responses import AsyncResponseIterator, ResponseIterator, Responses
+from neso.server.metadata import ModelMetadata, ModelState
+from neso.server.model import Model as CoreModel
 from neso.server.model_config import config_to_dict
 
 if TYPE_CHECKING:
@@ -21,13 +20,23 @@ if TYPE_CHECKING:
 class Model:
     """A name and version to send requests to. Looked up anew for each request, so a reload is noticed.
 
-    Version "" is the newest that is ready. All methods raise `ServerError` when there is no such model.
+    Version "" is the newest that is ready. `state` and `reason` are those of the repository index, where the model
+    comes from there. All methods raise `ServerError` when there is no such model.
     """
 
-    def __init__(self, server: Server, name: str, version: str = "") -> None:
+    def __init__(
+        self,
+        server: Server,
+        name: str,
+        version: str = "",
+        state: ModelState | None = None,
+        reason: str = "",
+    ) -> None:
         self._server = server
         self.name = name
         self.version = version
+        self.state = state
+        self.reason = reason
 
     def __repr__(self) -> str:
         return f"Model({self.name!r}, {self.version!r})"
@@ -51,102 +60,57 @@ class Model:
         """Counters and durations, by the names of the statistics extension."""
         return self._server.call(lambda core: core.model(self.name, self.version).statistics.snapshot())
 
-    def infer(self, *, raise_on_error: bool = True, **request: Any) -> ResponseIterator:
-        """Start a request and return its responses as they come. Raises `InvalidArgument` if it does not fit.
+    def create_request(self, **fields: Any) -> InferenceRequest:
+        """A request to this model; keywords are the fields of `InferenceRequest`."""
+        return InferenceRequest(self, **fields)
 
-        Keywords: `inputs` (by name: arrays, DLPack objects, lists or scalars), and, all optional, `outputs` (names),
-        `request_id`, `parameters`, `priority`, `timeout` (µs), `sequence_id`, `sequence_start`, `sequence_end`.
+    def infer(
+        self, request: InferenceRequest | None = None, *, raise_on_error: bool = True, **fields: Any
+    ) -> ResponseIterator[InferenceResponse]:
+        """Send a request and return its responses as they come. Raises `InvalidArgument` if it does not fit.
+
+        Takes an `InferenceRequest`, or its fields as keywords.
         """
-        flight = _Flight(self._server)
-        responses = ResponseIterator(flight.cancel, raise_on_error)
-        made = self._make_request(**request)
-        self._server.call(lambda core: flight.begin(made, responses.deliver))
-        return responses
-
-    def async_infer(self, *, raise_on_error: bool = True, **request: Any) -> AsyncResponseIterator:
-        """`infer` for the event loop that this is called in: `async for response in model.async_infer(…)`.
-
-        A request that does not fit the model raises when its first response is awaited.
-        """
-        flight = _Flight(self._server)
-        responses = AsyncResponseIterator(flight.cancel, raise_on_error)
-        made = self._make_request(**request)
-
-        def begin() -> None:
-            try:
-                flight.begin(made, responses.deliver)
-            except ServerError as error:
-                responses.deliver(error)
-
-        self._server.post(begin)
-        return responses
-
-    def _make_request(
-        self,
-        *,
-        inputs: Mapping[str, Any],
-        outputs: Iterable[str] = (),
-        request_id: str = "",
-        parameters: Mapping[str, ParameterValue] | None = None,
-        priority: int = 0,
-        timeout: int = 0,
-        sequence_id: int | str = 0,
-        sequence_start: bool = False,
-        sequence_end: bool = False,
-    ) -> InferenceRequest:
-        # In the caller's thread: to convert long lists would keep the server's loop busy.
-        specs = self._server.running_core().model(self.name, self.version).signature.inputs
-        tensors = {
-            name: make_input(name, value, specs[name].datatype if name in specs else None)
-            for name, value in inputs.items()
-        }
-        return InferenceRequest(
-            self.name,
-            tensors,
-            self.version,
-            request_id,
-            tuple(outputs),
-            dict(parameters or {}),
-            priority,
-            timeout,
-            sequence_id,
-            sequence_start,
-            sequence_end,
+        request = self._request(request, fields)
+        responses = ResponseIterator(
+            request.maker(), raise_on_error=raise_on_error, copies=request.response_queue
         )
+        self.send(request, responses)
+        return responses
 
+    def async_infer(
+        self, request: InferenceRequest | None = None, *, raise_on_error: bool = True, **fields: Any
+    ) -> AsyncResponseIterator[InferenceResponse]:
+        """`infer` for the event loop that this is called in: `async for response in model.async_infer(…)`."""
+        request = self._request(request, fields)
+        responses = AsyncResponseIterator(
+            request.maker(), raise_on_error=raise_on_error, copies=request.response_queue
+        )
+        self.send(request, responses)
+        return responses
 
-class _Flight:
-    """One request on its way: carries responses from the server's loop to an iterator."""
+    def send(self, request: InferenceRequest, responses: Responses[Any]) -> None:
+        """Send a request and have `responses` take the answers. Raises `ServerError` if it does not fit."""
+        if responses.waits:
+            self._server.check_may_wait()
+        # In the caller's thread: to convert long lists would keep the server's loop busy.
+        flight = Flight(self._server, request.to_core(self._find(), self.version), responses.deliver)
+        responses.flight = flight
+        request.track(flight)
+        flight.start()
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._stream: ResponseStream | None = None
-        self._task: asyncio.Task[None] | None = None
+    def _request(self, request: InferenceRequest | None, fields: dict[str, Any]) -> InferenceRequest:
+        if request is None:
+            return InferenceRequest(self, **fields)
+        if fields:
+            raise TypeError(f"a request was given, and fields as well: {', '.join(fields)}")
+        return request
 
-    def begin(self, request: InferenceRequest, deliver: Callable[[Item], None]) -> None:
-        """On the server's loop."""
-        model = self._server.core.model(request.model_name, request.model_version)
-        self._stream = model.submit(request)
-        self._task = asyncio.get_running_loop().create_task(self._carry(self._stream, deliver))
-
-    def cancel(self) -> None:
-        """From any thread."""
+    def _find(self) -> CoreModel:
+        core = self._server.running_core()
         try:
-            self._server.post(self._cancel)
-        except Unavailable:
-            return  # the server has stopped, and ended the request
-
-    def _cancel(self) -> None:
-        if self._stream is not None:
-            self._stream.cancel()
-
-    @staticmethod
-    async def _carry(stream: ResponseStream, deliver: Callable[[Item], None]) -> None:
-        try:
-            async for response in stream:
-                if not response.flag_only:
-                    deliver(Response.of(response))
-        except asyncio.CancelledError:
-            deliver(Unavailable("the server has stopped"))
-        else:
-            deliver(None)
+            if model := core.model(self.name, self.version):
+                return model
+        except Exception:
+            pass  # maybe the loop was just replacing the model: what it says itself counts
+        return self._server.call(lambda core: core.model(self.name, self.version))

@@ -4,112 +4,143 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import Generic, TypeVar
 
-from neso.server.errors import ServerError
-from neso.server.inference_request import ParameterValue
-from neso.server.inference_response import InferenceResponse
-from neso.server.inprocess.tensor import Tensor
+from neso.server.errors import InternalError, InvalidArgument, ServerError
+from neso.server.inference_response import InferenceResponse as CoreResponse
+from neso.server.inprocess.flight import Flight
 
-
-@dataclass(slots=True)
-class Response:
-    """One response of a model: outputs by name, or an error."""
-
-    model_name: str
-    model_version: str
-    request_id: str = ""
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    parameters: dict[str, ParameterValue] = field(default_factory=dict)
-    error: ServerError | None = None
-    final: bool = False
-
-    @classmethod
-    def of(cls, response: InferenceResponse) -> Response:
-        """From the core's response."""
-        return cls(
-            response.model_name,
-            response.model_version,
-            response.id,
-            {tensor.name: Tensor(tensor) for tensor in response.outputs},
-            response.parameters,
-            response.error,
-            response.final,
-        )
+R = TypeVar("R")
 
 
-Item = Response | BaseException | None
-"""What reaches an iterator: a response, why there will be none, or the end."""
+class Responses(Generic[R]):
+    """What both iterators share: how a response is made of the core's, and when it is raised or left out.
 
-
-class ResponseIterator(Iterator[Response]):
-    """Responses as they come; they gather while the caller does something else.
-
-    Raises the error of a response, unless the request was made with `raise_on_error=False`.
+    `flag_only`: whether a final response that carries nothing but the flag is given as well.
     """
 
-    def __init__(self, cancel: Callable[[], None], raise_on_error: bool) -> None:
-        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self._cancel = cancel
-        self._raise_on_error = raise_on_error
-        self._ended = False
+    waits = False
+    """Whether the thread that asks for the next response waits for it."""
 
-    @property
-    def deliver(self) -> Callable[[Item], None]:
-        """Called by the server's loop."""
-        return self._items.put
+    def __init__(self, make: Callable[[CoreResponse], R], raise_on_error: bool, flag_only: bool) -> None:
+        self._make = make
+        self._raise_on_error = raise_on_error
+        self._flag_only = flag_only
+        self._ended = False
+        self.flight: Flight | None = None
+
+    def deliver(self, response: CoreResponse) -> None:
+        """Called on the core's loop with each response."""
+        raise NotImplementedError
 
     def cancel(self) -> None:
         """Tell the model that nobody wants the rest. The iterator still ends by itself."""
-        self._cancel()
+        if self.flight is not None:
+            self.flight.cancel()
 
-    def __next__(self) -> Response:
-        if self._ended:
+    def _next(self, response: CoreResponse) -> R | None:
+        """The next response, or None for the end. Raises its error."""
+        self._ended = response.final
+        if self._raise_on_error and response.error is not None:
+            raise response.error
+        if response.flag_only and not self._flag_only:
+            return None
+        return self._make(response)
+
+    def _copy(self, response: CoreResponse) -> R:
+        """For a queue, whose reader cannot be raised what goes wrong."""
+        try:
+            return self._make(response)
+        except Exception as error:
+            failure = error if isinstance(error, ServerError) else InternalError(str(error))
+            return self._make(replace(response, outputs=[], error=failure))
+
+
+class ResponseIterator(Responses[R], Iterator[R]):
+    """Responses as they come; they gather while the caller does something else.
+
+    Raises the error of a response, unless the request was sent with `raise_on_error=False`.
+    `copies` gets each response too, the flag at the end included.
+    """
+
+    waits = True
+
+    def __init__(
+        self,
+        make: Callable[[CoreResponse], R],
+        *,
+        raise_on_error: bool = True,
+        flag_only: bool = False,
+        copies: object = None,
+    ) -> None:
+        if copies is not None and not isinstance(copies, queue.SimpleQueue):
+            raise InvalidArgument("the response_queue of infer() must be a queue.SimpleQueue")
+        super().__init__(make, raise_on_error, flag_only)
+        self._responses: queue.SimpleQueue[CoreResponse] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[R] | None = copies
+
+    def deliver(self, response: CoreResponse) -> None:
+        self._responses.put(response)
+        if self._copies is not None:
+            self._copies.put(self._copy(response))
+
+    def __next__(self) -> R:
+        response = None if self._ended else self._next(self._responses.get())
+        if response is None:
             raise StopIteration
-        item = self._items.get()
-        if isinstance(item, Response):
-            return _checked(item, self._raise_on_error)
-        self._ended = True
-        if item is None:
-            raise StopIteration
-        raise item
+        return response
 
 
-class AsyncResponseIterator(AsyncIterator[Response]):
+class AsyncResponseIterator(Responses[R], AsyncIterator[R]):
     """A `ResponseIterator` for `async for`, in whatever event loop the caller has."""
 
-    def __init__(self, cancel: Callable[[], None], raise_on_error: bool) -> None:
+    def __init__(
+        self,
+        make: Callable[[CoreResponse], R],
+        *,
+        raise_on_error: bool = True,
+        flag_only: bool = False,
+        copies: object = None,
+    ) -> None:
+        if copies is not None and not (isinstance(copies, asyncio.Queue) and copies.maxsize <= 0):
+            raise InvalidArgument(
+                "the response_queue of async_infer() must be an asyncio.Queue without maxsize"
+            )
+        super().__init__(make, raise_on_error, flag_only)
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
-        self._cancel = cancel
-        self._raise_on_error = raise_on_error
-        self._ended = False
+        self._responses: deque[CoreResponse] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._copies: asyncio.Queue[R] | None = copies
 
-    def deliver(self, item: Item) -> None:
-        """Called by the server's loop. The caller's loop may be gone by then: the request is cancelled."""
+    def deliver(self, response: CoreResponse) -> None:
+        # The caller's loop may be gone by then: nobody reads the rest.
         try:
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._arrive, response)
         except RuntimeError:
-            self._cancel()
+            self.cancel()
 
-    def cancel(self) -> None:
-        """Tell the model that nobody wants the rest. The iterator still ends by itself."""
-        self._cancel()
+    def _arrive(self, response: CoreResponse) -> None:
+        self._responses.append(response)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if self._copies is not None:
+            self._copies.put_nowait(self._copy(response))
 
-    async def __anext__(self) -> Response:
-        if self._ended:
+    async def __anext__(self) -> R:
+        while not self._responses:
+            if self._ended:
+                raise StopAsyncIteration
+            if self._waiter is not None:
+                raise RuntimeError("another task awaits the next response already")
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        response = self._next(self._responses.popleft())
+        if response is None:
             raise StopAsyncIteration
-        item = await self._items.get()
-        if isinstance(item, Response):
-            return _checked(item, self._raise_on_error)
-        self._ended = True
-        if item is None:
-            raise StopAsyncIteration
-        raise item
-
-
-def _checked(response: Response, raise_on_error: bool) -> Response:
-    if raise_on_error and response.error is not None:
-        raise response.error
-    return response
+        return response

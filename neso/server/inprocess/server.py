@@ -5,18 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from neso.server.core import Core
+from neso.server.custom_metrics import CustomFamily as MetricFamily
+from neso.server.custom_metrics import MetricKind
 from neso.server.errors import Unavailable
+from neso.server.inprocess.flight import Flight
 from neso.server.inprocess.model import Model
+from neso.server.inprocess.models import Models
 from neso.server.metadata import IndexEntry, ServerMetadata
-from neso.server.options import ModelControlMode, ServerOptions
+from neso.server.options import ServerOptions
+
+
+class FrontEnd(Protocol):
+    """Serves clients on a server's loop."""
+
+    async def stop(self, grace: float) -> None:
+        """Let requests in flight end within `grace` seconds, then close."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -24,36 +37,25 @@ Result = TypeVar("Result")
 
 
 class Server:
-    """Serves models to this process; front ends can be put on its `loop` and `core`.
+    """Serves models to this process, and through front ends (`neso.KServeHttp` and others) to clients.
 
-    Takes a `ServerOptions`, or its fields as keywords; `model_repository` may then be one path or several.
-    A context manager: starts, waits for the models, and stops.
+    Takes an `Options`, or its fields as keywords. A context manager: starts, waits for the models, and stops.
     """
 
-    def __init__(
-        self,
-        options: ServerOptions | None = None,
-        *,
-        model_repository: str | PathLike[str] | Iterable[str | PathLike[str]] = (),
-        model_control_mode: ModelControlMode | str = ModelControlMode.NONE,
-        **fields: Any,
-    ) -> None:
+    def __init__(self, options: ServerOptions | None = None, **fields: Any) -> None:
         if options is None:
-            if isinstance(model_repository, str | PathLike):
-                model_repository = (model_repository,)
-            options = ServerOptions(
-                model_repository=tuple(
-                    path if isinstance(path, str) else Path(path) for path in model_repository
-                ),
-                model_control_mode=ModelControlMode(model_control_mode),
-                **fields,
-            )
+            options = ServerOptions(**fields)
+        elif fields:
+            raise TypeError("Server() takes options as an object or as keywords, not both")
+        self.options = options
         self.core = Core(options)
         self.loop = _new_event_loop()
         self._thread = threading.Thread(target=self._run, name="neso-server", daemon=True)
         self._gate = threading.Lock()  # no work reaches the loop after stop has closed it
         self._open = False
         self._starting: Future[None] | None = None
+        self._front_ends: list[FrontEnd] = []
+        self.in_flight: set[Flight] = set()  # belongs to the loop
 
     def start(self, wait_until_ready: bool = False, timeout: float | None = None) -> Server:
         """Start to load the models; `wait_until_ready`: until each has been loaded or has failed.
@@ -68,6 +70,9 @@ class Server:
         if wait_until_ready:
             try:
                 self._starting.result(timeout)
+            except FutureTimeoutError:
+                self.stop()
+                raise TimeoutError(f"the models were not loaded within {timeout} s") from None
             except BaseException:
                 self.stop()
                 raise
@@ -108,14 +113,21 @@ class Server:
         """All metrics, in Prometheus' text format."""
         return self.call(lambda core: core.metrics.render()).decode()
 
+    def metric_family(self, name: str, description: str, kind: MetricKind) -> MetricFamily:
+        """A family of metrics that `metrics` shows, made by the first who asks; lives while somebody holds it.
+
+        Raises `InvalidArgument` for a bad name, `AlreadyExists` where the name has another kind.
+        """
+        return self.core.custom_metrics.family(name, description, kind)
+
     def model(self, name: str, version: str | int = "") -> Model:
         """A model that is loaded; version "" is the newest. Raises `ServerError` if there is none."""
         self.call(lambda core: core.model(name, str(version)))
         return Model(self, name, str(version))
 
-    def models(self) -> list[Model]:
-        """All versions that are ready."""
-        return self.call(lambda core: [Model(self, model.name, model.version) for model in core.models()])
+    def models(self, ready_only: bool = False) -> Models:
+        """The models of the repositories by name and version, and what is known of their state."""
+        return Models(self, self.index(ready_only))
 
     def index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The models of the repositories, with state and reason."""
@@ -126,8 +138,9 @@ class Server:
         self.wait_for(self.core.load_model(name, config, files))
         return Model(self, name)
 
-    def unload(self, name: str, unload_dependents: bool = False) -> None:
+    def unload(self, model: str | Model, unload_dependents: bool = False) -> None:
         """Unload a model when its requests in flight have ended, in model control mode `explicit`."""
+        name = model.name if isinstance(model, Model) else model
         self.wait_for(self.core.unload_model(name, unload_dependents))
 
     def register_model_repository(
@@ -135,18 +148,27 @@ class Server:
     ) -> None:
         """Add a model repository, in model control mode `explicit`: a directory, or a URI.
 
-        `name_mapping` has folders of it by the names that their models are to have. Raises `ServerError`.
+        `name_mapping` has the names of models by folder, where they are to have others. Raises `ServerError`.
         """
-        uri = path if isinstance(path, str) else Path(path)
-        self.wait_for(self.core.register_repository(uri, name_mapping))
+        folders = {name: folder for folder, name in (name_mapping or {}).items()}
+        self.wait_for(self.core.register_repository(_uri(path), folders))
 
     def unregister_model_repository(self, path: str | PathLike[str]) -> None:
         """Forget a model repository; models that are loaded stay. Raises `ServerError`."""
-        self.wait_for(self.core.unregister_repository(path if isinstance(path, str) else Path(path)))
+        self.wait_for(self.core.unregister_repository(_uri(path)))
 
     def poll_model_repository(self) -> None:
         """Load and unload by what the repositories hold, now, in model control mode `poll`."""
         self.wait_for(self.core.poll_repositories())
+
+    def attach(self, front_end: FrontEnd) -> None:
+        """Have a front end that was started on the loop stopped before the server is."""
+        self._front_ends.append(front_end)
+
+    def detach(self, front_end: FrontEnd) -> None:
+        """Forget a front end; one that is not attached stays so."""
+        if front_end in self._front_ends:
+            self._front_ends.remove(front_end)
 
     def running_core(self) -> Core:
         """The core. Raises `Unavailable` when the server does not run."""
@@ -164,9 +186,11 @@ class Server:
 
     def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the server's loop and wait for it. Raises `Unavailable` when that has stopped."""
-        if threading.current_thread() is self._thread:
+        try:
+            self.check_may_wait()
+        except RuntimeError:
             work.close()
-            raise RuntimeError("the server's own thread must not wait for itself")
+            raise
         with self._gate:
             if not self._open:
                 work.close()
@@ -176,6 +200,11 @@ class Server:
             return result.result()
         except CancelledError:
             raise Unavailable("the server has stopped") from None
+
+    def check_may_wait(self) -> None:
+        """Raises `RuntimeError` in the server's own thread, which would wait for itself for ever."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the server's own thread must not wait for itself")
 
     def post(self, callback: Callable[[], None]) -> None:
         """Run a callback on the server's loop, some time soon. Raises `Unavailable` when that has stopped."""
@@ -194,8 +223,14 @@ class Server:
         try:
             if self._starting is not None and not self._starting.done():
                 self._starting.cancel()
+            grace = self.options.exit_timeout
+            stopped = (front_end.stop(grace) for front_end in self._front_ends)
+            for error in await asyncio.gather(*stopped, return_exceptions=True):
+                if error is not None:
+                    logger.error("a front end did not stop cleanly", exc_info=error)
             await self.core.stop()
-            await asyncio.sleep(0)  # iterators get their last responses
+            for flight in tuple(self.in_flight):
+                flight.fail(Unavailable("the server has stopped"))
             this = asyncio.current_task()
             rest = [task for task in asyncio.all_tasks() if task is not this]
             for task in rest:
@@ -205,6 +240,10 @@ class Server:
             logger.exception("the server did not stop cleanly")
         finally:
             self.loop.call_soon(self.loop.stop)
+
+
+def _uri(path: str | PathLike[str]) -> str | Path:
+    return path if isinstance(path, str) else Path(path)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -8,53 +8,14 @@ import sys
 import threading
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
-from repository_builder import IDENTITY, RepositoryBuilder
+from repository_builder import IDENTITY
 
 import neso
 from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument, NotFound, ServerError, Unavailable
-from neso.server.inprocess.tensor import make_input
 from neso.server.metadata import ModelState
-
-TEXT = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        for request in requests:
-            text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy()[0].decode()
-            stream = pb_utils.get_input_tensor_by_name(request, "stream").as_numpy()[0]
-            sender = request.get_response_sender()
-            for part in text.split() if stream else [text]:
-                out = pb_utils.Tensor("text_output", np.array([part], np.object_))
-                sender.send(pb_utils.InferenceResponse([out]))
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
-TEXT_TENSORS = """
-input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }
-input { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] }
-output { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] }
-model_transaction_policy { decoupled: true }
-"""
-
-
-@pytest.fixture
-def models(tmp_path):
-    repository = RepositoryBuilder(tmp_path / "models")
-    repository.add_standard()
-    repository.add("text", TEXT, TEXT_TENSORS)
-    return repository
-
-
-@pytest.fixture
-def server(models):
-    with neso.Server(model_repository=models.path, model_control_mode="explicit", startup_models=("*",),
-                     exit_timeout=0.2) as server:  # fmt: skip
-        yield server
 
 
 def test_start_and_infer(models):
@@ -137,7 +98,7 @@ def test_errors_are_raised_where_they_belong(server):
 
 def test_what_a_server_tells(server):
     assert server.metadata().name == "neso"
-    assert sorted(model.name for model in server.models()) == ["identity", "repeat", "slow", "text"]
+    assert sorted(model.name for model in server.models().values()) == ["identity", "repeat", "slow", "text"]
     model = server.model("identity", 1)
     assert model.ready() and model.metadata().inputs[0].shape == (-1,)
     assert model.config()["backend"] == "python"
@@ -232,51 +193,6 @@ def test_reloads_under_load_drop_no_request(server):
     for thread in threads:
         thread.join(5)
     assert not failed and answered and set(answered) == {1}
-
-
-@pytest.mark.parametrize(
-    ("value", "datatype", "expected"),
-    [
-        ([True], DataType.BOOL, [True]),
-        ([1, 2], DataType.INT32, [1, 2]),
-        ([1, 2], DataType.UINT8, [1, 2]),
-        ([1], DataType.FP16, [1]),
-        ([[1.5]], DataType.FP32, [[1.5]]),
-        ([1.5], DataType.BF16, [1.5]),
-        (["ü", b"b"], DataType.BYTES, ["ü".encode(), b"b"]),
-        ("text", DataType.BYTES, b"text"),
-        ([], DataType.INT32, []),
-        ([1.5], None, [1.5]),
-    ],
-)
-def test_plain_values_become_what_the_model_expects(value, datatype, expected):
-    tensor = make_input("X", value, datatype)
-    assert datatype is None or tensor.datatype is datatype
-    assert tensor.array.tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "datatype"),
-    [
-        ([1.5], DataType.INT32),
-        ([1], DataType.BOOL),
-        ([300], DataType.UINT8),
-        ([-1], DataType.UINT8),
-        ([[1], [1, 2]], DataType.INT32),
-        ([1], DataType.BYTES),
-        ([None], DataType.INT32),
-    ],
-)
-def test_plain_values_that_do_not_fit(value, datatype):
-    with pytest.raises(InvalidArgument):
-        make_input("X", value, datatype)
-
-
-def test_arrays_keep_their_datatype():
-    assert make_input("X", np.zeros(1, np.int64), DataType.INT32).datatype is DataType.INT64
-    assert make_input("X", np.zeros(1, ml_dtypes.bfloat16), None).datatype is DataType.BF16
-    torch = pytest.importorskip("torch")
-    assert make_input("X", torch.ones(2, dtype=torch.int32), None).array.tolist() == [1, 1]
 
 
 def test_importing_neso_is_cheap():

@@ -1,0 +1,78 @@
+"""Triton's in-process Python API, on Neso's.
+
+Names, arguments and defaults are those of Triton's package `tritonserver`; docs/tritonserver-shim.md says what is
+different.
+"""
+
+from neso import __version__ as __version__
+from neso.compat.tritonserver import _api as _api
+from neso.compat.tritonserver.allocators import MemoryAllocator, NumpyAllocator, default_memory_allocators
+from neso.compat.tritonserver.enums import (
+    DataType,
+    InstanceGroupKind,
+    LogFormat,
+    MetricFormat,
+    MetricKind,
+    ModelBatchFlag,
+    ModelControlMode,
+    ModelTxnPropertyFlag,
+    RateLimitMode,
+)
+from neso.compat.tritonserver.metrics import Metric, MetricFamily
+from neso.compat.tritonserver.model import Model
+from neso.compat.tritonserver.options import ModelLoadDeviceLimit, Options, RateLimiterResource
+from neso.compat.tritonserver.request import InferenceRequest
+from neso.compat.tritonserver.response import InferenceResponse
+from neso.compat.tritonserver.server import ModelDictionary, Server
+from neso.compat.tritonserver.tensor import Tensor
+from neso.server.errors import AlreadyExists as AlreadyExistsError
+from neso.server.errors import Cancelled as CancelledError
+from neso.server.errors import InternalError, UnknownError
+from neso.server.errors import InvalidArgument as InvalidArgumentError
+from neso.server.errors import NotFound as NotFoundError
+from neso.server.errors import ServerError as TritonError
+from neso.server.errors import Unavailable as UnavailableError
+from neso.server.errors import Unsupported as UnsupportedError
+from neso.server.inprocess.dlpack import DLDeviceType
+from neso.server.inprocess.memory import MemoryBuffer, MemoryType
+from neso.server.inprocess.responses import AsyncResponseIterator, ResponseIterator
+
+__all__ = [
+    "AlreadyExistsError",
+    "AsyncResponseIterator",
+    "CancelledError",
+    "DLDeviceType",
+    "DataType",
+    "InferenceRequest",
+    "InferenceResponse",
+    "InstanceGroupKind",
+    "InternalError",
+    "InvalidArgumentError",
+    "LogFormat",
+    "MemoryAllocator",
+    "MemoryBuffer",
+    "MemoryType",
+    "Metric",
+    "MetricFamily",
+    "MetricFormat",
+    "MetricKind",
+    "Model",
+    "ModelBatchFlag",
+    "ModelControlMode",
+    "ModelDictionary",
+    "ModelLoadDeviceLimit",
+    "ModelTxnPropertyFlag",
+    "NotFoundError",
+    "NumpyAllocator",
+    "Options",
+    "RateLimitMode",
+    "RateLimiterResource",
+    "ResponseIterator",
+    "Server",
+    "Tensor",
+    "TritonError",
+    "UnavailableError",
+    "UnknownError",
+    "UnsupportedError",
+    "default_memory_allocators",
+]

@@ -1,0 +1,164 @@
+"""DLPack for what numpy alone leaves out: bfloat16, and where a tensor lies that numpy cannot read.
+
+Only the leading part of DLPack's C structures is described here; numpy and torch own the memory and free it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from neso.server.errors import InvalidArgument
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_BFLOAT, _UINT = 4, 1  # DLDataTypeCode
+
+
+class DLDeviceType(IntEnum):
+    """Devices by DLPack's numbers; those that can be told apart here."""
+
+    kDLCPU = 1
+    kDLCUDA = 2
+    kDLCUDAHost = 3
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+# Where the tensor begins in what a capsule of that name points to.
+_OFFSETS = {b"dltensor": 0, b"dltensor_versioned": 32}
+
+_get_name = ctypes.pythonapi.PyCapsule_GetName
+_get_name.restype, _get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where the elements of a tensor are, and how many bytes they take."""
+
+    data_ptr: int
+    device_type: int
+    device_id: int
+    size: int
+    contiguous: bool
+
+
+def describe(owner: Any) -> Memory:
+    """Where the memory of an object with DLPack is, on any device. Raises `InvalidArgument`."""
+    with _refusals("the object"):
+        capsule = _capsule(owner)
+        tensor = _tensor(capsule)
+    shape = [tensor.shape[axis] for axis in range(tensor.ndim)]
+    contiguous, expected = True, 1
+    if tensor.strides:
+        for axis in reversed(range(tensor.ndim)):
+            contiguous &= shape[axis] == 1 or tensor.strides[axis] == expected
+            expected *= shape[axis]
+    count = math.prod(shape)
+    return Memory(
+        (tensor.data or 0) + tensor.byte_offset,
+        tensor.device.type,
+        tensor.device.id,
+        count * ((tensor.dtype.bits * tensor.dtype.lanes + 7) // 8),
+        contiguous or count == 0,
+    )
+
+
+def is_on_host(owner: Any) -> bool:
+    """Whether the CPU can read the object's memory."""
+    device = getattr(owner, "__dlpack_device__", None)
+    return device is None or int(device()[0]) in (DLDeviceType.kDLCPU, DLDeviceType.kDLCUDAHost)
+
+
+def to_numpy(owner: Any, what: str = "the object") -> npt.NDArray[Any]:
+    """An array that shares the memory of an object on the host. Raises `InvalidArgument`, which says `what`."""
+    try:
+        return np.from_dlpack(owner)
+    except (RuntimeError, BufferError, TypeError, AttributeError):
+        pass  # maybe it is bfloat16
+    with _refusals(what):
+        relabelled = _Relabelled(owner)
+        array = np.from_dlpack(relabelled)
+        return array.view(BFLOAT16) if relabelled.was_bfloat16 else array
+
+
+def export(array: npt.NDArray[Any], **options: Any) -> Any:
+    """The capsule of an array; `options` are those of `__dlpack__`."""
+    if array.dtype != BFLOAT16:
+        return array.__dlpack__(**options)
+    capsule = array.view(np.uint16).__dlpack__(**options)
+    _tensor(capsule).dtype.code = _BFLOAT
+    return capsule
+
+
+class _Relabelled:
+    """An object whose bfloat16 elements pass for unsigned integers, which numpy reads."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self.was_bfloat16 = False
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = _capsule(self._owner, **options)
+        dtype = _tensor(capsule).dtype
+        self.was_bfloat16 = (dtype.code, dtype.bits) == (_BFLOAT, 16)
+        if self.was_bfloat16:
+            dtype.code = _UINT
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[Any, Any]:
+        device: tuple[Any, Any] = self._owner.__dlpack_device__()
+        return device
+
+
+def _capsule(owner: Any, **options: Any) -> Any:
+    try:
+        return owner.__dlpack__(**options)
+    except TypeError:
+        if not options:
+            raise
+        return owner.__dlpack__()  # made before the protocol had options
+
+
+def _tensor(capsule: Any) -> _DLTensor:
+    """The structure that a capsule points to, which lives as long as that."""
+    name = _get_name(capsule)
+    if name not in _OFFSETS:
+        raise BufferError("the DLPack capsule was used already")
+    return _DLTensor.from_address(_get_pointer(capsule, name) + _OFFSETS[name])
+
+
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, BufferError, TypeError, AttributeError) as error:
+        raise InvalidArgument(f"{what} cannot be read through DLPack: {error}") from None
