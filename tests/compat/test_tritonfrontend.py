@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import socket
 
+import grpc
 import pytest
+import trustme
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from neso.compat import tritonfrontend, tritonserver
 from neso.frontends.kserve_grpc.options import ResponseCompression
@@ -49,13 +52,55 @@ def test_options_are_passed_on():
     assert options.response_compression is ResponseCompression.high
 
 
-def test_options_without_effect_warn_and_those_one_relies_on_are_refused():
+def test_options_without_effect_warn():
     with pytest.warns(UserWarning, match="thread_count has no effect"):
         tritonfrontend.KServeHttp.Options(thread_count=2).to_neso()
-    with pytest.raises(tritonfrontend.UnsupportedError, match="use_ssl"):
-        tritonfrontend.KServeGrpc.Options(use_ssl=True, server_cert="c", server_key="k").to_neso()
-    with pytest.raises(tritonfrontend.UnsupportedError, match="header_forward_pattern"):
-        tritonfrontend.KServeHttp.Options(header_forward_pattern=".*").to_neso()
+    with pytest.warns(UserWarning, match="http2_max_pings_without_data has no effect"):
+        tritonfrontend.KServeGrpc.Options(http2_max_pings_without_data=1).to_neso()
+
+
+def test_headers_are_forwarded_and_ports_shared():
+    for options in (
+        tritonfrontend.KServeHttp.Options(header_forward_pattern="x-.*", reuse_port=True),
+        tritonfrontend.KServeGrpc.Options(forward_header_pattern="x-.*", reuse_port=True),
+    ):
+        made = options.to_neso()
+        assert made.reuse_port
+        assert made.header_forwarding.parameters([("X-A", "1"), ("B", "2")]) == {"x-a": "1"}
+    with pytest.raises(tritonfrontend.InvalidArgumentError, match="regular expression"):
+        tritonfrontend.KServeHttp.Options(header_forward_pattern="(").to_neso()
+
+
+def test_mutual_tls(server, tmp_path):
+    authority = trustme.CA()
+    certificate, client = authority.issue_cert("localhost"), authority.issue_cert("client")
+    files = {name: tmp_path / name for name in ("certificate", "key", "root")}
+    certificate.cert_chain_pems[0].write_to_path(files["certificate"])
+    certificate.private_key_pem.write_to_path(files["key"])
+    authority.cert_pem.write_to_path(files["root"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = tritonfrontend.KServeGrpc.Options(
+        address="127.0.0.1",
+        port=port,
+        use_mutual_auth=True,
+        server_cert=str(files["certificate"]),
+        server_key=str(files["key"]),
+        root_cert=str(files["root"]),
+    )
+    root = authority.cert_pem.bytes()
+    with tritonfrontend.KServeGrpc(server, options):
+        address = f"localhost:{port}"
+        ours = grpc.ssl_channel_credentials(
+            root, client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
+        )
+        with grpc.secure_channel(address, ours) as channel:
+            grpc.channel_ready_future(channel).result(10)
+        with grpc.secure_channel(address, grpc.ssl_channel_credentials(root)) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            with pytest.raises(grpc.RpcError):
+                stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=10)
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from enum import IntEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.kserve_grpc import GrpcOptions
 from neso.frontends.kserve_grpc.options import INT_MAX, ResponseCompression
 from neso.frontends.kserve_http import HttpOptions
 from neso.frontends.metrics import MetricsOptions
-from neso.server.errors import Unsupported
+from neso.frontends.tls import TlsFiles
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Natural = Annotated[int, Field(ge=0)]
@@ -42,10 +44,14 @@ class KServeHttpOptions:
     header_forward_pattern: str = ""
 
     def to_neso(self) -> HttpOptions:
-        """The same for Neso's front end. Warns of what has no effect, raises `UnsupportedError`."""
-        _refuse(header_forward_pattern=self.header_forward_pattern, reuse_port=self.reuse_port)
+        """The same for Neso's front end. Warns of what has no effect, raises `InvalidArgumentError`."""
         _ignore(thread_count=(self.thread_count, 8))
-        return HttpOptions(self.address, self.port)
+        return HttpOptions(
+            self.address,
+            self.port,
+            reuse_port=self.reuse_port,
+            header_forwarding=_header_forwarding(self.header_forward_pattern),
+        )
 
 
 @dataclass(config=_STRICT)
@@ -73,13 +79,9 @@ class KServeGrpcOptions:
     forward_header_pattern: str = ""
 
     def to_neso(self) -> GrpcOptions:
-        """The same for Neso's front end. Warns of what has no effect, raises `UnsupportedError`."""
-        _refuse(
-            use_ssl=self.use_ssl or self.use_mutual_auth,
-            forward_header_pattern=self.forward_header_pattern,
-            reuse_port=self.reuse_port,
-        )
+        """The same for Neso's front end. Warns of what has no effect, raises `InvalidArgumentError`."""
         _ignore(
+            http2_max_pings_without_data=(self.http2_max_pings_without_data, 2),
             infer_thread_count=(self.infer_thread_count, 2),
             infer_allocation_pool_size=(self.infer_allocation_pool_size, 8),
             max_response_pool_size=(self.max_response_pool_size, INT_MAX),
@@ -90,13 +92,21 @@ class KServeGrpcOptions:
             keepalive_time_ms=self.keepalive_time_ms,
             keepalive_timeout_ms=self.keepalive_timeout_ms,
             keepalive_permit_without_calls=self.keepalive_permit_without_calls,
-            http2_max_pings_without_data=self.http2_max_pings_without_data,
             http2_min_recv_ping_interval_without_data_ms=self.http2_min_recv_ping_interval_without_data_ms,
             http2_max_ping_strikes=self.http2_max_ping_strikes,
             max_connection_age_ms=self.max_connection_age_ms,
             max_connection_age_grace_ms=self.max_connection_age_grace_ms,
             response_compression=_COMPRESSION[self.infer_compression_level],
+            reuse_port=self.reuse_port,
+            tls=self._tls(),
+            header_forwarding=_header_forwarding(self.forward_header_pattern),
         )
+
+    def _tls(self) -> TlsFiles | None:
+        if not (self.use_ssl or self.use_mutual_auth):
+            return None
+        root = Path(self.root_cert) if self.use_mutual_auth else None
+        return TlsFiles(Path(self.server_cert), Path(self.server_key), root)
 
 
 @dataclass(config=_STRICT)
@@ -111,11 +121,8 @@ class MetricsHttpOptions:
         return MetricsOptions(self.address, self.port)
 
 
-def _refuse(**given: Any) -> None:
-    """What somebody relies on must not be passed over in silence."""
-    for name, value in given.items():
-        if value:
-            raise Unsupported(f"tritonfrontend: {name} is not supported")
+def _header_forwarding(pattern: str) -> HeaderForwarding | None:
+    return HeaderForwarding(pattern) if pattern else None
 
 
 def _ignore(**given: tuple[Any, Any]) -> None:
