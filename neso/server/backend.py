@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -22,7 +22,7 @@ BUILTIN = {
     "ensemble": "neso.backends.ensemble:EnsembleBackend",
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
-    "python": "neso.backends.python:PythonBackend",
+    "python": "neso.backends.python.backend:PythonBackend",
 }
 ENTRY_POINT_GROUP = "neso.backends"
 
@@ -60,7 +60,9 @@ class Backend(ABC):
         self.context = context
 
     @classmethod  # noqa: B027  most backends have nothing to add
-    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
         """Fill in what the user left out of the `ModelConfig`. May block. Raises `ServerError`."""
 
     @abstractmethod
@@ -93,6 +95,10 @@ class Backend(ABC):
     def ready(self) -> bool:
         """Whether requests can be executed now."""
         return True
+
+    async def check_ready(self) -> bool:
+        """The same for those who ask for this model: a backend may take its time to ask the model itself."""
+        return self.ready()
 
     @property
     def language_model(self) -> LanguageModel | None:

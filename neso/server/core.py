@@ -108,6 +108,13 @@ class Core:
         except ServerError:
             return False
 
+    async def check_model_ready(self, name: str, version: str = "") -> bool:
+        """The same, and the model itself says so, if it can be asked."""
+        try:
+            return await self.model(name, version).check_ready()
+        except ServerError:
+            return False
+
     def models(self) -> list[Model]:
         """All versions that are ready."""
         return list(self._lifecycle.models())

@@ -5,10 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from neso.server.errors import InvalidArgument
+from neso.server.errors import InvalidArgument, Unsupported
+
+try:
+    import ml_dtypes
+except ImportError:  # Python models may run in an environment of their own that has numpy only
+    ml_dtypes = None
 
 
 class DataType(str, Enum):
@@ -31,13 +35,19 @@ class DataType(str, Enum):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The numpy dtype; object for BYTES (elements are `bytes`)."""
-        return _NUMPY[self]
+        """The numpy dtype; object for BYTES (elements are `bytes`).
+
+        Raises `Unsupported` for BF16 in an environment without the package ml_dtypes.
+        """
+        found = _NUMPY.get(self)
+        if found is None:
+            raise Unsupported("BF16 tensors need the package ml_dtypes in this Python environment")
+        return found
 
     @property
     def itemsize(self) -> int | None:
         """Bytes an element, None for BYTES."""
-        return None if self is DataType.BYTES else _NUMPY[self].itemsize
+        return None if self is DataType.BYTES else self.dtype.itemsize
 
     @property
     def config_name(self) -> str:
@@ -90,7 +100,8 @@ _NUMPY: dict[DataType, np.dtype[Any]] = {
     DataType.FP16: np.dtype(np.float16),
     DataType.FP32: np.dtype(np.float32),
     DataType.FP64: np.dtype(np.float64),
-    DataType.BF16: np.dtype(ml_dtypes.bfloat16),
     DataType.BYTES: np.dtype(np.object_),
 }
+if ml_dtypes is not None:
+    _NUMPY[DataType.BF16] = np.dtype(ml_dtypes.bfloat16)
 _FROM_NUMPY = {dtype: datatype for datatype, dtype in _NUMPY.items()}

@@ -50,7 +50,8 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     chosen = choose_versions(versions, config.version_policy, source.name)
     backend = find_backend("ensemble" if is_ensemble(config) else config.backend)
     if not options.disable_auto_complete_config:
-        backend.auto_complete(config, source.directory, source.directory / str(chosen[-1]))
+        settings = options.backend_config.get(config.backend, {})
+        backend.auto_complete(config, source.directory, source.directory / str(chosen[-1]), settings)
         check_config(config, source.name)
     return ModelPlan(
         source, config, backend, {version: source.directory / str(version) for version in chosen}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from neso.backends.ensemble.graph import EnsembleGraph
 from neso.backends.ensemble.run import EnsembleRun
 from neso.server.backend import Backend, ModelContext
@@ -37,6 +39,12 @@ class EnsembleBackend(Backend):
 
     def ready(self) -> bool:
         return all(self.context.core.model_ready(step.model, step.version) for step in self._graph.steps)
+
+    async def check_ready(self) -> bool:
+        checks = (
+            self.context.core.check_model_ready(step.model, step.version) for step in self._graph.steps
+        )
+        return all(await asyncio.gather(*checks))
 
     def _check_step(self, index: int) -> None:
         """Raises `InvalidArgument` for names that the step's model does not have, or inputs that it lacks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ class LlmBackend(Backend):
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
-    def auto_complete(cls, config: Any, directory: Path, version_directory: Path) -> None:
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
         signature.complete(config)
 
     async def load(self) -> None:

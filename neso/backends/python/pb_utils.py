@@ -98,24 +98,17 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
 
     Raises `TritonModelException`, also unless the server is in explicit mode.
     """
-    access = current_access()
-    access.run(access.core.load_model(model_name, config or None, files or None))
+    current_access().load_model(model_name, config or None, files or None)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unload a model when its requests in flight have ended. Raises `TritonModelException`."""
-    access = current_access()
-    access.run(access.core.unload_model(model_name, unload_dependents))
+    current_access().unload_model(model_name, unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether requests for a model are accepted."""
-    access = current_access()
-
-    async def ask() -> bool:
-        return access.core.model_ready(model_name, model_version)
-
-    return access.run(ask())
+    """Whether requests for a model are accepted, and its `is_ready` function, if it has one, agrees."""
+    return current_access().model_ready(model_name, model_version)
 
 
 def _tensor_config(model_config: dict[str, Any], kind: str, name: str) -> dict[str, Any] | None:

@@ -19,12 +19,12 @@ class HealthEndpoints:
     def ready(self, request: Request) -> Response:
         return _empty(self._core.ready())
 
-    def model_ready(self, request: Request) -> Response:
+    async def model_ready(self, request: Request) -> Response:
         try:
             model = self._core.model(request.params["model"], request.params.get("version", ""))
         except ServerError as error:
             return error_response(400, error.message)
-        return _empty(True) if model.ready() else error_response(400, "Model version not ready")
+        return _empty(True) if await model.check_ready() else error_response(400, "Model version not ready")
 
 
 def _empty(good: bool) -> Response:

@@ -1,0 +1,82 @@
+"""The instances of a model that are processes, and the work that waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from neso.backends.python.instance import Work
+from neso.backends.python.instances import Instances
+from neso.backends.python.local_server import LocalServer
+from neso.backends.python.model_description import ModelDescription
+from neso.backends.python.process.environment import find_interpreter
+from neso.backends.python.process.instance import ProcessInstance, State
+from neso.backends.python.settings import PythonSettings
+from neso.server.errors import Unavailable
+
+_UP = (State.IDLE, State.BUSY)
+
+
+class ProcessInstances(Instances):
+    """Work waits here until an instance is idle: what a process was not given, its death does not touch."""
+
+    def __init__(self, description: ModelDescription, settings: PythonSettings, server: LocalServer) -> None:
+        self._description, self._settings = description, settings
+        self._instances = [
+            ProcessInstance(description, args, settings, server, self._dispatch)
+            for args in description.instances
+        ]
+        shared: deque[Work] = deque()
+        self._queues = [deque() if description.own_work else shared for _ in self._instances]
+        self._stopped = False
+
+    async def start(self) -> None:
+        interpreter = await asyncio.to_thread(
+            find_interpreter, self._settings.environment, self._description.directory
+        )
+        starts = [instance.start(interpreter) for instance in self._instances]
+        for result in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    def put(self, work: Work, instance: int | None = None) -> None:
+        takers = self._instances if instance is None else [self._instances[instance]]
+        if self._stopped or all(taker.state is State.DOWN for taker in takers):
+            raise Unavailable(
+                f"no instance of model '{self._description.name}' is alive. {takers[0].reason}".rstrip()
+            )
+        self._queues[instance or 0].append(work)
+        self._dispatch()
+
+    def ready(self) -> bool:
+        return any(instance.state in _UP for instance in self._instances)
+
+    async def check_ready(self) -> bool:
+        """Instances that are being started again are left out."""
+        checks = [instance.check_ready() for instance in self._instances if instance.state in _UP]
+        return all(await asyncio.gather(*checks))
+
+    async def stop(self) -> None:
+        self._stopped = True
+        for queue in self._queues:
+            _fail(queue, f"model '{self._description.name}' is unloaded")
+        await asyncio.gather(*(instance.stop() for instance in self._instances))
+
+    def _dispatch(self) -> None:
+        for instance, queue in zip(self._instances, self._queues, strict=True):
+            while queue and instance.state is State.IDLE:
+                instance.execute(queue.popleft())
+            if queue and instance.state is State.DOWN and (self._description.own_work or self._all_down()):
+                _fail(queue, f"no instance of model '{self._description.name}' is alive. {instance.reason}")
+
+    def _all_down(self) -> bool:
+        return all(instance.state is State.DOWN for instance in self._instances)
+
+
+def _fail(queue: deque[Work], message: str) -> None:
+    while queue:
+        work = queue.popleft()
+        for stream in work.streams:
+            stream.fail(Unavailable(message))
+        if work.free is not None:
+            work.free()
