@@ -12,7 +12,7 @@ from neso.server.errors import InvalidArgument, Unsupported
 try:
     import ml_dtypes
 except ImportError:  # Python models may run in an environment of their own that has numpy only
-    ml_dtypes = None
+    ml_dtypes = None  # type: ignore[assignment]
 
 
 class DataType(str, Enum):

@@ -41,9 +41,7 @@ class EnsembleBackend(Backend):
         return all(self.context.core.model_ready(step.model, step.version) for step in self._graph.steps)
 
     async def check_ready(self) -> bool:
-        checks = (
-            self.context.core.check_model_ready(step.model, step.version) for step in self._graph.steps
-        )
+        checks = (self.context.core.check_model_ready(step.model, step.version) for step in self._graph.steps)
         return all(await asyncio.gather(*checks))
 
     def _check_step(self, index: int) -> None:

@@ -106,7 +106,9 @@ class ModelInstance:
                 if inspect.iscoroutine(ready):
                     ready = asyncio.run(ready)
             if not isinstance(ready, bool):
-                raise TritonModelException(f"is_ready must return a bool, found type '{type(ready).__name__}'.")
+                raise TritonModelException(
+                    f"is_ready must return a bool, found type '{type(ready).__name__}'."
+                )
         except Exception as error:
             logger.error("is_ready of '%s' failed", self.name, exc_info=error)
             ready = False

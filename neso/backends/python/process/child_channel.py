@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -38,11 +39,9 @@ class ChildChannel:
     def send(self, message: Message) -> None:
         """Raises `TypeError` for what cannot be sent. What comes after the server's end is dropped."""
         data = encode(message)
-        with self._lock:
-            try:
-                self._socket.sendall(data)
-            except OSError:
-                pass  # the reader notices, and ends this process
+        # A socket that is closed is for the reader to notice, which ends this process.
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.sendall(data)
 
     def __iter__(self) -> Iterator[Message]:
         while True:

@@ -42,13 +42,13 @@ class Exchange:
         if source.nbytes <= INLINE_BYTES:
             return TensorData(name, datatype, shape, data=source.tobytes())
         if (found := self._visitor.find(source)) is not None:
-            return TensorData(
-                name, datatype, shape, block=found[0]._replace(returned=True), start=found[1]
-            )
+            return TensorData(name, datatype, shape, block=found[0]._replace(returned=True), start=found[1])
         try:
             block, memory = self.own.allocate(source.nbytes)
         except OSError as error:
-            raise InternalError(f"no shared memory for tensor '{name}', {source.nbytes} bytes: {error}") from None
+            raise InternalError(
+                f"no shared memory for tensor '{name}', {source.nbytes} bytes: {error}"
+            ) from None
         memory[:] = source
         return TensorData(name, datatype, shape, block=block)
 
@@ -59,7 +59,7 @@ class Exchange:
             return Tensor.from_wire(data.name, datatype, data.shape, data.data or b"")
         memory = (self.own.look_again if data.block.returned else self._visitor.view)(data.block)
         if datatype is DataType.BYTES:
-            return Tensor.from_wire(data.name, datatype, data.shape, memoryview(memory[data.start :]))
+            return Tensor.from_wire(data.name, datatype, data.shape, memory[data.start :].data)
         size = math.prod(data.shape) * datatype.dtype.itemsize
         array = memory[data.start : data.start + size].view(datatype.dtype).reshape(data.shape)
         return Tensor(data.name, datatype, array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import cast
 
 from neso.backends.python.instance import Work
 from neso.backends.python.instances import Instances
@@ -11,8 +12,10 @@ from neso.backends.python.local_server import LocalServer
 from neso.backends.python.model_description import ModelDescription
 from neso.backends.python.process.environment import find_interpreter
 from neso.backends.python.process.instance import ProcessInstance, State
+from neso.backends.python.process.running_model import tell_free
 from neso.backends.python.settings import PythonSettings
 from neso.server.errors import Unavailable
+from neso.server.inference_response import ResponseStream
 
 _UP = (State.IDLE, State.BUSY)
 
@@ -76,7 +79,6 @@ class ProcessInstances(Instances):
 def _fail(queue: deque[Work], message: str) -> None:
     while queue:
         work = queue.popleft()
-        for stream in work.streams:
+        for stream in cast("list[ResponseStream]", work.streams):
             stream.fail(Unavailable(message))
-        if work.free is not None:
-            work.free()
+        tell_free(work)

@@ -47,6 +47,7 @@ class ModelProcess(asyncio.Protocol):
         self._decoder = Decoder()
         self._outbox: deque[tuple[Build, int, Callable[[Exception], None]]] = deque()
         self._copying: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.TimerHandle] = []
         self._disconnected = False
         self._code: int | None = None
         self._released: deque[int] = deque()
@@ -95,6 +96,10 @@ class ModelProcess(asyncio.Protocol):
         if self._copying is None:
             self._copying = self._loop.create_task(self._copy())
 
+    def kill_after(self, seconds: float) -> None:
+        """End it by force, if it has not ended by itself then."""
+        self._timers.append(self._loop.call_later(seconds, self.kill))
+
     def kill(self) -> None:
         """End it by force; `ended` is resolved soon."""
         if self._spawned.process.returncode is None:
@@ -128,7 +133,7 @@ class ModelProcess(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         # A process without its socket is of no use any more; mostly it has ended by itself.
-        self._loop.call_later(_LAST_WORDS, self.kill)
+        self.kill_after(_LAST_WORDS)
         self._disconnected = True
         self._finish()
 
@@ -137,12 +142,14 @@ class ModelProcess(asyncio.Protocol):
         os.close(self._watch)
         self._code = self._spawned.process.wait()
         if not self._disconnected:
-            self._loop.call_later(_LAST_WORDS, self._transport.abort)
+            self._timers.append(self._loop.call_later(_LAST_WORDS, self._transport.abort))
         self._finish()
 
     def _finish(self) -> None:
         if self._code is None or not self._disconnected or self.ended.done():
             return
+        for timer in self._timers:
+            timer.cancel()  # it would keep the memory until then
         self.exchange.own.close()
         self._spawned.close()
         self._outbox.clear()

@@ -18,7 +18,9 @@ class ServerLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._send(
-                Log(str(record.name), int(record.levelno), self.format(record), record.pathname, record.lineno)
+                Log(
+                    str(record.name), int(record.levelno), self.format(record), record.pathname, record.lineno
+                )
             )
         except Exception:
             self.handleError(record)

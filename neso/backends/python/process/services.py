@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from neso.backends.python.local_server import LocalServer, ModelCall
 from neso.backends.python.process.exchange import pack_error, payload
@@ -15,6 +15,8 @@ from neso.server.custom_metrics import CustomFamily, CustomMetric
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_response import InferenceResponse
 
+Kept = TypeVar("Kept")
+
 
 class ModelServices:
     """Answers for one process, on the core's loop; families and metrics live until it lets go of them, or ends."""
@@ -23,17 +25,22 @@ class ModelServices:
         self._server = server
         self._process = process
         self._numbers = itertools.count()
-        self._handles: dict[int, CustomFamily | CustomMetric] = {}
+        self._families: dict[int, CustomFamily] = {}
+        self._metrics: dict[int, CustomMetric] = {}
         self._calls: dict[int, ModelCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._answers: dict[str, Callable[..., Any]] = {
             "load_model": self._server.core.load_model,
             "unload_model": self._server.core.unload_model,
             "model_ready": self._server.core.check_model_ready,
-            "metric_family": lambda *arguments: self._keep(self._server.metric_family(*arguments)),
-            "metric": lambda family, *arguments: self._keep(self._handles[family].metric(*arguments)),
+            "metric_family": lambda *arguments: self._keep(
+                self._families, self._server.metric_family(*arguments)
+            ),
+            "metric": lambda family, *arguments: self._keep(
+                self._metrics, self._families[family].metric(*arguments)
+            ),
             **{
-                name: lambda metric, *arguments, name=name: getattr(self._handles[metric], name)(*arguments)
+                name: lambda metric, *arguments, name=name: getattr(self._metrics[metric], name)(*arguments)
                 for name in ("increment", "set", "observe", "value")
             },
         }
@@ -48,19 +55,22 @@ class ModelServices:
             case Ask():
                 self._ask(message)
             case Drop(handle):
-                self._handles.pop(handle, None)
+                self._families.pop(handle, None)
+                self._metrics.pop(handle, None)
 
     def close(self) -> None:
         """The process has ended: nobody waits for the answers any more."""
         for call in self._calls.values():
             call.cancel()
         self._calls.clear()
-        self._handles.clear()
+        self._families.clear()
+        self._metrics.clear()
 
     def _call(self, message: Call) -> None:
         def deliver(response: InferenceResponse) -> None:
             if response.final:
                 self._calls.pop(message.call, None)
+
             def failed(error: Exception) -> None:
                 failure = InferenceResponse("", "", error=InternalError(str(error)), final=response.final)
                 self._process.send(CallResponse(message.call, self._process.exchange.pack_response(failure)))
@@ -97,7 +107,7 @@ class ModelServices:
             answer = Answer(question, error=pack_error(InternalError(f"{type(error).__name__}: {error}")))
         self._process.send(answer)
 
-    def _keep(self, handle: CustomFamily | CustomMetric) -> int:
+    def _keep(self, those: dict[int, Kept], kept: Kept) -> int:
         number = next(self._numbers)
-        self._handles[number] = handle
+        those[number] = kept
         return number
