@@ -13,6 +13,12 @@ from neso.backends.python.datatypes import (
 )
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.logger import Logger, LogLevel
+from neso.backends.python.memory import (
+    TRITONSERVER_MEMORY_CPU,
+    TRITONSERVER_MEMORY_GPU,
+    MemoryType,
+    PreferredMemory,
+)
 from neso.backends.python.metrics import Metric, MetricFamily
 from neso.backends.python.model_config import ModelConfig
 from neso.backends.python.model_module import current_folder
@@ -36,9 +42,11 @@ __all__ = [
     "InferenceResponse",
     "LogLevel",
     "Logger",
+    "MemoryType",
     "Metric",
     "MetricFamily",
     "ModelConfig",
+    "PreferredMemory",
     "ResponseSender",
     "Tensor",
     "TritonError",
@@ -58,9 +66,6 @@ __all__ = [
     "unload_model",
     "using_decoupled_model_transaction_policy",
 ]
-
-TRITONSERVER_MEMORY_CPU = 0
-TRITONSERVER_MEMORY_GPU = 1
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
