@@ -104,7 +104,12 @@ class ModelInstance:
             with model_folder(self._path.parent), server_access(self._access):
                 ready = is_ready()
                 if inspect.iscoroutine(ready):
-                    ready = asyncio.run(ready)
+                    # On the model's own loop, if it has one: it may use what belongs to that.
+                    ready = (
+                        asyncio.run(ready)
+                        if self._loop is None
+                        else asyncio.run_coroutine_threadsafe(ready, self._loop).result()
+                    )
             if not isinstance(ready, bool):
                 raise TritonModelException(
                     f"is_ready must return a bool, found type '{type(ready).__name__}'."

@@ -58,7 +58,7 @@ class PythonSettings:
             environment=environment,
             shm_default_size=_positive(backend_config, "shm-default-byte-size", 1 << 20),
             shm_growth_size=_positive(backend_config, "shm-growth-byte-size", 1 << 20),
-            shm_name=backend_config.get("shm-region-prefix-name") or "neso_python_backend",
+            shm_name=_name(backend_config.get("shm-region-prefix-name") or "neso_python_backend"),
             stub_timeout=float(_positive(backend_config, "stub-timeout-seconds", 30)),
         )
 
@@ -68,3 +68,11 @@ def _positive(backend_config: Mapping[str, str], key: str, default: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) <= 0:
         raise InvalidArgument(f"{key} of the python backend must be an integer > 0, got '{text}'")
     return int(text)
+
+
+def _name(text: str) -> str:
+    if len(text.encode()) > 200 or "\0" in text:
+        raise InvalidArgument(
+            "shm-region-prefix-name of the python backend must be text of at most 200 bytes"
+        )
+    return text

@@ -18,6 +18,7 @@ from neso.backends.python.instance import ModelInstance, Work, WorkQueue
 from neso.backends.python.model_config import complete
 from neso.backends.python.model_module import load_model_class
 from neso.backends.python.process.child_channel import ChildChannel
+from neso.backends.python.process.exchange import pack_error
 from neso.backends.python.process.messages import (
     Answer,
     Cancel,
@@ -32,6 +33,7 @@ from neso.backends.python.process.messages import (
     Initialize,
     Message,
     Respond,
+    ResponseData,
     Started,
     Stop,
 )
@@ -39,6 +41,7 @@ from neso.backends.python.process.remote_server import RemoteServer
 from neso.backends.python.process.server_log import ServerLog
 from neso.backends.python.response_sender import ModelOutputs
 from neso.server.datatypes import DataType
+from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
 from neso.server.statistics import Timeline
@@ -49,8 +52,9 @@ _PR_SET_PDEATHSIG = 1
 def main(connection: int, from_server: int, to_server: int) -> None:
     """Be an instance, or complete a configuration, as the first message says."""
     _end_with_parent()
-    # Ctrl-C reaches the whole process group; the server decides when its models end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole process group; the server decides when its models end. (To ignore the signal would have
+    # programs that the model starts ignore it too.)
+    signal.signal(signal.SIGINT, lambda *_: None)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     channel = ChildChannel(socket.socket(fileno=connection), from_server, to_server)
     channel.send(Hello())
@@ -71,6 +75,8 @@ class Child:
         self._channel = channel
         self._work = WorkQueue()
         self._streams: dict[int, ChildStream] = {}
+        self._decoupled = first.decoupled
+        self._finishing = False
         self._server = RemoteServer(channel)
         outputs = ModelOutputs(
             self._respond,
@@ -126,24 +132,32 @@ class Child:
             self._streams[number] = stream
             streams.append(stream)
         return Work(
-            streams,
-            lambda timeline: self._channel.send(
-                Executed(message.work, timeline.input_end, timeline.output_start)
-            ),
-            lambda: self._channel.send(Free(message.work)),
+            streams, lambda timeline: self._executed(message.work, timeline), lambda: self._free(message.work)
         )
+
+    def _executed(self, work: int, timeline: Timeline) -> None:
+        executed = Executed(work, timeline.input_end, timeline.output_start)
+        if self._decoupled:
+            self._channel.send(executed)
+        else:
+            # The responses come next, and nothing else before `_free`.
+            self._finishing = True
+            self._channel.send_later(executed)
+
+    def _free(self, work: int) -> None:
+        self._finishing = False
+        self._channel.send(Free(work))
 
     def _respond(self, stream: ChildStream, response: InferenceResponse) -> None:
         if response.final:
             self._streams.pop(stream.number, None)
-        self._channel.send(
-            Respond(
-                stream.number,
-                self._channel.exchange.pack_response(response),
-                stream.timeline.input_end,
-                stream.timeline.output_start,
-            )
-        )
+        try:
+            data = self._channel.exchange.pack_response(response)
+        except Exception as error:  # no memory, most likely
+            failure = InternalError(f"the response cannot be passed to the server: {describe(error)}")
+            data = ResponseData((), {}, pack_error(failure), response.final, response.made)
+        send = self._channel.send_later if self._finishing else self._channel.send
+        send(Respond(stream.number, data, stream.timeline.input_end, stream.timeline.output_start))
 
 
 class ChildStream:
@@ -165,7 +179,7 @@ def _complete(message: Complete) -> Completed:
 
 
 def _log_to(channel: ChildChannel, level: int) -> None:
-    logging.basicConfig(level=level, handlers=[ServerLog(channel.send)])
+    logging.basicConfig(level=level, format="%(message)s", handlers=[ServerLog(channel.send)])
 
 
 def _end_with_parent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ class ChildChannel:
         self._decoder = Decoder()
         # Finalizers may send while their thread is sending: between two messages, as sending one is one call.
         self._lock = threading.RLock()
+        self._waiting: list[bytes] = []
+        self._process = os.getpid()
 
     def receive_first(self) -> Message | None:
         """The message that says what to be; None if the server has gone already."""
@@ -39,9 +42,20 @@ class ChildChannel:
     def send(self, message: Message) -> None:
         """Raises `TypeError` for what cannot be sent. What comes after the server's end is dropped."""
         data = encode(message)
+        if os.getpid() != self._process:
+            return  # a copy of this process, which a model may have forked: it lets go of what it does not own
         # A socket that is closed is for the reader to notice, which ends this process.
         with self._lock, contextlib.suppress(OSError):
+            if self._waiting:
+                data = b"".join((*self._waiting, data))
+                self._waiting.clear()
             self._socket.sendall(data)
+
+    def send_later(self, message: Message) -> None:
+        """Together with the next one, which must be soon: waking the server costs more than the message itself."""
+        data = encode(message)
+        with self._lock:
+            self._waiting.append(data)
 
     def __iter__(self) -> Iterator[Message]:
         while True:

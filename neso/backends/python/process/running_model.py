@@ -113,7 +113,7 @@ class RunningModel:
             for request, stream in numbered:
                 self._streams.pop(request, None)
                 stream.fail(error if isinstance(error, ServerError) else InternalError(str(error)))
-            self._work_done(number)
+            self._loop.call_soon(self._work_done, number)
 
         self._process.send_tensors(
             lambda: Execute(number, tuple((request, pack(stream.request)) for request, stream in numbered)),
