@@ -33,8 +33,8 @@ Executed = Callable[[Timeline], None]
 class Work:
     """Requests for one call of `execute`.
 
-    Called in the instance's thread: `executed` with the times of an execution that did not fail, before its responses
-    leave; `free` when the instance can take the next.
+    Called in the instance's thread, or on the core's loop if that is in another process: `executed` with the times of
+    an execution that did not fail, before its responses leave; `free` when the instance can take the next.
     """
 
     streams: Sequence[RequestStream]

@@ -20,6 +20,10 @@ def expand_groups(groups: Iterable[Mapping[str, Any]], model: str) -> list[dict[
     places = []
     for group in groups:
         kind = group["kind"].removeprefix("KIND_")
+        if kind == "CPU" and group["gpus"]:
+            raise InvalidArgument(
+                f"instance group {group['name']} of model {model} has kind KIND_CPU but specifies one or more GPUs"
+            )
         for index in range(group["count"]):
             for device in _devices(group, model) if kind == "GPU" else (0,):
                 places.append(
@@ -29,10 +33,6 @@ def expand_groups(groups: Iterable[Mapping[str, Any]], model: str) -> list[dict[
                         "model_instance_device_id": str(device),
                     }
                 )
-        if kind == "CPU" and group["gpus"]:
-            raise InvalidArgument(
-                f"instance group {group['name']} of model {model} has kind KIND_CPU but specifies one or more GPUs"
-            )
     return places
 
 

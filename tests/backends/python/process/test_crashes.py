@@ -18,7 +18,9 @@ from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 from neso.backends.python.process import instance as instance_module
 from neso.server.core import Core
 from neso.server.errors import ErrorCode
+from neso.server.inference_request import InferenceRequest
 from neso.server.options import ServerOptions
+from neso.server.tensor import Tensor
 
 FRAGILE = """
 import ctypes, os, signal, time
@@ -132,6 +134,37 @@ async def test_a_process_that_dies_while_it_is_idle(start):
     os.kill(before, signal.SIGKILL)
     await asyncio.sleep(0.3)
     assert await pid_of(core) != before
+
+
+async def test_restarts_in_a_row_come_less_and_less_often(start, monkeypatch):
+    monkeypatch.setattr(instance_module, "FIRST_DELAY", 0.2)
+    core, _ = await start()
+    started = time.monotonic()
+    for stream in [send(core, -2) for _ in range(3)]:
+        assert (await answer(stream)).error is not None
+    assert await pid_of(core)
+    assert time.monotonic() - started > 0.2 + 0.4
+    started = time.monotonic()
+    assert (await answer(send(core, -2))).error is not None and await pid_of(core)
+    assert time.monotonic() - started < 10 * 0.2, "what was executed in between does not count"
+
+
+async def test_a_sequence_goes_on_after_a_crash(start):
+    core, _ = await start(
+        "max_batch_size: 4 instance_group { count: 2 } sequence_batching { direct { } control_input "
+        '{ name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } } }'
+    )
+    model = core.model("fragile")
+
+    def step(value: float, **flags: bool):
+        inputs = {"IN": Tensor.from_numpy("IN", np.full((1, 1), value, np.float32))}
+        return model.submit(InferenceRequest("fragile", inputs, sequence_id=7, **flags))
+
+    before = (await answer(step(1, sequence_start=True))).output("OUT").array.item()
+    dying, waiting = step(-2), step(1)
+    assert (await answer(dying)).error.code is ErrorCode.UNAVAILABLE
+    assert (await answer(waiting)).output("OUT").array.item() != before
+    assert (await answer(step(1, sequence_end=True))).error is None
 
 
 async def test_a_model_that_cannot_start_again_stays_down_with_the_reason(start, monkeypatch):
