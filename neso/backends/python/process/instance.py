@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -26,18 +27,18 @@ FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
 
 
 class State(Enum):
-    """Of an instance: STARTING (for the first time or again), IDLE, BUSY with work, or DOWN for good."""
+    """Of an instance: STARTING (for the first time or again), UP, or DOWN for good."""
 
     STARTING = "starting"
-    IDLE = "idle"
-    BUSY = "busy"
+    UP = "up"
     DOWN = "down"
 
 
 class ProcessInstance:
     """Belongs to the core's event loop. `changed` is called when there may be work to give, or to give up.
 
-    `reason`: why it is not there, "" while it never failed.
+    `queue` is where its work waits; what it had not begun when its process died goes back there. `depth`: how many
+    works a process gets at once. `reason`: why it is not there, "" while it never failed.
     """
 
     def __init__(
@@ -46,11 +47,15 @@ class ProcessInstance:
         args: dict[str, str],
         settings: PythonSettings,
         server: LocalServer,
+        queue: deque[Work],
+        depth: int,
         changed: Callable[[], None],
     ) -> None:
         self.name = args["model_instance_name"]
         self.state = State.STARTING
         self.reason = ""
+        self.queue = queue
+        self._depth = depth
         self._description, self._args, self._settings, self._server = description, args, settings, server
         self._changed = changed
         self._running: RunningModel | None = None
@@ -66,14 +71,12 @@ class ProcessInstance:
             self.state = State.DOWN
             raise
         self._life = asyncio.create_task(self._live(running, interpreter))
-        self._set_state(State.IDLE)
+        self._set_state(State.UP)
 
-    def execute(self, work: Work) -> None:
-        """Send work, to an instance that is IDLE."""
-        assert self._running is not None
-        self.state = State.BUSY
-        if not self._running.execute(work):
-            self.state = State.IDLE
+    def take(self) -> None:
+        """Execute what waits in the queue, as far as there is room for it."""
+        while self.queue and self.state is State.UP and self._running is not None and self._running.has_room:
+            self._running.execute(self.queue.popleft())
 
     async def check_ready(self) -> bool:
         """What the model's own `is_ready` says; False if the process ends meanwhile."""
@@ -92,7 +95,7 @@ class ProcessInstance:
         self.state = State.DOWN
 
     async def _start(self, interpreter: Interpreter) -> RunningModel:
-        running = RunningModel(self.name, self._server, self._free)
+        running = RunningModel(self.name, self._server, self._depth, self._free)
         await running.start(interpreter, self._settings, self._description, self._args)
         self._running = running
         return running
@@ -104,16 +107,18 @@ class ProcessInstance:
             await running.kill()
             self._running = None
             if self._stopping:
-                running.fail_all(Unavailable(f"model '{self._description.name}' is unloaded"))
+                self.queue.extend(
+                    running.fail_all(Unavailable(f"model '{self._description.name}' is unloaded"))
+                )
                 return
             self._failed(f"Stub process '{self.name}' is not healthy: the process has ended ({reason})")
-            running.fail_all(Unavailable(self.reason))
+            self.queue.extendleft(reversed(running.fail_all(Unavailable(self.reason))))
             self._changed()  # for the others: this one's share of the work waits for its restart
             restarted = await self._restart(interpreter)
             if restarted is None:
                 return
             running = restarted
-            self._set_state(State.IDLE)
+            self._set_state(State.UP)
 
     async def _restart(self, interpreter: Interpreter) -> RunningModel | None:
         """Try until it works, less and less often; None after too many failures."""
@@ -139,7 +144,7 @@ class ProcessInstance:
 
     def _free(self) -> None:
         self._failures = 0
-        self._set_state(State.IDLE)
+        self._changed()
 
     def _set_state(self, state: State) -> None:
         self.state = state

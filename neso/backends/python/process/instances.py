@@ -17,7 +17,8 @@ from neso.backends.python.settings import PythonSettings
 from neso.server.errors import Unavailable
 from neso.server.inference_response import ResponseStream
 
-_UP = (State.IDLE, State.BUSY)
+AHEAD = 2
+"""Works that the only instance of a model gets at once. With several, the next one is for whichever is free first."""
 
 
 class ProcessInstances(Instances):
@@ -25,12 +26,20 @@ class ProcessInstances(Instances):
 
     def __init__(self, description: ModelDescription, settings: PythonSettings, server: LocalServer) -> None:
         self._description, self._settings = description, settings
+        shared: deque[Work] = deque()
+        depth = AHEAD if len(description.instances) == 1 else 1
         self._instances = [
-            ProcessInstance(description, args, settings, server, self._dispatch)
+            ProcessInstance(
+                description,
+                args,
+                settings,
+                server,
+                deque() if description.own_work else shared,
+                depth,
+                self._dispatch,
+            )
             for args in description.instances
         ]
-        shared: deque[Work] = deque()
-        self._queues = [deque() if description.own_work else shared for _ in self._instances]
         self._stopped = False
 
     async def start(self) -> None:
@@ -48,29 +57,37 @@ class ProcessInstances(Instances):
             raise Unavailable(
                 f"no instance of model '{self._description.name}' is alive. {takers[0].reason}".rstrip()
             )
-        self._queues[instance or 0].append(work)
+        takers[0].queue.append(work)
         self._dispatch()
 
     def ready(self) -> bool:
-        return any(instance.state in _UP for instance in self._instances)
+        return any(instance.state is State.UP for instance in self._instances)
 
     async def check_ready(self) -> bool:
         """Instances that are being started again are left out."""
-        checks = [instance.check_ready() for instance in self._instances if instance.state in _UP]
+        checks = [instance.check_ready() for instance in self._instances if instance.state is State.UP]
         return all(await asyncio.gather(*checks))
 
     async def stop(self) -> None:
         self._stopped = True
-        for queue in self._queues:
-            _fail(queue, f"model '{self._description.name}' is unloaded")
+        self._fail_waiting()
         await asyncio.gather(*(instance.stop() for instance in self._instances))
+        self._fail_waiting()  # what they gave back
 
     def _dispatch(self) -> None:
-        for instance, queue in zip(self._instances, self._queues, strict=True):
-            while queue and instance.state is State.IDLE:
-                instance.execute(queue.popleft())
-            if queue and instance.state is State.DOWN and (self._description.own_work or self._all_down()):
-                _fail(queue, f"no instance of model '{self._description.name}' is alive. {instance.reason}")
+        if self._stopped:
+            return
+        for instance in self._instances:
+            instance.take()
+            if instance.state is State.DOWN and (self._description.own_work or self._all_down()):
+                _fail(
+                    instance.queue,
+                    f"no instance of model '{self._description.name}' is alive. {instance.reason}",
+                )
+
+    def _fail_waiting(self) -> None:
+        for instance in self._instances:
+            _fail(instance.queue, f"model '{self._description.name}' is unloaded")
 
     def _all_down(self) -> bool:
         return all(instance.state is State.DOWN for instance in self._instances)

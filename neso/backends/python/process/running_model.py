@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 from neso.backends.python.instance import Work
 from neso.backends.python.local_server import LocalServer
@@ -41,26 +42,33 @@ AFTER_FINALIZE = 5.0
 """Seconds that a process may take to end once its model is finalized."""
 
 
-class RunningModel:
-    """Belongs to the core's event loop. One work at a time: `free` is called when it can take the next.
+class Sent(NamedTuple):
+    """A work that the process has, and those of its requests, by their numbers, that were still wanted."""
 
-    `ended` is resolved, with the reason, when the process is gone.
+    number: int
+    work: Work
+    streams: dict[int, ResponseStream]
+
+
+class RunningModel:
+    """Belongs to the core's event loop. `free` is called whenever a work is over.
+
+    It has up to `depth` works, of which the first is being executed: with the next one at hand, the process need not
+    wait for the server. `ended` is resolved, with the reason, when the process is gone.
     """
 
-    def __init__(self, name: str, server: LocalServer, free: Callable[[], None]) -> None:
+    def __init__(self, name: str, server: LocalServer, depth: int, free: Callable[[], None]) -> None:
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._process = ModelProcess(self._received)
         self._services = ModelServices(server, self._process)
-        self._free = free
+        self._depth, self._free = depth, free
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._initialized: asyncio.Future[str | None] = self._loop.create_future()
         self._numbers = itertools.count()
         self._streams: dict[int, ResponseStream] = {}
         self._questions: dict[int, asyncio.Future[bool]] = {}
-        self._work: Work | None = None
-        self._work_number = -1
-        self._sent: list[ResponseStream] = []  # those of the work's requests that were still wanted
+        self._works: deque[Sent] = deque()
         self.ended = self._process.ended
 
     async def start(
@@ -94,35 +102,39 @@ class RunningModel:
             await self.kill()
             raise
 
-    def execute(self, work: Work) -> bool:
-        """Send work, for a model that is free; False if nobody wants it any more."""
-        streams = self._still_wanted(work)
+    @property
+    def has_room(self) -> bool:
+        """Whether it can take one more work."""
+        return len(self._works) < self._depth
+
+    def execute(self, work: Work) -> None:
+        """Send work, to a model that has room."""
+        streams = {next(self._numbers): stream for stream in self._still_wanted(work)}
         if not streams:
             tell_free(work)
-            return False
-        now = time.monotonic_ns()
-        number = self._work_number = next(self._numbers)
-        self._work, self._sent = work, streams
-        numbered = [(next(self._numbers), stream) for stream in streams]
-        for request, stream in numbered:
-            stream.timeline.compute_start = now
-            self._streams[request] = stream
+            return
+        sent = Sent(next(self._numbers), work, streams)
+        self._works.append(sent)
+        if len(self._works) == 1:
+            self._begins(sent)
+        self._streams.update(streams)
         pack = self._process.exchange.pack_request
 
         def failed(error: Exception) -> None:
-            for request, stream in numbered:
+            for request, stream in streams.items():
                 self._streams.pop(request, None)
                 stream.fail(error if isinstance(error, ServerError) else InternalError(str(error)))
-            self._loop.call_soon(self._work_done, number)
+            self._loop.call_soon(self._work_done, sent.number)
 
         self._process.send_tensors(
-            lambda: Execute(number, tuple((request, pack(stream.request)) for request, stream in numbered)),
-            sum(payload(stream.request.inputs.values()) for stream in streams),
+            lambda: Execute(
+                sent.number, tuple((request, pack(stream.request)) for request, stream in streams.items())
+            ),
+            sum(payload(stream.request.inputs.values()) for stream in streams.values()),
             failed,
         )
-        for request, stream in numbered:
+        for request, stream in streams.items():
             stream.request.on_cancel(lambda request=request: self._cancel(request))  # type: ignore[misc]
-        return True
 
     async def check_ready(self) -> bool:
         """What the model's own `is_ready` says; False if the process ends meanwhile."""
@@ -146,14 +158,18 @@ class RunningModel:
         await asyncio.wait((self.ended,))
         self._services.close()
 
-    def fail_all(self, error: ServerError) -> None:
-        """Once it has ended: answer all that it had."""
+    def fail_all(self, error: ServerError) -> list[Work]:
+        """Once it has ended: answer all that it had begun; gives back the works that it had not."""
+        works, self._works = list(self._works), deque()
         streams, self._streams = self._streams, {}
+        for sent in works[1:]:
+            for request in sent.streams:
+                streams.pop(request, None)
         for stream in streams.values():
             stream.fail(error)
-        work, self._work = self._work, None
-        if work is not None:
-            tell_free(work)
+        for sent in works[:1]:
+            tell_free(sent.work)
+        return [sent.work for sent in works[1:]]
 
     async def _come_up(self, timeout: float) -> None:
         unhealthy = f"Stub process '{self._name}' is not healthy:"
@@ -201,20 +217,30 @@ class RunningModel:
         stream.send(self._process.exchange.unpack_response(message.response))
 
     def _executed(self, message: Executed) -> None:
-        if self._work is None or message.work != self._work_number:
+        sent = next((sent for sent in self._works if sent.number == message.work), None)
+        if sent is None:
             return
-        for stream in self._sent:
+        for stream in sent.streams.values():
             stream.timeline.input_end = message.input_end
             stream.timeline.output_start = message.output_start
-        if self._work.executed is not None:
-            self._work.executed(self._sent[0].timeline)
+        if sent.work.executed is not None:
+            sent.work.executed(next(iter(sent.streams.values())).timeline)
 
     def _work_done(self, number: int) -> None:
-        if self._work is None or number != self._work_number:
+        sent = next((sent for sent in self._works if sent.number == number), None)
+        if sent is None:
             return
-        work, self._work, self._sent = self._work, None, []
-        tell_free(work)
+        self._works.remove(sent)
+        tell_free(sent.work)
+        if self._works:
+            self._begins(self._works[0])
         self._free()
+
+    @staticmethod
+    def _begins(sent: Sent) -> None:
+        now = time.monotonic_ns()
+        for stream in sent.streams.values():
+            stream.timeline.compute_start = stream.timeline.compute_start or now
 
     def _cancel(self, number: int) -> None:
         if number in self._streams:

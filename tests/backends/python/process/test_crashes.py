@@ -108,6 +108,18 @@ async def test_the_request_fails_and_the_instance_comes_back(start, value):
     assert not psutil.pid_exists(before) and model.in_flight_count == 0
 
 
+async def test_what_a_process_had_not_begun_is_executed_later(start):
+    core, _ = await start()
+    streams = [send(core, -4), send(core, -2), *(send(core, 1) for _ in range(5))]
+    await asyncio.sleep(0.1)
+    assert not streams[1].timeline.compute_start, "the first is still being executed"
+    streams[3].cancel()
+    outcomes = [await answer(stream) for stream in streams]
+    codes = [outcome.error and outcome.error.code for outcome in outcomes]
+    assert codes == [None, ErrorCode.UNAVAILABLE, None, ErrorCode.CANCELLED, None, None, None]
+    assert core.model("fragile").statistics.queue.ns > 0.2e9
+
+
 async def test_other_instances_go_on(start):
     core, _ = await start("instance_group { count: 2 }")
     streams = [send(core, -4), send(core, -2), *(send(core, 1) for _ in range(20))]
