@@ -27,7 +27,6 @@ _COPY_IN_LOOP = 1 << 20
 _LAST_WORDS = 0.5
 """Seconds to wait for the end of the socket once the process has ended: others may have inherited it."""
 
-
 Build = Callable[[], Message]
 
 
@@ -84,7 +83,7 @@ class ModelProcess(asyncio.Protocol):
 
         `failed` is told, on the loop, when it cannot be made.
         """
-        if self.ended.done():
+        if self._transport.is_closing():
             return
         if self._copying is None and size <= _COPY_IN_LOOP:
             try:
@@ -114,7 +113,8 @@ class ModelProcess(asyncio.Protocol):
                 except Exception as error:
                     failed(error)
                 else:
-                    self._transport.write(data)
+                    if not self._transport.is_closing():
+                        self._transport.write(data)
                 del build, failed  # the tensors that they hold
         finally:
             self._copying = None
