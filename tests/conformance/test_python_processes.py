@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from server_process import ServerProcess, wait_until
 from tritonclient.utils import InferenceServerException
@@ -229,3 +230,33 @@ def test_an_environment_that_is_none_is_told(tmp_path, path, reason):
     with ServerProcess("--model-repository", tmp_path, "--exit-on-error=false") as server:
         status, index = server.post("/v2/repository/index", {})
         assert status == 200 and reason in index[0]["reason"]
+
+
+MOODY = """
+from pathlib import Path
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    async def is_ready(self):
+        return (Path(pb_utils.get_model_dir()) / "yes").exists()
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+
+@pytest.mark.parametrize("config", ["", PROCESS], ids=["thread", "process"])
+def test_models_say_whether_they_are_ready(tmp_path, config):
+    folder = add(tmp_path, "moody", MOODY, config)
+    with (
+        ServerProcess("--model-repository", tmp_path) as server,
+        http_client.InferenceServerClient(server.address("http")) as http,
+        grpc_client.InferenceServerClient(server.address("grpc")) as grpc,
+    ):
+        assert not http.is_model_ready("moody") and not grpc.is_model_ready("moody")
+        status, body = server.get("/v2/models/moody/versions/1/ready")
+        assert (status, json.loads(body)["error"]) == (400, "Model version not ready")
+        assert http.is_server_ready() and grpc.is_server_ready()
+        assert infer(http, "moody", np.ones(2, np.float32)).tolist() == [1, 1]
+        (folder / "1" / "yes").touch()
+        assert http.is_model_ready("moody") and grpc.is_model_ready("moody", "1")

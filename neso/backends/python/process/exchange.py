@@ -34,7 +34,7 @@ class Exchange:
 
     def pack(self, tensor: Tensor) -> TensorData:
         """The tensor must live until the message is sent. Raises `InternalError` when there is no more memory."""
-        name, datatype, shape = tensor.name, tensor.datatype.value, tensor.shape
+        name, datatype, shape = str(tensor.name), tensor.datatype.value, tensor.shape
         if tensor.datatype is DataType.BYTES:
             source = np.frombuffer(tensor.to_wire(), np.uint8)
         else:
@@ -66,7 +66,7 @@ class Exchange:
 
     def pack_request(self, request: InferenceRequest) -> RequestData:
         return RequestData(
-            request.model_name,
+            str(request.model_name),
             tuple(self.pack(tensor) for tensor in request.inputs.values()),
             request.model_version,
             str(request.id),
