@@ -25,7 +25,7 @@ BUILTIN = {
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
     "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
-    "python": "neso.backends.python:PythonBackend",
+    "python": "neso.backends.python.backend:PythonBackend",
     "pytorch": "neso.backends.pytorch:PyTorchBackend",
 }
 EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch"}
@@ -126,6 +126,10 @@ class Backend(ABC):
     def ready(self) -> bool:
         """Whether requests can be executed now."""
         return True
+
+    async def check_ready(self) -> bool:
+        """The same for those who ask for this model: a backend may take its time to ask the model itself."""
+        return self.ready()
 
     @property
     def language_model(self) -> LanguageModel | None:

@@ -114,6 +114,13 @@ class Core:
         except ServerError:
             return False
 
+    async def check_model_ready(self, name: str, version: str = "", namespace: str = "") -> bool:
+        """The same, and the model itself says so, if it can be asked."""
+        try:
+            return await self.model(name, version, namespace).check_ready()
+        except ServerError:
+            return False
+
     def models(self) -> list[Model]:
         """All versions that are ready."""
         records = sorted(self._table, key=lambda record: record.id)

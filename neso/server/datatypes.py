@@ -5,10 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from neso.server.errors import InvalidArgument
+from neso.server.errors import InvalidArgument, Unsupported
+
+try:
+    import ml_dtypes
+except ImportError:  # Python models may run in an environment of their own that has numpy only
+    ml_dtypes = None  # type: ignore[assignment]
 
 
 class DataType(str, Enum):
@@ -30,7 +34,15 @@ class DataType(str, Enum):
     BYTES = "BYTES"
 
     dtype: np.dtype[Any]
-    """The numpy dtype; object for BYTES (elements are `bytes`)."""
+    """The numpy dtype; object for BYTES (elements are `bytes`).
+
+    Raises `Unsupported` for BF16 in an environment without the package ml_dtypes.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dtype":
+            raise Unsupported(f"{self.value} tensors need the package ml_dtypes in this Python environment")
+        raise AttributeError(name)
 
     @property
     def itemsize(self) -> int | None:
@@ -88,9 +100,10 @@ _NUMPY: dict[DataType, np.dtype[Any]] = {
     DataType.FP16: np.dtype(np.float16),
     DataType.FP32: np.dtype(np.float32),
     DataType.FP64: np.dtype(np.float64),
-    DataType.BF16: np.dtype(ml_dtypes.bfloat16),
     DataType.BYTES: np.dtype(np.object_),
 }
+if ml_dtypes is not None:
+    _NUMPY[DataType.BF16] = np.dtype(ml_dtypes.bfloat16)
 for _datatype, _dtype in _NUMPY.items():
     _datatype.dtype = _dtype
 _FROM_NUMPY = {dtype: datatype for datatype, dtype in _NUMPY.items()}

@@ -84,6 +84,10 @@ class Model:
         """Whether requests are accepted and the backend can execute them."""
         return not self._retired and self._backend.ready()
 
+    async def check_ready(self) -> bool:
+        """The same, and what the model itself says of that, if it can be asked."""
+        return not self._retired and await self._backend.check_ready()
+
     def metadata(self) -> ModelMetadata:
         """What clients are told. The platform of a backend without one is the backend's name."""
         return ModelMetadata(

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-un
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from neso.server.errors import InvalidArgument
+from neso.server.gpus import available_gpus
 from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
 from neso.server.scheduling_config import check_scheduling
 
@@ -125,6 +126,8 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
         group.count = max(group.count, 1)
         if group.kind == ModelInstanceGroup.KIND_AUTO:
             group.kind = ModelInstanceGroup.KIND_GPU if group.gpus else ModelInstanceGroup.KIND_CPU
+        if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
+            group.gpus.extend(available_gpus())
 
 
 def _infer_backend(config: ModelConfig, version_directory: Path) -> str:

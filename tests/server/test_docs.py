@@ -21,6 +21,7 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "in-process.md",
         "python-backend.md",
         "model-management.md",
+        "python-process-mode.md",
         "model-repository.md",
         "engine-directories.md",
         "ensembles.md",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from neso.backends.ensemble.graph import EnsembleGraph
@@ -48,6 +49,11 @@ class EnsembleBackend(Backend):
 
     def _find_model(self, name: str, version: str) -> Model:
         return self.context.core.model(name, version, self.context.namespace)
+
+    async def check_ready(self) -> bool:
+        core, namespace = self.context.core, self.context.namespace
+        checks = (core.check_model_ready(step.model, step.version, namespace) for step in self._graph.steps)
+        return all(await asyncio.gather(*checks))
 
     def _check_step(self, index: int) -> None:
         """Raises `InvalidArgument` for names that the step's model does not have, or inputs that it lacks."""

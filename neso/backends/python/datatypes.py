@@ -6,15 +6,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc import model_config_pb2
 
 from neso.backends.python.errors import TritonModelException
 from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.tensor import Tensor
 
-_NUMBER = {datatype: model_config_pb2.DataType.Value(datatype.config_name) for datatype in DataType}
-_BY_NUMBER = {number: datatype for datatype, number in _NUMBER.items()}
+# The numbers of `DataType` in model_config.proto, which is not there in a model's own environment.
+_BY_NUMBER = dict(
+    enumerate(
+        (
+            DataType.BOOL, DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64,
+            DataType.INT8, DataType.INT16, DataType.INT32, DataType.INT64,
+            DataType.FP16, DataType.FP32, DataType.FP64, DataType.BYTES, DataType.BF16,
+        ),
+        start=1,
+    )
+)  # fmt: skip
+_NUMBER = {datatype: number for number, datatype in _BY_NUMBER.items()}
 
 
 def triton_to_numpy_type(data_type: int) -> type[np.generic]:

@@ -61,3 +61,10 @@ class TritonModelException(Exception):
 
     def message(self) -> str:
         return self._message
+
+
+def describe(error: BaseException) -> str:
+    """What to tell of an error that a model has raised."""
+    if isinstance(error, TritonModelException | ServerError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""One instance of a Python model: a thread that owns the object and executes its requests."""
+"""One instance of a Python model: owns the object and executes its requests, in whichever thread calls `run`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neso.backends.python.errors import TritonModelException
+from neso.backends.python.errors import TritonModelException, describe
 from neso.backends.python.model_module import forget_model_class, load_model_class, model_folder
 from neso.backends.python.request import InferenceRequest
 from neso.backends.python.response import InferenceResponse
-from neso.backends.python.response_sender import ModelOutputs, Responder
+from neso.backends.python.response_sender import ModelOutputs, RequestStream, Responder
 from neso.backends.python.server_access import ServerAccess, server_access
 from neso.server.errors import Cancelled, InternalError
-from neso.server.inference_response import NEVER_EXECUTED, ResponseStream
+from neso.server.inference_response import NEVER_EXECUTED
 from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)
-
 
 Executed = Callable[[Timeline], None]
 
@@ -35,11 +34,11 @@ Executed = Callable[[Timeline], None]
 class Work:
     """Requests for one call of `execute`.
 
-    Called in the instance's thread: `executed` with the times of an execution that did not fail, before its responses
-    leave; `free` when the instance can take the next.
+    Called in the instance's thread, or on the core's loop if that is in another process: `executed` with the times of
+    an execution that did not fail, before its responses leave; `free` when the instance can take the next.
     """
 
-    streams: list[ResponseStream]
+    streams: Sequence[RequestStream]
     executed: Executed | None = None
     free: Callable[[], None] | None = None
 
@@ -49,7 +48,7 @@ WorkQueue = queue.SimpleQueue[Work | None]
 
 
 class ModelInstance:
-    """Runs `initialize`, `execute` and `finalize`, all in one thread. `started` and `ended` tell of its life.
+    """Runs `initialize`, `execute` and `finalize`, all in one thread. `started` tells when it can execute.
 
     A model whose `execute` is `async def` has an event loop in a second thread.
     """
@@ -58,39 +57,70 @@ class ModelInstance:
         self, path: Path, args: dict[str, str], outputs: ModelOutputs, work: WorkQueue, access: ServerAccess
     ) -> None:
         self.started: Future[None] = Future()
-        self.ended: Future[None] = Future()
         self._path = path
         self._args = args
         self._outputs = outputs
         self.work = work
         self._access = access
+        self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._readiness: Future[bool] | None = None
         # What `initialize` has the server load is loaded for this model.
         self._context = contextvars.copy_context()
-        # A daemon: a model that never returns from execute must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name=f"model-{outputs.instance}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     @property
     def name(self) -> str:
         return self._outputs.instance
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Live: until the queue of work gives None, or the model cannot be initialized."""
         try:
             with model_folder(self._path.parent), server_access(self._access):
                 self._live()
         except Exception as error:
-            logger.exception("instance '%s' of a Python model failed", self._outputs.instance)
+            logger.exception("instance '%s' of a Python model failed", self.name)
             if not self.started.done():
                 self.started.set_exception(error)
-        finally:
-            self.ended.set_result(None)
+
+    def check_ready(self) -> Future[bool]:
+        """What the model's own `is_ready` function says; True for models without one.
+
+        It runs in a thread of its own, beside `execute`; while one call of it lasts there is no second.
+        """
+        is_ready = getattr(self._model, "is_ready", None)
+        if is_ready is None:
+            answer: Future[bool] = Future()
+            answer.set_result(True)
+            return answer
+        if self._readiness is None or self._readiness.done():
+            self._readiness = Future()
+            threading.Thread(
+                target=self._ask_ready,
+                args=(is_ready, self._readiness),
+                name=f"model-{self.name}-is-ready",
+                daemon=True,
+            ).start()
+        return self._readiness
+
+    def _ask_ready(self, is_ready: Callable[[], Any], answer: Future[bool]) -> None:
+        try:
+            with model_folder(self._path.parent), server_access(self._access):
+                ready = is_ready()
+                if inspect.iscoroutine(ready):
+                    # On the model's own loop, if it has one: it may use what belongs to that.
+                    ready = (
+                        asyncio.run(ready)
+                        if self._loop is None
+                        else asyncio.run_coroutine_threadsafe(ready, self._loop).result()
+                    )
+            if not isinstance(ready, bool):
+                raise TritonModelException(
+                    f"is_ready must return a bool, found type '{type(ready).__name__}'."
+                )
+        except Exception as error:
+            logger.error("is_ready of '%s' failed", self.name, exc_info=error)
+            ready = False
+        answer.set_result(ready)
 
     def _live(self) -> None:
         try:
@@ -114,7 +144,8 @@ class ModelInstance:
             self.started.set_exception(error)
             return
         if inspect.iscoroutinefunction(model.execute):
-            self._loop = _start_loop(self._outputs.instance, self._path.parent, self._access)
+            self._loop = _start_loop(self.name, self._path.parent, self._access)
+        self._model = model
         self.started.set_result(None)
         while (work := self.work.get()) is not None:
             self._execute(model, work)
@@ -126,6 +157,7 @@ class ModelInstance:
             self._loop.call_soon_threadsafe(self._loop.stop)
         if hasattr(model, "finalize"):
             model.finalize()
+        self._model = None
 
     def _execute(self, model: Any, work: Work) -> None:
         responders = self._still_wanted(work.streams)
@@ -151,7 +183,7 @@ class ModelInstance:
         except Exception as error:
             self._fail(error, responders)
 
-    def _still_wanted(self, streams: list[ResponseStream]) -> list[Responder]:
+    def _still_wanted(self, streams: Sequence[RequestStream]) -> list[Responder]:
         wanted = []
         for stream in streams:
             responder = Responder(stream, self._outputs)
@@ -166,7 +198,7 @@ class ModelInstance:
     ) -> None:
         """Run a coroutine on the model's loop; other requests go on meanwhile when the model is decoupled."""
         if self._loop is None:
-            self._loop = _start_loop(self._outputs.instance, self._path.parent, self._access)
+            self._loop = _start_loop(self.name, self._path.parent, self._access)
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         if not self._outputs.decoupled:
             self._finish(running.result(), responders, executed)
@@ -199,7 +231,7 @@ class ModelInstance:
         if self._outputs.decoupled:
             if result is not None:
                 raise TritonModelException(
-                    f"Python model '{self._outputs.instance}' is using the decoupled mode and the execute "
+                    f"Python model '{self.name}' is using the decoupled mode and the execute "
                     "function must return None."
                 )
             return
@@ -232,13 +264,12 @@ class ModelInstance:
             self._fail(error, [responder])
 
     def _fail(self, error: Exception, responders: list[Responder]) -> None:
-        logger.error("execute of '%s' failed", self._outputs.instance, exc_info=error)
-        text = str(error) if isinstance(error, TritonModelException) else f"{type(error).__name__}: {error}"
+        logger.error("execute of '%s' failed", self.name, exc_info=error)
         for responder in responders:
             responder.fail(
                 InternalError(
-                    f"Failed to process the request(s) for model instance '{self._outputs.instance}', "
-                    f"message: {text}"
+                    f"Failed to process the request(s) for model instance '{self.name}', "
+                    f"message: {describe(error)}"
                 )
             )
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from neso.backends.python.errors import TritonModelException
-from neso.backends.python.server_access import current_access
-from neso.server.custom_metrics import CustomFamily, CustomMetric, MetricKind
+from neso.backends.python.server_access import FamilyHandle, MetricHandle, current_access
 from neso.server.errors import ServerError
 
 
@@ -18,7 +17,7 @@ class Metric:
     Its methods raise `TritonModelException` then.
     """
 
-    def __init__(self, family: MetricFamily, metric: CustomMetric) -> None:
+    def __init__(self, family: MetricFamily, metric: MetricHandle) -> None:
         self._family = weakref.ref(family)
         self._held_by_family = weakref.ref(metric)
 
@@ -42,7 +41,7 @@ class Metric:
         with _told_to_the_model():
             return self._metric().value()
 
-    def _metric(self) -> CustomMetric:
+    def _metric(self) -> MetricHandle:
         family, metric = self._family(), self._held_by_family()
         if family is None or metric is None:
             raise TritonModelException(
@@ -66,15 +65,12 @@ class MetricFamily:
     HISTOGRAM = 2
 
     def __init__(self, name: str = "", description: str = "", kind: int = COUNTER) -> None:
-        kinds = {self.COUNTER: MetricKind.COUNTER, self.GAUGE: MetricKind.GAUGE}
-        kinds[self.HISTOGRAM] = MetricKind.HISTOGRAM
+        kinds = {self.COUNTER: "counter", self.GAUGE: "gauge", self.HISTOGRAM: "histogram"}
         if kind not in kinds:
             raise TritonModelException(f"unknown kind {kind!r} of metric family '{name}'")
         with _told_to_the_model():
-            self._family: CustomFamily = current_access().core.custom_metrics.family(
-                name, description, kinds[kind]
-            )
-        self._metrics: set[CustomMetric] = set()
+            self._family: FamilyHandle = current_access().metric_family(name, description, kinds[kind])
+        self._metrics: set[MetricHandle] = set()
 
     def Metric(
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None

@@ -5,12 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from google.protobuf import json_format  # type: ignore[import-untyped]
+from neso.backends.python.errors import TritonModelException
 
-from neso.server.errors import InvalidArgument
-from neso.server.model_config import config_to_dict
-
-_COMPLETABLE = ("max_batch_size", "input", "output", "dynamic_batching", "model_transaction_policy")
 _TENSOR_KEYS = {"name", "data_type", "dims"}
 
 
@@ -83,25 +79,18 @@ class ModelConfig:
         self._config[kind].append(dict(tensor))
 
 
-def complete(config: Any, auto_complete: Any) -> None:
-    """Run a model's `auto_complete_config` over a `ModelConfig` message. Raises `InvalidArgument`."""
-    completed = auto_complete(ModelConfig(copy.deepcopy(config_to_dict(config))))
+def complete(config: dict[str, Any], model_class: Any) -> dict[str, Any]:
+    """What a model's `auto_complete_config` makes of a configuration. Raises `TritonModelException`."""
+    auto_complete = getattr(model_class, "auto_complete_config", None)
+    if auto_complete is None:
+        return config
+    completed = auto_complete(ModelConfig(copy.deepcopy(config)))
     if not isinstance(completed, ModelConfig):
-        raise InvalidArgument(
-            f"auto_complete_config function in model '{config.name}' must return a valid "
+        raise TritonModelException(
+            f"auto_complete_config function in model '{config['name']}' must return a valid "
             "pb_utils.ModelConfig object"
         )
-    values = {key: value for key, value in completed.as_dict().items() if key in _COMPLETABLE}
-    try:
-        message = json_format.ParseDict(values, type(config)())
-    except json_format.ParseError as error:
-        raise InvalidArgument(
-            f"auto_complete_config function in model '{config.name}' returned a bad configuration: {error}"
-        ) from None
-    for field in _COMPLETABLE:
-        if field in values:
-            config.ClearField(field)
-    config.MergeFrom(message)
+    return completed.as_dict()
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,12 @@ from neso.backends.python.datatypes import (
 )
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.logger import Logger, LogLevel
+from neso.backends.python.memory import (
+    TRITONSERVER_MEMORY_CPU,
+    TRITONSERVER_MEMORY_GPU,
+    MemoryType,
+    PreferredMemory,
+)
 from neso.backends.python.metrics import Metric, MetricFamily
 from neso.backends.python.model_config import ModelConfig
 from neso.backends.python.model_module import current_folder
@@ -38,9 +44,11 @@ __all__ = [
     "InferenceResponse",
     "LogLevel",
     "Logger",
+    "MemoryType",
     "Metric",
     "MetricFamily",
     "ModelConfig",
+    "PreferredMemory",
     "ResponseSender",
     "Tensor",
     "TritonError",
@@ -60,9 +68,6 @@ __all__ = [
     "unload_model",
     "using_decoupled_model_transaction_policy",
 ]
-
-TRITONSERVER_MEMORY_CPU = 0
-TRITONSERVER_MEMORY_GPU = 1
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
@@ -100,24 +105,17 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
 
     Raises `TritonModelException`, also unless the server is in explicit mode.
     """
-    access = current_access()
-    access.run(access.core.load_model(model_name, config or None, files or None))
+    current_access().load_model(model_name, config or None, files or None)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Unload a model when its requests in flight have ended. Raises `TritonModelException`."""
-    access = current_access()
-    access.run(access.core.unload_model(model_name, unload_dependents))
+    current_access().unload_model(model_name, unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether requests for a model are accepted."""
-    access = current_access()
-
-    async def ask() -> bool:
-        return access.core.model_ready(model_name, model_version)
-
-    return access.run(ask())
+    """Whether requests for a model are accepted, and its `is_ready` function, if it has one, agrees."""
+    return current_access().model_ready(model_name, model_version)
 
 
 def _tensor_config(model_config: dict[str, Any], kind: str, name: str) -> dict[str, Any] | None:

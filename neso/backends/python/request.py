@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from neso.backends.python.errors import TritonModelException
+from neso.backends.python.memory import PreferredMemory
 from neso.backends.python.model_call import AsyncResponseIterator, ResponseIterator
 from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import Responder, ResponseSender
@@ -33,7 +34,7 @@ class InferenceRequest:
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
-        preferred_memory: Any = None,
+        preferred_memory: PreferredMemory | None = None,
         trace: Any = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:

@@ -1,39 +1,50 @@
-"""From a model's thread to the stream of a request on the server's loop."""
+"""From a model's thread to the stream of its request."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.response import InferenceResponse
 from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, ServerError
+from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse as ServerResponse
-from neso.server.inference_response import ResponseStream
+from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
+class RequestStream(Protocol):
+    """A request in flight as its model sees it: the server's own stream, or what stands for it in another process."""
+
+    request: InferenceRequest
+    timeline: Timeline
+
+
+Post = Callable[[Any, ServerResponse], None]
+"""post(stream, response): send a response on a stream of the instance, from any thread."""
+
+
 @dataclass
 class ModelOutputs:
-    """What the responders of one instance need to know of its model.
+    """What the responders of one instance need to know of its model, and how they answer.
 
     `datatypes`: of all outputs, implicit states included; `states`: the names of those. `reschedule`: has the
-    request of a stream executed again, as an iterative sequence; None where that cannot be.
+    request of a stream executed again, as an iterative sequence, from any thread; None where that cannot be.
     """
 
-    loop: asyncio.AbstractEventLoop
+    post: Post
     instance: str
     decoupled: bool
     datatypes: dict[str, DataType]
     states: tuple[str, ...] = ()
-    reschedule: Callable[[ResponseStream], None] | None = None
+    reschedule: Callable[[Any], None] | None = None
     mismatched: set[str] = field(default_factory=set)
 
     def convert(self, response: InferenceResponse) -> ServerResponse:
@@ -68,7 +79,7 @@ class Responder:
     rescheduled = False  # asked for by the model
     _released = False  # another responder follows, for the next execution
 
-    def __init__(self, stream: ResponseStream, outputs: ModelOutputs) -> None:
+    def __init__(self, stream: RequestStream, outputs: ModelOutputs) -> None:
         self.stream = stream
         self.closed = False
         self._outputs = outputs
@@ -116,8 +127,7 @@ class Responder:
         """The execution is over: hand the request back to its scheduler."""
         if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
             self._released = True
-            with contextlib.suppress(RuntimeError):  # the server has ended
-                self._outputs.loop.call_soon_threadsafe(self._outputs.reschedule, self.stream)
+            self._outputs.reschedule(self.stream)
 
     def fail(self, error: ServerError) -> None:
         """End the request with an error, unless it has ended."""
@@ -126,10 +136,7 @@ class Responder:
             self._post(ServerResponse("", "", error=error, final=True))
 
     def _post(self, response: ServerResponse) -> None:
-        try:
-            self._outputs.loop.call_soon_threadsafe(self.stream.send, response)
-        except RuntimeError:
-            logger.debug("response of '%s' came after the server's end", self._outputs.instance)
+        self._outputs.post(self.stream, response)
 
     def __del__(self) -> None:
         if not self.closed and not self._released:

@@ -1,42 +1,81 @@
-"""The way from a Python model's threads to the server that it runs in."""
+"""What a Python model may ask of the server that it runs in, whether it shares a process with it or not."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Protocol
 
 from neso.backends.python.errors import TritonModelException
-from neso.server.errors import ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse
 
-if TYPE_CHECKING:
-    from neso.server.core import Core
-
-Result = TypeVar("Result")
+Deliver = Callable[[InferenceResponse], None]
 
 _here = threading.local()
 
 
-@dataclass(frozen=True, eq=False)
-class ServerAccess:
-    """The core and its loop; the model's threads are others."""
+class Call(Protocol):
+    """A request to another model that is under way."""
 
-    core: Core
-    loop: asyncio.AbstractEventLoop
+    def cancel(self) -> None:
+        """Tell the other model that nobody wants the rest; from any thread."""
 
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run on the core's loop and wait. Raises `TritonModelException` for the server's errors."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self.loop).result()
-        except ServerError as error:
-            raise TritonModelException(error.message) from None
-        except RuntimeError as error:
-            work.close()
-            raise TritonModelException(f"the server has ended: {error}") from None
+
+class MetricHandle(Protocol):
+    """One metric, whose value the server keeps. Its methods raise `ServerError` for what its kind cannot do."""
+
+    def increment(self, value: float) -> None: ...
+    def set(self, value: float) -> None: ...
+    def observe(self, value: float) -> None: ...
+    def value(self) -> float: ...
+
+
+class FamilyHandle(Protocol):
+    """A family of metrics, which lives as long as somebody holds it."""
+
+    def metric(self, labels: Mapping[str, str] | None, buckets: Sequence[float] | None) -> MetricHandle:
+        """The metric with these labels. Raises `ServerError`."""
+
+
+class ServerAccess(ABC):
+    """The server, for the threads of a model; safe to use from any of them."""
+
+    @property
+    @abstractmethod
+    def server(self) -> object:
+        """The same object for all models of one server."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether that server is gone."""
+
+    @abstractmethod
+    def call(self, request: InferenceRequest, decoupled: bool, deliver: Deliver) -> Call:
+        """Have another model execute a request; `deliver` gets each response in some thread, the last one is final.
+
+        What goes wrong with the request comes as a response. Raises `TritonModelException` if the server has ended.
+        """
+
+    @abstractmethod
+    def load_model(self, name: str, config: str | None, files: dict[str, bytes] | None) -> None:
+        """Load a model and wait for it. Raises `TritonModelException`, as those below do."""
+
+    @abstractmethod
+    def unload_model(self, name: str, unload_dependents: bool) -> None:
+        """Unload a model and wait for that."""
+
+    @abstractmethod
+    def model_ready(self, name: str, version: str) -> bool:
+        """Whether requests for a model are accepted, and the model itself says that it is ready."""
+
+    @abstractmethod
+    def metric_family(self, name: str, description: str, kind: str) -> FamilyHandle:
+        """The family of that name; `kind` is "counter", "gauge" or "histogram". Raises `ServerError`."""
 
 
 _all: weakref.WeakSet[ServerAccess] = weakref.WeakSet()
@@ -63,7 +102,7 @@ def current_access() -> ServerAccess:
     if access is not None:
         return access
     # Servers that have ended linger until the garbage collector comes by.
-    cores = {id(known.core): known for known in tuple(_all) if not known.loop.is_closed()}
-    if len(cores) == 1:
-        return next(iter(cores.values()))
+    servers = {id(known.server): known for known in tuple(_all) if not known.ended}
+    if len(servers) == 1:
+        return next(iter(servers.values()))
     raise TritonModelException("which server to ask is known in the threads that run the model only")

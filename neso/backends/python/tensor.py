@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neso.backends.python import dlpack
 from neso.backends.python.datatypes import numpy_to_triton_type
 from neso.backends.python.errors import TritonModelException
 from neso.server.datatypes import DataType
@@ -56,17 +57,19 @@ class Tensor:
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
         """From a capsule, or an object with `__dlpack__`; shares the memory of CPU tensors."""
-        source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
         try:
-            return Tensor(name, np.from_dlpack(source))
+            return Tensor(name, dlpack.load(tensor))
         except (RuntimeError, BufferError, TypeError, ValueError) as error:
             raise TritonModelException(f"Tensor '{name}' cannot be made from DLPack: {error}") from None
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.as_numpy().__dlpack__(**options)
+        """A DLPack capsule that shares the memory; not for BYTES, for which it raises `TritonModelException`."""
+        if self._datatype is DataType.BYTES:
+            raise TritonModelException("DLPack does not have support for string tensors.")
+        return dlpack.export(self.as_numpy(), **options)
 
-    def __dlpack_device__(self) -> tuple[Any, Any]:
-        return self._array.__dlpack_device__()
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CPU, 0
 
     @classmethod
     def from_server(cls, tensor: ServerTensor) -> Tensor:

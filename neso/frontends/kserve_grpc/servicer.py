@@ -67,7 +67,8 @@ class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceService
     @rpc
     async def ModelReady(self, request: Any, context: Context) -> Any:
         # Unknown, or not loaded: a plain no, as in Triton.
-        return service_pb2.ModelReadyResponse(ready=self.core.model_ready(request.name, request.version))
+        ready = await self.core.check_model_ready(request.name, request.version)
+        return service_pb2.ModelReadyResponse(ready=ready)
 
     @rpc
     async def ServerMetadata(self, request: Any, context: Context) -> Any:

@@ -18,8 +18,8 @@ class HealthEndpoints:
     def ready(self, request: Request) -> Response:
         return _empty(self._core.ready())
 
-    def model_ready(self, request: Request) -> Response:
-        ready = self._core.model_ready(request.params["model"], request.params.get("version", ""))
+    async def model_ready(self, request: Request) -> Response:
+        ready = await self._core.check_model_ready(request.params["model"], request.params.get("version", ""))
         return _empty(True) if ready else error_response(400, "Model version not ready")
 
 

@@ -44,7 +44,9 @@ class Model:
     def ready(self) -> bool:
         """Whether requests can be executed now."""
         try:
-            return self._server.call(lambda core: core.model(self.name, self.version).ready())
+            return self._server.wait_for(
+                self._server.running_core().check_model_ready(self.name, self.version)
+            )
         except ServerError:
             return False
 

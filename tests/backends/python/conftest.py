@@ -19,8 +19,20 @@ from neso.server.options import ServerOptions
 Serve = Callable[..., Awaitable[Model]]
 
 
+@pytest.fixture(params=["thread", "process"])
+def execution_mode(request: pytest.FixtureRequest) -> str:
+    """Models must not see where they run."""
+    return request.param
+
+
 @pytest.fixture
-async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
+def python_options(execution_mode: str) -> dict[str, dict[str, str]]:
+    """The `backend_config` of a server whose Python models run in that mode."""
+    return {"python": {"execution-mode": execution_mode}}
+
+
+@pytest.fixture
+async def serve(tmp_path: Path, python_options: dict[str, dict[str, str]]) -> AsyncIterator[Serve]:
     """`await serve(code, config)`: the model, loaded; `files` go into its version folder."""
     cores: list[Core] = []
 
@@ -30,7 +42,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
         for name, text in (files or {}).items():
             (folder / "1" / name).parent.mkdir(exist_ok=True)
             (folder / "1" / name).write_text(text)
-        core = Core(ServerOptions((repository.path,), exit_timeout=1))
+        core = Core(ServerOptions((repository.path,), exit_timeout=1, backend_config=python_options))
         cores.append(core)
         await core.start()
         (entry,) = core.repository_index()

@@ -47,7 +47,7 @@ class TritonPythonModel:
 
 
 @pytest.fixture
-async def serve(tmp_path: Path):
+async def serve(tmp_path: Path, python_options):
     """`await serve(code, decoupled=False)`: the core; the code is that of the model "caller"."""
     cores: list[Core] = []
 
@@ -58,7 +58,9 @@ async def serve(tmp_path: Path):
         repository.add("slow", SLOW)
         policy = "model_transaction_policy { decoupled: true }" if decoupled else ""
         repository.add("caller", HEAD + code, IDENTITY_TENSORS + policy)
-        core = Core(ServerOptions((repository.path,), exit_timeout=1, **options))
+        core = Core(
+            ServerOptions((repository.path,), exit_timeout=1, backend_config=python_options, **options)
+        )
         cores.append(core)
         await core.start()
         reasons = [entry.reason for entry in core.repository_index() if entry.reason]

@@ -41,6 +41,64 @@ def test_dlpack_with_torch():
     assert pb_utils.Tensor.from_dlpack("B", to_dlpack(torch.ones(2))).as_numpy().tolist() == [1, 1]
 
 
+def test_dlpack_of_bfloat16():
+    torch = pytest.importorskip("torch")
+    tensor = pb_utils.Tensor("A", np.array([1.5, -2], ml_dtypes.bfloat16))
+    there = torch.from_dlpack(tensor.to_dlpack())
+    assert there.dtype is torch.bfloat16 and there.tolist() == [1.5, -2]
+    assert torch.from_dlpack(tensor).tolist() == [1.5, -2]
+    there[0] = 7  # the memory is shared both ways
+    assert tensor.as_numpy()[0] == 7
+    from torch.utils.dlpack import to_dlpack
+
+    for source in (there, to_dlpack(there)):
+        back = pb_utils.Tensor.from_dlpack("B", source)
+        assert back.triton_dtype() == 14 and np.shares_memory(back.as_numpy(), tensor.as_numpy())
+
+
+def test_dlpack_of_a_batch_of_a_model():
+    torch = pytest.importorskip("torch")
+    source = torch.arange(12, dtype=torch.float16).reshape(3, 4)
+    tensor = pb_utils.Tensor.from_dlpack("A", source)
+    assert tensor.shape() == [3, 4] and tensor.__dlpack_device__() == (1, 0)
+    source[2, 3] = 99
+    assert tensor.as_numpy()[2, 3] == 99, "the memory is shared"
+    assert pb_utils.Tensor.from_dlpack("A", torch.tensor([True, False])).as_numpy().tolist() == [True, False]
+    with pytest.raises(pb_utils.TritonModelException):
+        pb_utils.Tensor.from_dlpack("A", torch.ones(2, requires_grad=True))
+    with pytest.raises(pb_utils.TritonModelException, match="not the CPU's"):
+        pb_utils.Tensor.from_dlpack("A", OnADevice())
+    with pytest.raises(pb_utils.TritonModelException, match="does not have support for string"):
+        pb_utils.Tensor("A", np.array([b"a"], np.object_)).to_dlpack()
+
+
+class OnADevice:
+    def __dlpack__(self, **_):
+        raise AssertionError("nobody can read this")
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+
+def test_preferred_memory():
+    wish = pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 1)
+    assert wish.preferred_memory_type() == pb_utils.MemoryType.TRITONSERVER_MEMORY_GPU == 1
+    assert wish.preferred_device_id() == 1
+    assert pb_utils.PreferredMemory().preferred_memory_type() == pb_utils.TRITONSERVER_MEMORY_CPU == 0
+    pb_utils.InferenceRequest(model_name="m", preferred_memory=wish)
+
+
+def test_numbers_of_datatypes_are_those_of_the_protocol():
+    from tritonclient.grpc import model_config_pb2
+
+    from neso.server.datatypes import DataType
+
+    for datatype in DataType:
+        number = model_config_pb2.DataType.Value(datatype.config_name)
+        assert pb_utils.triton_to_numpy_type(number) is datatype.dtype.type
+        assert pb_utils.numpy_to_triton_type(datatype.dtype) == number
+
+
 def test_datatypes():
     assert pb_utils.triton_string_to_numpy("TYPE_STRING") is np.object_
     assert pb_utils.triton_string_to_numpy("TYPE_BOOL") is np.bool_

@@ -1,0 +1,109 @@
+"""The server for models that run in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from neso.backends.python.errors import TritonModelException
+from neso.backends.python.server_access import Deliver, ServerAccess
+from neso.server.custom_metrics import CustomFamily, MetricKind
+from neso.server.errors import ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream
+
+if TYPE_CHECKING:
+    from neso.server.core import Core
+    from neso.server.model import Model
+
+Result = TypeVar("Result")
+
+
+class LocalServer(ServerAccess):
+    """The core and its loop; the model's threads are others."""
+
+    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
+        self.core = core
+        self.loop = loop
+
+    @property
+    def server(self) -> Core:
+        return self.core
+
+    @property
+    def ended(self) -> bool:
+        return self.loop.is_closed()
+
+    def call(self, request: InferenceRequest, decoupled: bool, deliver: Deliver) -> ModelCall:
+        call = ModelCall(self, request, decoupled, deliver)
+        try:
+            self.loop.call_soon_threadsafe(call.start)
+        except RuntimeError as error:
+            raise TritonModelException(f"the server has ended: {error}") from None
+        return call
+
+    def load_model(self, name: str, config: str | None, files: dict[str, bytes] | None) -> None:
+        self._run(self.core.load_model(name, config, files))
+
+    def unload_model(self, name: str, unload_dependents: bool) -> None:
+        self._run(self.core.unload_model(name, unload_dependents))
+
+    def model_ready(self, name: str, version: str) -> bool:
+        return self._run(self.core.check_model_ready(name, version))
+
+    def metric_family(self, name: str, description: str, kind: str) -> CustomFamily:
+        return self.core.custom_metrics.family(name, description, MetricKind(kind))
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run on the core's loop and wait. Raises `TritonModelException` for the server's errors."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+        except ServerError as error:
+            raise TritonModelException(error.message) from None
+        except RuntimeError as error:
+            work.close()
+            raise TritonModelException(f"the server has ended: {error}") from None
+
+
+class ModelCall:
+    """One request to another model. `deliver` gets each response on the core's loop; the last one is final."""
+
+    def __init__(
+        self, access: LocalServer, request: InferenceRequest, decoupled: bool, deliver: Deliver
+    ) -> None:
+        self._access, self._request, self._decoupled, self._deliver = access, request, decoupled, deliver
+        self._stream: ResponseStream | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Tell the other model that nobody wants the rest; from any thread."""
+        self._access.loop.call_soon_threadsafe(self._cancel)
+
+    def start(self) -> None:
+        """Submit the request, on the core's loop."""
+        try:
+            model: Model = self._access.core.model(self._request.model_name, self._request.model_version)
+            if model.decoupled and not self._decoupled:
+                raise ServerError(
+                    f"Model {model.name} is using the decoupled. The current BLS request call doesn't support models "
+                    "using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "
+                    "'async_exec' calls for decoupled models.'"
+                )
+            self._stream = model.submit(self._request)
+        except ServerError as error:
+            self._deliver(InferenceResponse("", "", error=error, final=True))
+            return
+        if self._cancelled:
+            self._stream.cancel()
+        self._task = asyncio.get_running_loop().create_task(self._pump(self._stream))
+
+    async def _pump(self, stream: ResponseStream) -> None:
+        async for response in stream:
+            self._deliver(response)
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()

@@ -1,0 +1,113 @@
+"""What the process of a model asks of the server: other models, loading, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from neso.backends.python.local_server import LocalServer, ModelCall
+from neso.backends.python.process.exchange import pack_error, payload
+from neso.backends.python.process.messages import Answer, Ask, Call, CallResponse, CancelCall, Drop, Message
+from neso.backends.python.process.model_process import ModelProcess
+from neso.server.custom_metrics import CustomFamily, CustomMetric
+from neso.server.errors import InternalError, ServerError
+from neso.server.inference_response import InferenceResponse
+
+Kept = TypeVar("Kept")
+
+
+class ModelServices:
+    """Answers for one process, on the core's loop; families and metrics live until it lets go of them, or ends."""
+
+    def __init__(self, server: LocalServer, process: ModelProcess) -> None:
+        self._server = server
+        self._process = process
+        self._numbers = itertools.count()
+        self._families: dict[int, CustomFamily] = {}
+        self._metrics: dict[int, CustomMetric] = {}
+        self._calls: dict[int, ModelCall] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: dict[str, Callable[..., Any]] = {
+            "load_model": self._server.core.load_model,
+            "unload_model": self._server.core.unload_model,
+            "model_ready": self._server.core.check_model_ready,
+            "metric_family": lambda *arguments: self._keep(
+                self._families, self._server.metric_family(*arguments)
+            ),
+            "metric": lambda family, *arguments: self._keep(
+                self._metrics, self._families[family].metric(*arguments)
+            ),
+            **{
+                name: lambda metric, *arguments, name=name: getattr(self._metrics[metric], name)(*arguments)
+                for name in ("increment", "set", "observe", "value")
+            },
+        }
+
+    def handle(self, message: Message) -> None:
+        match message:
+            case Call():
+                self._call(message)
+            case CancelCall(number):
+                if (call := self._calls.get(number)) is not None:
+                    call.cancel()
+            case Ask():
+                self._ask(message)
+            case Drop(handle):
+                self._families.pop(handle, None)
+                self._metrics.pop(handle, None)
+
+    def close(self) -> None:
+        """The process has ended: nobody waits for the answers any more."""
+        for call in self._calls.values():
+            call.cancel()
+        self._calls.clear()
+        self._families.clear()
+        self._metrics.clear()
+
+    def _call(self, message: Call) -> None:
+        def deliver(response: InferenceResponse) -> None:
+            if response.final:
+                self._calls.pop(message.call, None)
+
+            def failed(error: Exception) -> None:
+                failure = InferenceResponse("", "", error=InternalError(str(error)), final=response.final)
+                self._process.send(CallResponse(message.call, self._process.exchange.pack_response(failure)))
+
+            self._process.send_tensors(
+                lambda: CallResponse(message.call, self._process.exchange.pack_response(response)),
+                payload(response.outputs),
+                failed,
+            )
+
+        request = self._process.exchange.unpack_request(message.request)
+        self._calls[message.call] = call = ModelCall(self._server, request, message.decoupled, deliver)
+        call.start()
+
+    def _ask(self, message: Ask) -> None:
+        try:
+            result = self._answers[message.what](*message.arguments)
+        except ServerError as error:
+            self._process.send(Answer(message.question, error=pack_error(error)))
+            return
+        if not isinstance(result, Awaitable):
+            self._process.send(Answer(message.question, result))
+            return
+        task = asyncio.ensure_future(self._answer(message.question, result))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, question: int, result: Awaitable[Any]) -> None:
+        try:
+            answer = Answer(question, await result)
+        except ServerError as error:
+            answer = Answer(question, error=pack_error(error))
+        except Exception as error:
+            answer = Answer(question, error=pack_error(InternalError(f"{type(error).__name__}: {error}")))
+        self._process.send(answer)
+
+    def _keep(self, those: dict[int, Kept], kept: Kept) -> int:
+        number = next(self._numbers)
+        those[number] = kept
+        return number

@@ -1,0 +1,247 @@
+"""Processes of models that die: what becomes of their requests, of the others, and of what they held."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from core_requests import ask, ask_slow, collect
+from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
+
+from neso.backends.python.process import instance as instance_module
+from neso.server.core import Core
+from neso.server.errors import ErrorCode
+from neso.server.inference_request import InferenceRequest
+from neso.server.options import ServerOptions
+from neso.server.tensor import Tensor
+
+FRAGILE = """
+import ctypes, os, signal, time
+from pathlib import Path
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        if (Path(pb_utils.get_model_dir()) / "broken").exists():
+            os._exit(5)
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            array = request.inputs()[0].as_numpy()
+            what = array.flat[0]
+            if what == -1:
+                ctypes.string_at(0)
+            if what == -2:
+                os._exit(3)
+            if what == -3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == -4:
+                time.sleep(0.3)
+            responses.append(pb_utils.InferenceResponse([
+                pb_utils.Tensor("OUT", np.full(array.shape, os.getpid(), np.float32))]))
+        return responses
+"""
+DEATHS = {-1: "signal SIGSEGV", -2: "exit status 3", -3: "signal SIGKILL"}
+
+
+@pytest.fixture
+async def start(tmp_path: Path):
+    """`await start(config)`: a core with the model "fragile", in processes; and its folder."""
+    cores: list[Core] = []
+
+    async def make(config: str = "") -> tuple[Core, Path]:
+        repository = RepositoryBuilder(tmp_path / "models")
+        folder = repository.add("fragile", FRAGILE, IDENTITY_TENSORS + config)
+        settings = {"python": {"execution-mode": "process"}}
+        core = Core(ServerOptions((repository.path,), exit_timeout=1, backend_config=settings))
+        cores.append(core)
+        await core.start()
+        return core, folder / "1"
+
+    yield make
+    for core in cores:
+        await core.stop()
+
+
+def send(core: Core, value: float, size: int = 1):
+    return ask(core.model("fragile"), IN=np.full(size, value, np.float32))
+
+
+async def answer(stream):
+    (response,) = await asyncio.wait_for(collect(stream), 20)
+    return response
+
+
+async def pid_of(core: Core) -> int:
+    response = await answer(send(core, 1))
+    assert response.error is None, response.error
+    return int(response.output("OUT").array[0])
+
+
+def descriptors() -> list[str]:
+    """What this process has open."""
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [os.readlink(path) for path in paths if os.path.lexists(path)]
+
+
+@pytest.mark.parametrize("value", DEATHS)
+async def test_the_request_fails_and_the_instance_comes_back(start, value):
+    core, _ = await start()
+    model, before = core.model("fragile"), await pid_of(core)
+    dying, waiting = send(core, value), send(core, 2)
+    error = (await answer(dying)).error
+    assert error.code is ErrorCode.UNAVAILABLE
+    assert "Stub process 'fragile_0_0' is not healthy" in error.message and DEATHS[value] in error.message
+    assert not model.ready() and not await core.check_model_ready("fragile") and not core.ready()
+    response = await answer(waiting)  # the one that was behind it
+    assert response.error is None and int(response.output("OUT").array[0]) != before
+    assert model.ready() and core.ready()
+    assert not psutil.pid_exists(before) and model.in_flight_count == 0
+
+
+async def test_what_a_process_had_not_begun_is_executed_later(start):
+    core, _ = await start()
+    streams = [send(core, -4), send(core, -2), *(send(core, 1) for _ in range(5))]
+    await asyncio.sleep(0.1)
+    assert not streams[1].timeline.compute_start, "the first is still being executed"
+    streams[3].cancel()
+    outcomes = [await answer(stream) for stream in streams]
+    codes = [outcome.error and outcome.error.code for outcome in outcomes]
+    assert codes == [None, ErrorCode.UNAVAILABLE, None, ErrorCode.CANCELLED, None, None, None]
+    assert core.model("fragile").statistics.queue.ns > 0.2e9
+
+
+async def test_other_instances_go_on(start):
+    core, _ = await start("instance_group { count: 2 }")
+    streams = [send(core, -4), send(core, -2), *(send(core, 1) for _ in range(20))]
+    assert (await answer(streams[1])).error is not None
+    assert core.model("fragile").ready()
+    for stream in streams[:1] + streams[2:]:
+        assert (await answer(stream)).error is None
+
+
+async def test_a_batch_dies_together_and_the_batcher_goes_on(start):
+    core, _ = await start("max_batch_size: 8 dynamic_batching { }")
+    model = core.model("fragile")
+    row = [np.full((1, 1), value, np.float32) for value in (1, -2, 1, 1)]
+    batch = [ask(model, IN=row[0]), ask(model, IN=row[1])]
+    for stream in batch:
+        assert (await answer(stream)).error.code is ErrorCode.UNAVAILABLE
+    for stream in [ask(model, IN=row[2]), ask(model, IN=row[3])]:
+        assert (await answer(stream)).error is None
+
+
+async def test_a_process_that_dies_while_it_is_idle(start):
+    core, _ = await start()
+    before = await pid_of(core)
+    os.kill(before, signal.SIGKILL)
+    await asyncio.sleep(0.3)
+    assert await pid_of(core) != before
+
+
+async def test_restarts_in_a_row_come_less_and_less_often(start, monkeypatch):
+    monkeypatch.setattr(instance_module, "FIRST_DELAY", 0.2)
+    core, _ = await start()
+    started = time.monotonic()
+    for stream in [send(core, -2) for _ in range(3)]:
+        assert (await answer(stream)).error is not None
+    assert await pid_of(core)
+    assert time.monotonic() - started > 0.2 + 0.4
+    started = time.monotonic()
+    assert (await answer(send(core, -2))).error is not None and await pid_of(core)
+    assert time.monotonic() - started < 10 * 0.2, "what was executed in between does not count"
+
+
+async def test_a_sequence_goes_on_after_a_crash(start):
+    core, _ = await start(
+        "max_batch_size: 4 instance_group { count: 2 } sequence_batching { direct { } control_input "
+        '{ name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } } }'
+    )
+    model = core.model("fragile")
+
+    def step(value: float, **flags: bool):
+        inputs = {"IN": Tensor.from_numpy("IN", np.full((1, 1), value, np.float32))}
+        return model.submit(InferenceRequest("fragile", inputs, sequence_id=7, **flags))
+
+    before = (await answer(step(1, sequence_start=True))).output("OUT").array.item()
+    dying, waiting = step(-2), step(1)
+    assert (await answer(dying)).error.code is ErrorCode.UNAVAILABLE
+    assert (await answer(waiting)).output("OUT").array.item() != before
+    assert (await answer(step(1, sequence_end=True))).error is None
+
+
+async def test_a_model_that_cannot_start_again_stays_down_with_the_reason(start, monkeypatch):
+    monkeypatch.setattr(instance_module, "FIRST_DELAY", 0.01)
+    core, folder = await start()
+    (folder / "broken").touch()
+    dying, waiting = send(core, -2), send(core, 1)
+    assert "exit status 3" in (await answer(dying)).error.message
+    started = time.monotonic()
+    error = (await answer(waiting)).error
+    assert error.code is ErrorCode.UNAVAILABLE and "exit status 5" in error.message
+    assert time.monotonic() - started > 0.01 * (1 + 2 + 4)
+    assert "exit status 5" in (await answer(send(core, 1))).error.message
+    assert not core.model("fragile").ready()
+    await core._lifecycle.unload("fragile", 1)
+
+
+async def test_a_process_that_dies_in_initialize_fails_the_load(start):
+    repository_error = "Stub process 'fragile_0_0' is not healthy: the process has ended (exit status 5)"
+    _, folder = await start()
+    (folder / "broken").touch()
+    again = Core(
+        ServerOptions((folder.parents[1],), backend_config={"python": {"execution-mode": "process"}})
+    )
+    await again.start()
+    (entry,) = again.repository_index()
+    assert repository_error in entry.reason
+    await again.stop()
+
+
+async def test_nothing_is_left_behind(start):
+    core, _ = await start("instance_group { count: 2 }")
+    await pid_of(core)
+    me = psutil.Process()
+    for _ in range(3):
+        streams = [send(core, value, size=3_000_000) for value in (1, -3, 1, 1)]
+        outcomes = [await answer(stream) for stream in streams]
+        assert sum(outcome.error is not None for outcome in outcomes) == 1
+        del streams, outcomes
+        await pid_of(core)
+        await asyncio.sleep(1)  # the one that died is back
+    gc.collect()
+    assert sum("pidfd" in name for name in descriptors()) == 2
+    assert not [name for name in os.listdir("/dev/shm") if "neso" in name]
+    await core.stop()
+    assert not me.children()
+    gc.collect()
+    assert not [name for name in descriptors() if "memfd" in name or "pidfd" in name]
+
+
+async def test_a_long_execute_is_killed_when_the_model_is_unloaded(start, monkeypatch):
+    monkeypatch.setattr(instance_module, "END_TIMEOUT", 0.1)
+    core, folder = await start()
+    (folder / "model.py").write_text(FRAGILE.replace("time.sleep(0.3)", "time.sleep(300)"))
+    await core._lifecycle.load(core._control._find_one("fragile", ""))
+    stream = send(core, -4)
+    await asyncio.sleep(0.2)
+    started = time.monotonic()
+    await core._lifecycle.unload("fragile", 0.1)
+    assert time.monotonic() - started < 5
+    assert (await answer(stream)).error is not None
+
+
+async def test_a_request_after_a_crash_is_as_good_as_before(start):
+    core, _ = await start()
+    for value in (-2, -1, -2):
+        assert (await answer(send(core, value))).error is not None
+        assert (await answer(ask_slow(core.model("fragile")))).error is None

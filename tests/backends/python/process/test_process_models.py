@@ -1,0 +1,217 @@
+"""What is special to models in processes: their settings, their signals, their log, their own copies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_requests import ask, collect
+from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
+
+from neso.server.core import Core
+from neso.server.options import ServerOptions
+
+HEAD = """
+import logging, multiprocessing, os, signal, subprocess, sys, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def answer(*values):
+    return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array(values, np.float32))])]
+
+class TritonPythonModel:
+"""
+
+
+@pytest.fixture
+async def start(tmp_path: Path):
+    """`await start(code, config, **settings)`: a core with "model" in a process."""
+    cores: list[Core] = []
+
+    async def make(code: str, config: str = "", auto_complete: bool = True, **settings: str) -> Core:
+        repository = RepositoryBuilder(tmp_path / "models")
+        repository.add("model", HEAD + code, IDENTITY_TENSORS + config)
+        backend_config = {key.replace("_", "-"): value for key, value in settings.items()}
+        backend_config["execution-mode"] = "process"
+        core = Core(
+            ServerOptions(
+                (repository.path,),
+                exit_timeout=1,
+                backend_config={"python": backend_config},
+                disable_auto_complete_config=not auto_complete,
+            )
+        )
+        cores.append(core)
+        await core.start()
+        return core
+
+    yield make
+    for core in cores:
+        await core.stop()
+
+
+def maps(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+async def outcome(core: Core, *values: float) -> list[float] | str:
+    stream = ask(core.model("model"), IN=np.array(values or (1,), np.float32))
+    (response,) = await asyncio.wait_for(collect(stream), 20)
+    return response.error.message if response.error is not None else response.outputs[0].array.tolist()
+
+
+def reason(core: Core) -> str:
+    return core.repository_index()[0].reason
+
+
+async def test_memory_starts_and_grows_as_told(start):
+    core = await start(
+        """
+    def execute(self, requests):
+        return answer(*requests[0].inputs()[0].as_numpy())
+""",
+        shm_default_byte_size="65536",
+        shm_growth_byte_size="131072",
+        shm_region_prefix_name="my_region",
+    )
+    values = list(map(float, range(4000)))
+    assert await outcome(core, *values) == values
+    (instance,) = core.model("model")._backend._instances._instances
+    process = instance._running._process
+    assert process.exchange.own.size == 65536
+    assert "memfd:my_region" in maps(process.pid)
+    assert len(await outcome(core, *[1.0] * 50_000)) == 50_000
+    assert process.exchange.own.size == 65536 + 2 * 131072
+
+
+@pytest.mark.parametrize("auto_complete", [True, False])
+async def test_a_process_that_does_not_come_up_in_time(start, tmp_path, auto_complete):
+    program = tmp_path / "environment" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    environment = (
+        f'parameters {{ key: "EXECUTION_ENV_PATH" value {{ string_value: "{tmp_path}/environment" }} }}'
+    )
+    core = await start(
+        "    def execute(self, requests): pass\n", environment, auto_complete, stub_timeout_seconds="1"
+    )
+    assert "did not come up in 1 s" in reason(core)
+
+
+async def test_a_crash_in_auto_complete_fails_the_load(start):
+    core = await start("""
+    @staticmethod
+    def auto_complete_config(config):
+        os._exit(9)
+    def execute(self, requests): pass
+""")
+    assert "auto_complete_config of model 'model' ended with exit status 9" in reason(core)
+
+
+async def test_threads_of_a_model_do_not_hold_up_its_completion(start):
+    core = await start("""
+    @staticmethod
+    def auto_complete_config(config):
+        threading.Thread(target=time.sleep, args=(100,)).start()
+        return config
+    def execute(self, requests):
+        return answer(1)
+""")
+    assert await outcome(core) == [1]
+
+
+async def test_the_model_runs_in_the_main_thread_and_survives_ctrl_c(start):
+    core = await start("""
+    def execute(self, requests):
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        os.kill(os.getpid(), signal.SIGINT)
+        # What it starts must not have to live with that.
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        time.sleep(0.5)
+        child.send_signal(signal.SIGINT)
+        return answer(child.wait(10))
+""")
+    assert await outcome(core) == [-signal.SIGINT]
+
+
+async def test_copies_of_the_process_leave_the_channel_alone(start):
+    core = await start("""
+    def execute(self, requests):
+        array = requests[0].inputs()[0].as_numpy()
+        child = os.fork()
+        if child == 0:
+            del requests, array
+            os._exit(0)
+        os.waitpid(child, 0)
+        return answer(*array)
+""")
+    for _ in range(3):
+        assert await outcome(core, *[1.0] * 5000) == [1.0] * 5000
+
+
+async def test_the_log_is_the_servers(start, caplog):
+    caplog.set_level("INFO")
+    core = await start("""
+    def initialize(self, args):
+        logging.getLogger("library").warning("as %s", "told")
+        pb_utils.Logger.log_verbose("too much")
+    def execute(self, requests):
+        raise ValueError("bad day")
+""")
+    assert "message: ValueError: bad day" in await outcome(core)
+    (record,) = [record for record in caplog.records if record.name == "library"]
+    assert record.getMessage() == "as told" and record.filename == "model.py"
+    assert "in execute" in caplog.text and "too much" not in caplog.text
+
+
+async def test_a_model_that_cannot_be_initialized_says_why(start):
+    core = await start(
+        "    def initialize(self, args):\n        raise KeyError('weights')\n    def execute(self, requests): pass\n"
+    )
+    assert "KeyError: 'weights'" in reason(core)
+
+
+async def test_parameters_of_numpy_types_reach_the_client(start):
+    core = await start("""
+    def execute(self, requests):
+        out = pb_utils.Tensor("OUT", np.ones(1, np.float32))
+        return [pb_utils.InferenceResponse([out], parameters={"a": np.float64(2.5), "b": True, "c": "x"})]
+""")
+    (response,) = await collect(ask(core.model("model"), IN=np.ones(1, np.float32)))
+    assert response.parameters == {"a": 2.5, "b": True, "c": "x"}
+
+
+async def test_a_call_of_another_model_is_cancelled_when_its_caller_dies(start, tmp_path):
+    RepositoryBuilder(tmp_path / "models").add(
+        "slow",
+        """
+import time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for _ in range(1000):
+            if requests[0].is_cancelled():
+                return [pb_utils.InferenceResponse(error=pb_utils.TritonError("seen", pb_utils.TritonError.CANCELLED))]
+            time.sleep(0.01)
+""",
+    )
+    core = await start("""
+    def execute(self, requests):
+        if requests[0].inputs()[0].as_numpy()[0] == 2:
+            os.kill(int(requests[0].inputs()[0].as_numpy()[1]), 9)
+        threading.Timer(0.3, lambda: os._exit(4)).start()
+        pb_utils.InferenceRequest(
+            model_name="slow", requested_output_names=["OUT"], inputs=requests[0].inputs()).exec()
+""")
+    assert "exit status 4" in await outcome(core)
+    slow = core.model("slow")
+    for _ in range(100):
+        if slow.in_flight_count == 0:
+            break
+        await asyncio.sleep(0.05)
+    assert slow.in_flight_count == 0 and slow.statistics.failures["CANCELED"] == 1

@@ -1,0 +1,77 @@
+"""Settings of the Python backend, from its own options and a model's parameters."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from neso.backends.python.settings import PythonSettings
+from neso.server.errors import InvalidArgument
+
+
+def settings(parameters: dict[str, str] | None = None, **backend_config: str) -> PythonSettings:
+    config = ModelConfig(name="m")
+    for key, value in (parameters or {}).items():
+        text_format.Parse(f"parameters {{ key: '{key}' value {{ string_value: '{value}' }} }}", config)
+    return PythonSettings.of(config, {key.replace("_", "-"): value for key, value in backend_config.items()})
+
+
+def test_defaults():
+    given = settings()
+    assert (given.in_process, given.environment, given.stub_timeout) == (False, "", 30)
+    assert (given.shm_default_size, given.shm_growth_size) == (1 << 20, 1 << 20)
+
+
+def test_what_can_be_set():
+    given = settings(
+        shm_default_byte_size="65536",
+        shm_growth_byte_size="4096",
+        shm_region_prefix_name="p",
+        stub_timeout_seconds="5",
+    )
+    assert (given.shm_default_size, given.shm_growth_size) == (65536, 4096)
+    assert (given.shm_name, given.stub_timeout) == ("p", 5)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "backend_config", "in_process"),
+    [
+        ({"EXECUTION_MODE": "process"}, {}, True),
+        ({}, {"execution_mode": "process"}, True),
+        ({"EXECUTION_MODE": "thread"}, {"execution_mode": "process"}, False),
+        ({"EXECUTION_ENV_PATH": "/e"}, {}, True),
+        ({"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}, {}, False),
+    ],
+)
+def test_the_model_decides_before_the_server(parameters, backend_config, in_process):
+    assert settings(parameters, **backend_config).in_process is in_process
+
+
+@pytest.mark.parametrize(
+    ("parameters", "backend_config", "message"),
+    [
+        (
+            {"EXECUTION_MODE": "fork"},
+            {},
+            "unknown execution mode 'fork', expected 'thread' or 'process', for m",
+        ),
+        ({"EXECUTION_MODE": "thread", "EXECUTION_ENV_PATH": "/e"}, {}, "EXECUTION_ENV_PATH needs"),
+        (
+            {"FORCE_CPU_ONLY_INPUT_TENSORS": "maybe"},
+            {},
+            "Incorrect value for FORCE_CPU_ONLY_INPUT_TENSORS: maybe",
+        ),
+        (
+            {},
+            {"shm_default_byte_size": "-1"},
+            "shm-default-byte-size of the python backend must be an integer > 0",
+        ),
+        ({}, {"stub_timeout_seconds": "x"}, "stub-timeout-seconds"),
+        ({}, {"shm_region_prefix_name": "x" * 300}, "shm-region-prefix-name"),
+    ],
+)
+def test_what_makes_no_sense(parameters, backend_config, message):
+    with pytest.raises(InvalidArgument) as error:
+        settings(parameters, **backend_config)
+    assert message in error.value.message

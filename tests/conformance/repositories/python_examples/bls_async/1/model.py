@@ -1,0 +1,29 @@
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    """Has the model that MODEL_NAME names do the work: twice at the same time, once for each output."""
+
+    async def execute(self, requests):
+        responses = []
+        for request in requests:
+            name = pb_utils.get_input_tensor_by_name(request, "MODEL_NAME").as_numpy()[0].decode()
+            calls = [
+                pb_utils.InferenceRequest(
+                    model_name=name,
+                    requested_output_names=[output],
+                    inputs=[pb_utils.get_input_tensor_by_name(request, f"INPUT{i}") for i in range(2)],
+                ).async_exec()
+                for output in ("OUTPUT0", "OUTPUT1")
+            ]
+            answers = await asyncio.gather(*calls)
+            for answer in answers:
+                if answer.has_error():
+                    raise pb_utils.TritonModelException(answer.error().message())
+            tensors = [
+                pb_utils.get_output_tensor_by_name(answer, f"OUTPUT{i}") for i, answer in enumerate(answers)
+            ]
+            responses.append(pb_utils.InferenceResponse(output_tensors=tensors))
+        return responses
