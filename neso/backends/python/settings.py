@@ -21,7 +21,7 @@ class PythonSettings:
     - in_process: each instance has a process of its own, not a thread of the server
     - environment: `EXECUTION_ENV_PATH` as it is written in the configuration, "" for the server's own Python
     - shm_default_size: of the shared memory of an instance at first, in each direction
-    - shm_growth_size: it grows by multiples of this
+    - shm_growth_size: it grows by multiples of this, at least to double its size
     - shm_name: by which the memory is listed in /proc/<pid>/maps
     - stub_timeout: seconds until a process must have come up
     """

@@ -103,7 +103,8 @@ class Arena:
     def _grow(self, needed: int) -> _Segment:
         size = self._default_size
         if self._segments or needed > size:
-            size = _round_up(needed, self._growth_size)
+            # At least doubled: each segment is a descriptor in both processes. Pages take memory when they are used.
+            size = _round_up(max(needed, self._end), self._growth_size)
         size = _round_up(size, mmap.ALLOCATIONGRANULARITY)
         try:
             self._file.truncate(self._end + size)

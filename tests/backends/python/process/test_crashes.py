@@ -93,6 +93,10 @@ def descriptors() -> list[str]:
     return [os.readlink(path) for path in paths if os.path.lexists(path)]
 
 
+def read_maps(process: psutil.Process) -> str:
+    return Path(f"/proc/{process.pid}/maps").read_text()
+
+
 @pytest.mark.parametrize("value", DEATHS)
 async def test_the_request_fails_and_the_instance_comes_back(start, value):
     core, _ = await start()
@@ -220,7 +224,9 @@ async def test_nothing_is_left_behind(start):
         await asyncio.sleep(1)  # the one that died is back
     gc.collect()
     assert sum("pidfd" in name for name in descriptors()) == 2
-    assert not [name for name in os.listdir("/dev/shm") if "neso" in name]
+    maps = [read_maps(process) for process in (me, *me.children())]
+    assert "memfd:neso_python_backend" in maps[0]
+    assert not any("/dev/shm/" in text for text in maps), "shared memory has a name that could be left behind"
     await core.stop()
     assert not me.children()
     gc.collect()

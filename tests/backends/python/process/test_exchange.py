@@ -115,6 +115,12 @@ def test_memory_is_used_again():
     assert pair.left.own.size == SIZE
 
 
+def test_memory_that_grows_needs_few_descriptors():
+    arena = Arena(make_file("test"), SIZE, SIZE)
+    blocks = [arena.allocate(SIZE)[0] for _ in range(1000)]
+    assert len({block.segment for block in blocks}) < 12 and arena.size < 2100 * SIZE
+
+
 def test_no_memory_is_an_error_of_the_request():
     pair = Pair()
     pair.left.own.close()
