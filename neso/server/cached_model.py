@@ -97,4 +97,4 @@ class CachedModel:
         if len(miss.responses) == 1:
             kept = miss.responses[0]
             self._cache.put(miss.key, CachedResponse.copy_of(kept.outputs, kept.parameters))
-        self._statistics.cache_miss.add(miss.ns + time.monotonic_ns() - started)
+        self._statistics.record_cache_miss(miss.ns + time.monotonic_ns() - started)

@@ -14,7 +14,11 @@ from neso.server.errors import InternalError, NotFound, ServerError, Unavailable
 from neso.server.lifecycle import ModelLifecycle
 from neso.server.loader import ModelSource, override_source
 from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
-from neso.server.metrics import MetricsRegistry, ModelCollector
+from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
+from neso.server.metrics.kv_cache import KvCacheLoad
+from neso.server.metrics.model_families import ModelCollector
+from neso.server.metrics.system import SystemMetrics
 from neso.server.model import Model
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.repository import ModelRepository, check_model_name
@@ -42,9 +46,11 @@ class Core:
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self.metrics = MetricsRegistry()
-        self.metrics.register(ModelCollector(self.models))
+        self.metrics.register(ModelCollector(self.models, options.metrics))
         self.custom_metrics = CustomMetrics(self.metrics.taken)
         self.metrics.register(self.custom_metrics)
+        self._system_metrics = SystemMetrics(options.metrics)
+        self.metrics.register(self._system_metrics)
         self.response_cache = (
             ResponseCache(options.response_cache_size) if options.response_cache_size else None
         )
@@ -63,7 +69,7 @@ class Core:
         """
         self._repository.check()
         names = await asyncio.to_thread(self._startup_names)
-        await asyncio.gather(*(self._load_at_start(name) for name in names))
+        await asyncio.gather(self._system_metrics.update(), *(self._load_at_start(name) for name in names))
         self._started = True
 
     async def stop(self) -> None:
@@ -77,6 +83,7 @@ class Core:
             await asyncio.wait(tuple(self._loads))
         await self._lifecycle.unload_all(self.options.exit_timeout)
         self.shared_memory.close()
+        self._system_metrics.close()
 
     def live(self) -> bool:
         """Whether the server can answer at all."""
@@ -111,6 +118,16 @@ class Core:
     def models(self) -> list[Model]:
         """All versions that are ready."""
         return list(self._lifecycle.models())
+
+    async def render_metrics(self) -> bytes:
+        """All metrics, in Prometheus' text format."""
+        await self._system_metrics.update()
+        return await self.metrics.render_in_turns()
+
+    def kv_cache_load(self) -> KvCacheLoad | None:
+        """How full the key-value caches of the language models are; None without any that tells."""
+        samples = self.metrics.samples(KV_CACHE_FAMILY) or self.custom_metrics.samples(KV_CACHE_FAMILY)
+        return KvCacheLoad.of(samples)
 
     def repository_index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The models of the repositories and those that were loaded from elsewhere, with their states."""

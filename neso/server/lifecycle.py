@@ -16,6 +16,7 @@ from neso.server.backend import ModelContext
 from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerError, Unavailable
 from neso.server.loader import ModelPlan, ModelSource, plan_model
 from neso.server.metadata import IndexEntry, ModelState
+from neso.server.metrics.model_latencies import ModelLatencies, first_response_histogram
 from neso.server.model import Model
 from neso.server.repository import find_versions
 from neso.server.statistics import ModelStatistics
@@ -215,6 +216,13 @@ class ModelLifecycle:
     async def _make(self, plan: ModelPlan, version: int) -> Model:
         config = type(plan.config)()
         config.CopyFrom(plan.config)
+        metrics = self._core.options.metrics
+        statistics = ModelStatistics(
+            plan.source.name,
+            str(version),
+            ModelLatencies.of(metrics),
+            first_response_histogram(metrics, config),
+        )
         context = ModelContext(
             core=self._core,
             name=plan.source.name,
@@ -222,7 +230,7 @@ class ModelLifecycle:
             config=config,
             directory=plan.source.directory,
             version_directory=plan.versions[version],
-            statistics=ModelStatistics(plan.source.name, str(version)),
+            statistics=statistics,
             backend_config=self._core.options.backend_config.get(config.backend, {}),
         )
         backend = plan.backend(context)

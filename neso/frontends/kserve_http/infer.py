@@ -16,6 +16,7 @@ from neso.frontends.kserve_http.compression import (
 from neso.frontends.kserve_http.errors import respond
 from neso.frontends.kserve_http.infer_request import read_infer_request
 from neso.frontends.kserve_http.infer_response import write_infer_response
+from neso.frontends.kserve_http.load_metrics import load_headers
 from neso.server.core import Core
 from neso.server.errors import InternalError, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
@@ -51,6 +52,8 @@ class InferEndpoint:
         if response.error is not None:
             raise response.error
         answer = write_infer_response(response, output_format)
+        if load := load_headers(request, self._core):
+            answer.headers = (*answer.headers, *load)
         accepted = accepted_encoding(request.header("accept-encoding"))
         return answer if accepted == IDENTITY else await asyncio.to_thread(compress, answer, accepted)
 

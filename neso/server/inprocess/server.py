@@ -104,7 +104,7 @@ class Server:
 
     def metrics(self) -> str:
         """All metrics, in Prometheus' text format."""
-        return self.call(lambda core: core.metrics.render()).decode()
+        return self.wait_for(self.core.render_metrics()).decode()
 
     def model(self, name: str, version: str | int = "") -> Model:
         """A model that is loaded; version "" is the newest. Raises `ServerError` if there is none."""
