@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNLOADED = "unloaded"
+_MOST_DIGITS = 20  # of a version; Python refuses to read numbers of some thousands
 
 # The model that this task is loading: what it loads besides, that one waits for.
 _being_loaded: ContextVar[str] = ContextVar("model that is being loaded", default="")
@@ -63,7 +64,7 @@ class ModelLifecycle:
                 if slot.model is not None:
                     return slot.model
             raise Unavailable(f"{prefix} has no available versions")
-        if not version.isascii() or not version.isdigit():
+        if not version.isascii() or not version.isdigit() or len(version) > _MOST_DIGITS:
             raise InvalidArgument(
                 f"failed to get model version from specified version string '{version}', "
                 "version should be an integral value > 0"

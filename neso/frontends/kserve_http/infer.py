@@ -59,14 +59,13 @@ class InferEndpoint:
 
 
 async def single_response(stream: ResponseStream) -> InferenceResponse:
-    """The one response of a request. Raises `InternalError` for any other number."""
+    """The one response of a request, which may be without outputs. Raises `InternalError` for any other number."""
     found: InferenceResponse | None = None
     count = 0
     async for response in stream:
-        if response.flag_only:
-            continue
-        count += 1
-        found = found or response
+        if found is None or not response.flag_only:
+            count += 1
+            found = found or response
     if found is None:
         raise InternalError("received an unexpected null response")
     if count > 1:

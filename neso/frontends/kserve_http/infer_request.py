@@ -27,6 +27,7 @@ from neso.server.shared_memory.window import REGION, SharedMemoryWindow
 from neso.server.tensor import Tensor
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+_MOST_DIGITS = 20  # of a length; Python refuses to read numbers of some thousands
 
 
 @dataclass(slots=True)
@@ -79,8 +80,10 @@ def _header_length(request: Request) -> int:
     value = request.header(HEADER_LENGTH)
     if value is None:
         return size
-    if not value.removeprefix("-").isdigit():
+    if not value.isascii() or not value.removeprefix("-").isdigit():
         raise InvalidArgument(f"Unable to parse {HEADER_LENGTH}, got: {value}")
+    if len(value) > _MOST_DIGITS:
+        raise InvalidArgument(f"Unable to parse {HEADER_LENGTH}, got a number of {len(value)} digits")
     if not 0 <= int(value) <= size:
         raise InvalidArgument(f"inference header size should be in range (0, {size}), got: {value}")
     return int(value)
