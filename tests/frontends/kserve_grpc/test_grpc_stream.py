@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 from collections import defaultdict
 
@@ -181,6 +182,23 @@ async def test_a_refused_request_becomes_the_status_when_asked_for(stub):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read(call)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_an_error_while_a_response_is_on_its_way(stub, caplog):
+    """gRPC takes one operation at a time: the status must wait for the message before it."""
+    nobody = service_pb2.ModelInferRequest(model_name="nobody", id="u")
+
+    async def status() -> grpc.StatusCode:
+        requests = iter([repeat_request("a", 20), repeat_request("b", 20), nobody])
+        call = stub.ModelStreamInfer(requests, metadata=STATUS_ERRORS)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for _ in call:
+                pass
+        return await call.code()
+
+    for _ in range(50):
+        assert await asyncio.wait_for(status(), 5) is grpc.StatusCode.NOT_FOUND
+    assert not caplog.records
 
 
 async def test_cancelling_cancels_every_request(stub):
