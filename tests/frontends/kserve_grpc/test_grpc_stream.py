@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 from collections import defaultdict
 
@@ -186,18 +185,19 @@ async def test_a_refused_request_becomes_the_status_when_asked_for(stub):
 
 async def test_an_error_while_a_response_is_on_its_way(stub, caplog):
     """gRPC takes one operation at a time: the status must wait for the message before it."""
-    nobody = service_pb2.ModelInferRequest(model_name="nobody", id="u")
-
-    async def status() -> grpc.StatusCode:
-        requests = iter([repeat_request("a", 20), repeat_request("b", 20), nobody])
-        call = stub.ModelStreamInfer(requests, metadata=STATUS_ERRORS)
-        with contextlib.suppress(grpc.aio.AioRpcError):
-            async for _ in call:
-                pass
-        return await call.code()
-
-    for _ in range(50):
-        assert await asyncio.wait_for(status(), 5) is grpc.StatusCode.NOT_FOUND
+    call = stub.ModelStreamInfer(metadata=STATUS_ERRORS)
+    count = 900_000
+    large = service_pb2.ModelInferRequest(
+        model_name="identity", inputs=[one_input(shape=(count,))], raw_input_contents=[bytes(4 * count)]
+    )
+    await send(call, large, large)
+    await asyncio.sleep(0.3)  # the answers do not fit into the window of a client that does not read
+    await send(call, service_pb2.ModelInferRequest(model_name="nobody", id="u"))
+    await asyncio.sleep(0.1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await read(call)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert not caplog.records
 
 
