@@ -97,11 +97,23 @@ def _find_config(source: ModelSource, options: ServerOptions) -> Any:
 def _write_files(files: Mapping[str, bytes]) -> tempfile.TemporaryDirectory[str]:
     scratch = tempfile.TemporaryDirectory(prefix="neso-model-")
     root = Path(scratch.name).resolve()
-    for key, content in files.items():
+    try:
+        for key, content in files.items():
+            _write_file(root, key, content)
+    except BaseException:
+        scratch.cleanup()
+        raise
+    return scratch
+
+
+def _write_file(root: Path, key: str, content: bytes) -> None:
+    try:
         path = (root / key.removeprefix("file:")).resolve()
         if not path.is_relative_to(root) or path == root:
-            scratch.cleanup()
             raise InvalidArgument(f"invalid file name '{key}', it must stay inside the model's folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    return scratch
+    except OSError as error:  # too long, or a file and a folder at once
+        raise InvalidArgument(f"cannot write the file '{key[:100]}': {error.strerror}") from None
+    except ValueError:
+        raise InvalidArgument(f"invalid file name {key!r}") from None

@@ -32,9 +32,14 @@ def read_config(directory: Path) -> ModelConfig | None:
 def config_from_json(text: str) -> ModelConfig:
     """Parse a configuration as JSON. Raises `InvalidArgument`."""
     try:
-        return json_format.Parse(text, ModelConfig())
-    except json_format.ParseError as error:
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            raise InvalidArgument("failed to parse the model configuration: expected a JSON object")
+        return json_format.ParseDict(document, ModelConfig())
+    except (json_format.ParseError, ValueError) as error:
         raise InvalidArgument(f"failed to parse the model configuration: {error}") from None
+    except RecursionError:
+        raise InvalidArgument("failed to parse the model configuration: nested too deeply") from None
 
 
 def config_to_json(config: ModelConfig) -> str:
@@ -96,7 +101,7 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
         config.instance_group.add()
     for index, group in enumerate(config.instance_group):
         group.name = group.name or f"{name}_{index}"
-        group.count = group.count or 1
+        group.count = max(group.count, 1)
         if group.kind == ModelInstanceGroup.KIND_AUTO:
             group.kind = ModelInstanceGroup.KIND_CPU
 

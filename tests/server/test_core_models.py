@@ -413,3 +413,32 @@ async def test_a_model_without_a_repository(repository, tmp_path):
     await core.start()
     assert core.model("named").config.name == "named"
     await core.stop()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"1/model.py": b"", "1": b""},
+        {"1/model.py/x": b"", "1/model.py": b""},
+        {"a\0b": b""},
+        {"n" * 300: b""},
+    ],
+)
+async def test_files_that_cannot_be_written(start_core, files):
+    core = await start_core(explicit=True)
+    with pytest.raises(InvalidArgument, match="file"):
+        await core.load_model("made", config='{"backend": "python"}', files=files)
+
+
+@pytest.mark.parametrize("config", ["null", "[]", "5", "", "[" * 10_000])
+async def test_a_configuration_that_is_no_object(repository, start_core, config):
+    repository.add("model")
+    core = await start_core(explicit=True)
+    with pytest.raises(InvalidArgument, match="failed to parse the model configuration"):
+        await core.load_model("model", config=config)
+
+
+async def test_a_negative_number_of_instances_is_one(repository, start_core):
+    repository.add("model", config=IDENTITY_TENSORS + "instance_group { count: -1 }")
+    core = await start_core()
+    assert core.model("model").config.instance_group[0].count == 1
