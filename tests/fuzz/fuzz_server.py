@@ -34,16 +34,25 @@ TYPES = {
 }
 
 ECHO = """
+import json
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        self.decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+
     def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse(
-                [pb_utils.Tensor("OUT" + t.name().removeprefix("IN"), t.as_numpy()) for t in request.inputs()]
-            )
-            for request in requests
-        ]
+        if not self.decoupled:
+            return [self.answer(request) for request in requests]
+        for request in requests:
+            sender = request.get_response_sender()
+            sender.send(self.answer(request), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def answer(self, request):
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor("OUT" + t.name().removeprefix("IN"), t.as_numpy()) for t in request.inputs()]
+        )
 """
 
 EVERY_TYPE = "".join(
