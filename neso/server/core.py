@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ from neso.server.custom_metrics import CustomMetrics
 from neso.server.errors import ServerError, Unavailable
 from neso.server.lifecycle import ModelLifecycle
 from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
-from neso.server.metrics import MetricsRegistry, ModelCollector
+from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
+from neso.server.metrics.kv_cache import KvCacheLoad
+from neso.server.metrics.model_families import ModelCollector
+from neso.server.metrics.system import SystemMetrics
 from neso.server.model import Model
 from neso.server.model_control import ModelControl
 from neso.server.model_table import ModelTable
@@ -42,9 +47,11 @@ class Core:
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self.metrics = MetricsRegistry()
-        self.metrics.register(ModelCollector(self.models))
+        self.metrics.register(ModelCollector(self.models, options.metrics))
         self.custom_metrics = CustomMetrics(self.metrics.taken)
         self.metrics.register(self.custom_metrics)
+        self._system_metrics = SystemMetrics(options.metrics)
+        self.metrics.register(self._system_metrics)
         self.response_cache = open_cache(options)
         self.shared_memory = SharedMemory(options.allow_client_shm)
         self.rate_limiter = (
@@ -63,7 +70,7 @@ class Core:
 
         Raises `NotFound` for a repository that is no directory.
         """
-        await self._control.start()
+        await asyncio.gather(self._system_metrics.update(), self._control.start())
         self._started = True
 
     async def stop(self) -> None:
@@ -76,6 +83,7 @@ class Core:
         if self.response_cache is not None:
             await self.response_cache.close()
         self.shared_memory.close()
+        self._system_metrics.close()
 
     def live(self) -> bool:
         """Whether the server can answer at all."""
@@ -125,6 +133,16 @@ class Core:
         """All versions that are ready."""
         records = sorted(self._table, key=lambda record: record.id)
         return [model for record in records for model in record.models]
+
+    async def render_metrics(self) -> bytes:
+        """All metrics, in Prometheus' text format."""
+        await self._system_metrics.update()
+        return await self.metrics.render_in_turns()
+
+    def kv_cache_load(self) -> KvCacheLoad | None:
+        """How full the key-value caches of the language models are; None without any that tells."""
+        samples = self.metrics.samples(KV_CACHE_FAMILY) or self.custom_metrics.samples(KV_CACHE_FAMILY)
+        return KvCacheLoad.of(samples)
 
     def repository_index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The models of the repositories and those that were loaded from elsewhere, with their states."""

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import re
 import threading
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import pairwise
 from weakref import WeakValueDictionary
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
 
 from neso.server.errors import AlreadyExists, InvalidArgument, Unsupported
+from neso.server.metrics.histogram import Histogram
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -46,7 +44,7 @@ class CustomMetric:
         self.buckets = buckets
         self._lock = threading.Lock()
         self._value = 0.0
-        self._counts = [0] * (len(buckets) + 1)
+        self._histogram = Histogram(buckets) if family.kind is MetricKind.HISTOGRAM else None
 
     def increment(self, value: float) -> None:
         """Add; gauges only take what is negative. Raises `InvalidArgument`, `Unsupported` for a histogram."""
@@ -65,9 +63,9 @@ class CustomMetric:
     def observe(self, value: float) -> None:
         """Count a value in a histogram. Raises `Unsupported` for the others."""
         self._check("observe", MetricKind.HISTOGRAM)
+        assert self._histogram is not None
         with self._lock:
-            self._counts[bisect_left(self.buckets, value)] += 1
-            self._value += value
+            self._histogram.observe(value)
 
     def value(self) -> float:
         """What a counter or a gauge has come to. Raises `Unsupported` for a histogram, which has no one value."""
@@ -75,20 +73,13 @@ class CustomMetric:
         with self._lock:
             return self._value
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> list[Sample]:
         """The lines of the text format."""
         name, labels = self.family.name, dict(self.labels)
         with self._lock:
-            value, counts = self._value, list(self._counts)
-        if self.family.kind is not MetricKind.HISTOGRAM:
-            yield Sample(name, labels, value)
-            return
-        total = 0
-        for bound, count in zip((*self.buckets, float("inf")), counts, strict=True):
-            total += count
-            yield Sample(f"{name}_bucket", {**labels, "le": _bound(bound)}, total)
-        yield Sample(f"{name}_count", labels, total)
-        yield Sample(f"{name}_sum", labels, value)
+            if self._histogram is None:
+                return [Sample(name, labels, self._value)]
+            return list(self._histogram.samples(name, labels))
 
     def _check(self, what: str, *kinds: MetricKind) -> None:
         if self.family.kind not in kinds:
@@ -139,10 +130,7 @@ class CustomFamily:
             return ()
         if buckets is None:
             raise InvalidArgument(f"Must provide buckets for histogram metric '{self.name}'")
-        bounds = tuple(float(bound) for bound in buckets if bound != float("inf"))
-        if any(not low < high for low, high in pairwise(bounds)):
-            raise InvalidArgument(f"buckets of '{self.name}' must be monotonically increasing")
-        return bounds
+        return Histogram.check_bounds(self.name, buckets)
 
     def _check_labels(self, labels: Mapping[str, str]) -> Labels:
         if not isinstance(labels, Mapping):
@@ -182,6 +170,12 @@ class CustomMetrics(Collector):
             )
         return found
 
+    def samples(self, name: str) -> list[Sample]:
+        """Those of one family; none if it is not there."""
+        family = self._families.get(name)
+        metric = family.collect() if family is not None else None
+        return metric.samples if metric is not None else []
+
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             families = list(self._families.values())
@@ -189,8 +183,3 @@ class CustomMetrics(Collector):
             metric = family.collect()
             if metric is not None:
                 yield metric
-
-
-def _bound(value: float) -> str:
-    """As Triton writes it: 1, not 1.0."""
-    return str(int(value)) if value.is_integer() else floatToGoString(value)  # type: ignore[no-untyped-call]

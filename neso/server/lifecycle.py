@@ -16,6 +16,7 @@ from neso.server.load_order import LoadOrder
 from neso.server.loader import ModelPlan, plan_model
 from neso.server.memory import release_memory
 from neso.server.metadata import ModelState
+from neso.server.metrics.model_latencies import ModelLatencies, first_response_histogram
 from neso.server.model import Model
 from neso.server.model_config import differ_in_instances_only, is_ensemble
 from neso.server.model_table import UNLOADED, ModelRecord, ModelTable, VersionSlot
@@ -259,6 +260,13 @@ class ModelLifecycle:
     async def _make_limited(self, plan: ModelPlan, version: int, limited: LimitedInstances | None) -> Model:
         config = type(plan.config)()
         config.CopyFrom(plan.config)
+        metrics = self._core.options.metrics
+        statistics = ModelStatistics(
+            plan.source.name,
+            str(version),
+            ModelLatencies.of(metrics),
+            first_response_histogram(metrics, config),
+        )
         context = ModelContext(
             core=self._core,
             name=plan.source.name,
@@ -266,7 +274,7 @@ class ModelLifecycle:
             config=config,
             directory=plan.directory,
             version_directory=plan.versions[version],
-            statistics=ModelStatistics(plan.source.name, str(version)),
+            statistics=statistics,
             backend_config=self._core.options.backend_config.get(config.backend, {}),
             namespace=plan.source.namespace,
             limited=limited,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from neso.server.classification import Classifier
 from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import ModelMetadata
+from neso.server.metrics.text import LabelSet
 from neso.server.response_cache.opening import open_cached_model
 from neso.server.response_statistics import ResponseOutcome
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
@@ -47,8 +49,8 @@ class Model:
         self.load_duration: float = 0.0
         self.source: object = None  # kept alive as long as the model: it may own a temporary folder
         self.dependencies = frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
-        self.metric_labels = {"model": self.name, "version": self.version}
-        self.metric_labels.update({f"_{key}": value for key, value in self.config.metric_tags.items()})
+        tags = {f"_{key}": value for key, value in self.config.metric_tags.items()}
+        self.metric_labels = LabelSet({"model": self.name, "version": self.version, **tags})
         self._backend = backend
         self._limited = context.limited
         self._batcher = self._make_batcher()
@@ -135,12 +137,16 @@ class Model:
             raise Unsupported(f"model '{self.name}' is not a language model")
         timeline = Timeline()
         failure: FailureReason | None = FailureReason.CANCELED
+        begun = False
         self._generating += 1
         self._idle.clear()
         try:
             # Closing this generator must close the inner one at once: that is what frees the request's blocks.
             async with aclosing(language_model.generate(request)) as outputs:
                 async for output in outputs:
+                    if not begun:
+                        begun = True
+                        self.statistics.responses.record_first(timeline, time.monotonic_ns())
                     if output.finished:
                         failure = None
                     yield output

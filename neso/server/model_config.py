@@ -57,9 +57,14 @@ def read_config(directory: Path, custom_name: str = "") -> ModelConfig | None:
 def config_from_json(text: str) -> ModelConfig:
     """Parse a configuration as JSON. Raises `InvalidArgument`."""
     try:
-        return json_format.Parse(text, ModelConfig())
-    except json_format.ParseError as error:
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            raise InvalidArgument("failed to parse the model configuration: expected a JSON object")
+        return json_format.ParseDict(document, ModelConfig())
+    except (json_format.ParseError, ValueError) as error:
         raise InvalidArgument(f"failed to parse the model configuration: {error}") from None
+    except RecursionError:
+        raise InvalidArgument("failed to parse the model configuration: nested too deeply") from None
 
 
 def config_to_json(config: ModelConfig) -> str:

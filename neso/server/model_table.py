@@ -12,6 +12,7 @@ from neso.server.model import Model
 from neso.server.repository.source import ModelSource
 
 UNLOADED = "unloaded"
+_MOST_DIGITS = 20  # of a version; Python refuses to read numbers of some thousands
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +134,7 @@ class ModelTable:
                 if slot.model is not None:
                     return slot.model
             raise Unavailable(f"{_unknown(name)} has no available versions")
-        if not version.isascii() or not version.isdigit():
+        if not version.isascii() or not version.isdigit() or len(version) > _MOST_DIGITS:
             raise InvalidArgument(
                 f"failed to get model version from specified version string '{version}', "
                 "version should be an integral value > 0"

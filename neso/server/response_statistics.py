@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from neso.server.duration import Duration
 
 if TYPE_CHECKING:
+    from neso.server.metrics.histogram import Histogram
     from neso.server.statistics import Timeline
 
 # A stream may go on for days; the counters must not grow with it, nor the answers that list them.
@@ -49,9 +50,12 @@ class ResponseStatistics:
     A response takes from when the one before it was made (the first: from when the backend began to compute)
     until it has reached the front end. The part up to when it was made itself is `compute_infer`, the rest is
     `compute_output`. From place `MAX_RESPONSES` on, responses are not counted.
+
+    `first_response_ms`: milliseconds from a request to its first response, if that is measured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_response_ms: Histogram | None = None) -> None:
+        self.first_response_ms = first_response_ms
         self._places: list[ResponseDurations] = []
 
     def record(self, timeline: Timeline, made: int, outcome: ResponseOutcome) -> None:
@@ -64,6 +68,8 @@ class ResponseStatistics:
         timeline.response_start = made
         if place >= MAX_RESPONSES:
             return
+        if place == 0:
+            self.record_first(timeline, end)
         if place == len(self._places):
             self._places.append(ResponseDurations())
         durations = self._places[place]
@@ -71,6 +77,11 @@ class ResponseStatistics:
             durations.compute_infer.add(made - start)
             durations.compute_output.add(end - made)
         getattr(durations, outcome.value).add(end - start)
+
+    def record_first(self, timeline: Timeline, end: int) -> None:
+        """The first response to a request has reached the front end at `end`, in ns of the monotonic clock."""
+        if self.first_response_ms is not None:
+            self.first_response_ms.observe((end - timeline.queue_start) / 1e6)
 
     def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """By place, in the form of the statistics extension; {} for models that are not decoupled."""

@@ -11,7 +11,7 @@ from neso.server.inference_response import InferenceResponse
 class SingleResponse:
     """What a `ResponseStream` gives its responses to: calls `done` once, when the request has ended.
 
-    `done` gets the response, or for any other number of them than one a response with an `InternalError`.
+    `done` gets the response, or if there were more of them a response with an `InternalError`.
     """
 
     __slots__ = ("_count", "_done", "_first")
@@ -22,16 +22,13 @@ class SingleResponse:
         self._count = 0
 
     def __call__(self, response: InferenceResponse) -> None:
-        if not response.flag_only:
-            self._count += 1
-            if self._first is None:
-                self._first = response
-        if not response.final:
-            return
+        # One without outputs is an answer too, unless it only says that there was one.
         if self._first is None:
-            response.error = InternalError("received an unexpected null response")
-            self._done(response)
-        else:
+            self._first = response
+            self._count = 1
+        elif not response.flag_only:
+            self._count += 1
+        if response.final:
             if self._count > 1:
                 self._first.error = InternalError(f"expected a single response, got {self._count}")
             self._done(self._first)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from neso.server.duration import Duration
 from neso.server.response_statistics import ResponseStatistics
+
+if TYPE_CHECKING:
+    from neso.server.metrics.histogram import Histogram
+    from neso.server.metrics.model_latencies import ModelLatencies
 
 
 class FailureReason(str, Enum):
@@ -59,9 +63,17 @@ class ModelStatistics:
     """Counts what the requests of a model version did. Written on the core's loop, read from anywhere.
 
     A request counts once it has ended. Requests that validation refused were never accepted and do not count.
+    `latencies` and `first_response_ms`: what is measured besides, if it is.
     """
 
-    def __init__(self, name: str, version: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        latencies: ModelLatencies | None = None,
+        first_response_ms: Histogram | None = None,
+    ) -> None:
+        self.latencies = latencies
         self.name = name
         self.version = version
         self.last_inference_ms = 0
@@ -77,7 +89,7 @@ class ModelStatistics:
         self.cache_miss = Duration()
         self.failures = dict.fromkeys(FailureReason, 0)
         self.batches: dict[int, BatchStatistics] = {}
-        self.responses = ResponseStatistics()
+        self.responses = ResponseStatistics(first_response_ms)
 
     def record_success(self, timeline: Timeline, batch_size: int) -> None:
         """A request has ended well. `batch_size` is 1 for models that do not batch."""
@@ -90,14 +102,26 @@ class ModelStatistics:
         self.compute_output.add(output)
         self.inference_count += batch_size
         self.last_inference_ms = time.time_ns() // 1_000_000
+        if self.latencies is not None:
+            self.latencies.add_success(end, end - timeline.queue_start, (queue, compute_input, infer, output))
 
     def record_cache_hit(self, timeline: Timeline, ns: int) -> None:
         """A request was answered by the response cache, which took `ns`: no inference, nothing computed."""
-        total = time.monotonic_ns() - timeline.queue_start
+        end = time.monotonic_ns()
+        total = end - timeline.queue_start
+        queue = max(total - ns, 0)
         self.success.add(total)
-        self.queue.add(max(total - ns, 0))
+        self.queue.add(queue)
         self.cache_hit.add(ns)
         self.last_inference_ms = time.time_ns() // 1_000_000
+        if self.latencies is not None:
+            self.latencies.add_cache_hit(end, queue, ns)
+
+    def record_cache_miss(self, ns: int) -> None:
+        """The response cache has spent `ns` on a request that it could not answer."""
+        self.cache_miss.add(ns)
+        if self.latencies is not None:
+            self.latencies.cache_miss.add(ns, time.monotonic_ns())
 
     def record_failure(self, timeline: Timeline, reason: FailureReason) -> None:
         """A request has ended badly."""

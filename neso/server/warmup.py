@@ -28,15 +28,20 @@ FOLDER = "warmup"
 async def warm_up(context: ModelContext, backend: Backend, signature: Signature) -> None:
     """Have a loaded backend execute each sample, `count` times or once, one after the other.
 
-    The requests go to the backend itself: neither batched nor counted. Raises `ServerError` that names the sample.
+    The requests go to the backend itself: neither batched nor counted. With sequence batching each instance has its
+    own requests, so each executes the samples. Raises `ServerError` that names the sample.
     """
+    stateful = context.config.HasField("sequence_batching") and backend.batches
+    instances = range(backend.num_instances) if stateful else (None,)
     for sample in context.config.model_warmup:
         failed = f"failed to run warmup sample '{sample.name}'"
         try:
             for _ in range(sample.count or 1):
                 # Made anew each time: the model may write to its inputs.
-                inputs = await asyncio.to_thread(_make_inputs, sample, context)
-                await _execute(InferenceRequest(context.name, inputs), context, backend, signature)
+                for instance in instances:
+                    inputs = await asyncio.to_thread(_make_inputs, sample, context)
+                    request = InferenceRequest(context.name, inputs)
+                    await _execute(request, context, backend, signature, instance)
         except ServerError as error:
             raise ServerError(f"{failed}: {error.message}", error.code) from None
         except Exception as error:
@@ -46,13 +51,20 @@ async def warm_up(context: ModelContext, backend: Backend, signature: Signature)
 
 
 async def _execute(
-    request: InferenceRequest, context: ModelContext, backend: Backend, signature: Signature
+    request: InferenceRequest,
+    context: ModelContext,
+    backend: Backend,
+    signature: Signature,
+    instance: int | None,
 ) -> None:
     batch_size = signature.check(request)
     request.model_version = context.version
     stream = ResponseStream(request, batch_size=batch_size)
     try:
-        backend.submit(stream)
+        if instance is None:
+            backend.submit(stream)
+        else:
+            backend.execute([stream], lambda: None, instance)
         async for response in stream:
             if response.error is not None:
                 raise response.error

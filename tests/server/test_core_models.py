@@ -474,3 +474,32 @@ async def test_steps_that_were_asked_for_stay(repository, start_core):
         await core.load_model("all")
         await core.unload_model("all", unload_dependents=True)
         assert [model.name for model in core.models()] == (["step"] if explicit else [])
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"1/model.py": b"", "1": b""},
+        {"1/model.py/x": b"", "1/model.py": b""},
+        {"a\0b": b""},
+        {"n" * 300: b""},
+    ],
+)
+async def test_files_that_cannot_be_written(start_core, files):
+    core = await start_core(explicit=True)
+    with pytest.raises(InvalidArgument, match="file"):
+        await core.load_model("made", config='{"backend": "python"}', files=files)
+
+
+@pytest.mark.parametrize("config", ["null", "[]", "5", "", "[" * 10_000])
+async def test_a_configuration_that_is_no_object(repository, start_core, config):
+    repository.add("model")
+    core = await start_core(explicit=True)
+    with pytest.raises(InvalidArgument, match="failed to parse the model configuration"):
+        await core.load_model("model", config=config)
+
+
+async def test_a_negative_number_of_instances_is_one(repository, start_core):
+    repository.add("model", config=IDENTITY_TENSORS + "instance_group { count: -1 }")
+    core = await start_core()
+    assert core.model("model").config.instance_group[0].count == 1

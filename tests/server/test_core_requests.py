@@ -195,7 +195,7 @@ async def test_backends_share_metric_families(start_core):
     lines = core.metrics.render().decode().splitlines()
     assert "# TYPE vllm:prompt_tokens_total counter" in lines
     assert 'vllm:prompt_tokens_total{model="m",version="1"} 3' in lines
-    assert 'vllm:ttft_bucket{le="+Inf",model="m",version="1"} 1' in lines
+    assert 'vllm:ttft_bucket{model="m",version="1",le="+Inf"} 1' in lines
     assert 'vllm:ttft_sum{model="m",version="1"} 0.25' in lines
     assert not any("_created" in line for line in lines)
 

@@ -43,7 +43,11 @@ async def use(core: Core, batches: bool) -> list[weakref.ref[object]]:
     model = core.model("m")
     (response,) = await collect(ask(model, IN=np.zeros((1, 3) if batches else 3, np.float32)))
     assert response.error is None, response.error
-    return [weakref.ref(model), weakref.ref(model._backend), weakref.ref(model._backend._instances[0])]
+    return [
+        weakref.ref(model),
+        weakref.ref(model._backend),
+        weakref.ref(model._backend._instances._threads[0].instance),
+    ]
 
 
 def model_threads() -> int:

@@ -114,7 +114,7 @@ async def test_instances_are_added_and_end_while_requests_go_on(repository, star
         assert core.model("m") is model
         assert model.config.instance_group[0].count == count
         await asyncio.sleep(0.1)
-        assert sum(instance.alive for instance in model._backend._instances) == count
+        assert sum(thread.alive for thread in model._backend._instances._threads) == count
     stop.set()
     assert sum(await asyncio.gather(*senders)) > 20
     names = [line.split()[1] for line in capfd.readouterr().out.splitlines()]

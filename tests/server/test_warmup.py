@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -82,6 +83,13 @@ async def test_batches(repository, start_core, batcher):
     repository.add("model", RECORDER, config)
     assert (await start_core()).ready()
     assert seen(repository) == [{"IN": ["float32", 5, 2]}, {"IN": ["float32", 1, 2]}]
+
+
+async def test_sequence_batching(repository, start_core):
+    """Each instance has requests of its own there; nobody would take one that is for any."""
+    config = "max_batch_size: 2 sequence_batching { } instance_group { count: 2 }" + TENSORS
+    repository.add("model", RECORDER, config + sample("dims: [ 2 ] zero_data: true"))
+    assert (await asyncio.wait_for(start_core(), 10)).ready()
 
 
 async def test_data_of_files(repository, start_core):

@@ -51,8 +51,10 @@ class LlmBackend(Backend):
             raise InvalidArgument(str(error)) from None
         engine.on_dead(lambda reason: logger.error("model '%s': %s", context.name, reason))
         self._engine = engine
-        self._metrics = LlmMetrics(context.core.metrics, context.name, context.version, lambda: engine.stats)
         info = engine.info
+        self._metrics = LlmMetrics(
+            context.core.metrics, context.name, context.version, lambda: engine.stats, info.block_size
+        )
         logger.info(
             "model '%s' on %s in %.2f s, context %d tokens, KV cache %d blocks of %d tokens (%.0f MiB)",
             *(context.name, info.runner, info.load_seconds, info.max_model_len),

@@ -1,4 +1,4 @@
-"""The `vllm:*` metrics of a language model, by vLLM's names and buckets."""
+"""The metrics of a language model: `vllm:*` by vLLM's names and buckets, the cache's blocks by TensorRT-LLM's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from neso.engine.core.stats import EngineStats
 from neso.generation import GenerationOutput, GenerationRequest
 from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
+from neso.server.metrics.kv_cache import LABEL as KV_CACHE_LABEL
 
 FIRST_TOKEN_BUCKETS = (
     0.001,
@@ -34,10 +36,18 @@ N_BUCKETS = (1, 2, 5, 10, 20)
 
 
 class LlmMetrics:
-    """Counters and histograms of one model; `stats` is read when gauges are scraped."""
+    """Counters and histograms of one model; `stats` is read when gauges are scraped.
+
+    `block_size`: tokens that a block of the key-value cache holds.
+    """
 
     def __init__(
-        self, registry: MetricsRegistry, model: str, version: str, stats: Callable[[], EngineStats]
+        self,
+        registry: MetricsRegistry,
+        model: str,
+        version: str,
+        stats: Callable[[], EngineStats],
+        block_size: int,
     ) -> None:
         labels = (model, version)
         self._unwatch: list[Callable[[], None]] = []
@@ -75,8 +85,12 @@ class LlmMetrics:
         )
         self.n = histogram("request_params_n", "Histogram of the n request parameter.", N_BUCKETS)
 
+        def watch(name: str, help: str, read: Callable[[EngineStats], float], **further: str) -> None:
+            unwatch = registry.watch(name, help, model, version, lambda: read(stats()), **further)
+            self._unwatch.append(unwatch)
+
         def gauge(name: str, help: str, read: Callable[[EngineStats], float]) -> None:
-            self._unwatch.append(registry.watch(f"vllm:{name}", help, model, version, lambda: read(stats())))
+            watch(f"vllm:{name}", help, read)
 
         gauge("num_requests_running", "Number of sequences in execution.", lambda s: s.num_running)
         gauge("num_requests_waiting", "Number of sequences waiting to be processed.", lambda s: s.num_waiting)
@@ -96,6 +110,16 @@ class LlmMetrics:
             "Prompt tokens found in the prefix cache.",
             lambda s: s.prefix_hit_tokens,
         )
+
+        def blocks(kind: str, read: Callable[[EngineStats], float]) -> None:
+            watch(KV_CACHE_FAMILY, "KV cache block metrics", read, **{KV_CACHE_LABEL: kind})
+
+        blocks("max", lambda s: s.num_blocks)
+        blocks("free", lambda s: s.num_blocks - s.num_used_blocks)
+        blocks("used", lambda s: s.num_used_blocks)
+        blocks("tokens_per", lambda s: block_size)
+        blocks("reused", lambda s: s.prefix_hit_tokens // block_size)
+        blocks("fraction", lambda s: s.num_used_blocks / s.num_blocks if s.num_blocks else 0.0)
 
     def close(self) -> None:
         """Forget the gauges of a model that is unloaded; what was counted stays."""

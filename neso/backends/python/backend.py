@@ -36,10 +36,11 @@ class PythonBackend(Backend):
         settings = PythonSettings.of(context.config, context.backend_config)
         description = ModelDescription.of(context, context.config)
         access = LocalServer(context.core, asyncio.get_running_loop())
+        reschedule = self._reschedule if description.iterative else None
         self._instances: Instances = (
-            ProcessInstances(description, settings, access, self._reschedule)
+            ProcessInstances(description, settings, access, reschedule)
             if settings.in_process
-            else ThreadInstances(description, access, self._reschedule)
+            else ThreadInstances(description, access, reschedule)
         )
 
     @classmethod

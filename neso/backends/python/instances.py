@@ -29,6 +29,10 @@ END_TIMEOUT = 30.0
 """Seconds that a model has to return from `execute` and `finalize` when it is unloaded."""
 
 
+Rescheduler = Callable[[Any], None]
+"""Has the request of a stream executed again, as an iterative sequence; called on the core's loop."""
+
+
 class Instances(ABC):
     """Made and used on the core's event loop. Work for any instance goes to the first that is free.
 
@@ -71,13 +75,15 @@ class ThreadInstances(Instances):
         self,
         description: ModelDescription,
         access: ServerAccess,
-        reschedule: Callable[[ResponseStream], None],
+        reschedule: Rescheduler | None,
     ) -> None:
         self._name = description.name
         self._access = access
         self._shared = WorkQueue()
         self._calls = LoopCalls(asyncio.get_running_loop())
-        self._reschedule = partial(self._calls.post, reschedule)
+        # Neither holds what holds the instances: with the last thread, all of the model is gone at once.
+        self._respond = partial(_respond, self._calls)
+        self._reschedule = None if reschedule is None else partial(self._calls.post, reschedule)
         self._threads = [self._make(description, spec) for spec in description.instances]
 
     def _make(self, description: ModelDescription, spec: InstanceSpec) -> InstanceThread:
@@ -91,9 +97,6 @@ class ThreadInstances(Instances):
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
         self._calls.post(function, *arguments)
-
-    def _respond(self, stream: ResponseStream, response: InferenceResponse) -> None:
-        self._calls.post(stream.send, response)
 
     async def start(self) -> None:
         await self._start(self._threads)
@@ -186,3 +189,7 @@ class InstanceThread:
             self.instance.run()
         finally:
             self.ended.set_result(None)
+
+
+def _respond(calls: LoopCalls, stream: ResponseStream, response: InferenceResponse) -> None:
+    calls.post(stream.send, response)

@@ -82,17 +82,10 @@ class ModelDescription:
         return self.assigned or instance.passive
 
     def outputs(
-        self, instance: InstanceSpec, post: Post, reschedule: Callable[[RequestStream], None]
+        self, instance: InstanceSpec, post: Post, reschedule: Callable[[RequestStream], None] | None
     ) -> ModelOutputs:
         """For the responders of an instance."""
-        return ModelOutputs(
-            post,
-            instance.name,
-            self.decoupled,
-            self.datatypes,
-            self.states,
-            reschedule if self.iterative else None,
-        )
+        return ModelOutputs(post, instance.name, self.decoupled, self.datatypes, self.states, reschedule)
 
 
 def _check_gpus(instances: list[InstanceSpec], model: str) -> None:

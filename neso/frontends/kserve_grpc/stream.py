@@ -55,6 +55,9 @@ class InferStream:
         self._reader.add_done_callback(self._reading_ended)
         try:
             await self._over
+        except ServerError:
+            async with self._writing:  # gRPC takes no status while a message is on its way
+                raise
         finally:
             self._reader.cancel()
             for task, responses in self._in_flight.items():

@@ -11,6 +11,7 @@ from neso.frontends.http.response import error_body
 from neso.frontends.kserve_http.errors import status_of
 from neso.frontends.kserve_http.json_body import read_object, write_json
 from neso.frontends.kserve_http.json_tensor import is_finite, read_tensor, write_values
+from neso.frontends.kserve_http.load_metrics import load_headers
 from neso.frontends.kserve_http.parameters import read_parameter, read_string
 from neso.server.core import Core
 from neso.server.datatypes import DataType
@@ -49,7 +50,8 @@ class GenerateEndpoint:
                     break
         finally:
             stream.cancel()
-        return Response(bodies[0] if len(bodies) == 1 else error_body(NOT_ONE_RESPONSE), status or 200)
+        body = bodies[0] if len(bodies) == 1 else error_body(NOT_ONE_RESPONSE)
+        return Response(body, status or 200, headers=load_headers(request, self._core))
 
     async def generate_stream(self, request: Request) -> StreamingResponse:
         """Every response as a server-sent event. The status is that of the first; later errors are events."""
@@ -59,7 +61,7 @@ class GenerateEndpoint:
             async for response in stream:
                 body, code = _body(response)
                 if out is None:
-                    out = StreamingResponse(request, code, _SSE)
+                    out = StreamingResponse(request, code, _SSE, load_headers(request, self._core))
                 if body is not None:
                     out.write(b"data: %b\n\n" % body)
                     await out.drain()

@@ -18,10 +18,13 @@ from neso.frontends.kserve_http.compression import (
 from neso.frontends.kserve_http.errors import respond
 from neso.frontends.kserve_http.infer_request import OutputFormat, read_infer_request
 from neso.frontends.kserve_http.infer_response import write_infer_response
+from neso.frontends.kserve_http.load_metrics import LOAD_FORMAT, load_headers
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unsupported
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.single_response import SingleResponse
+
+_SPECIAL = frozenset({b"content-encoding", b"accept-encoding", LOAD_FORMAT})
 
 
 class InferEndpoint:
@@ -34,8 +37,8 @@ class InferEndpoint:
 
     def __call__(self, request: Request) -> DeferredResponse | Awaitable[Response]:
         headers = request.headers
-        if b"content-encoding" in headers or b"accept-encoding" in headers:
-            return self._answer_coded(request)
+        if not headers.keys().isdisjoint(_SPECIAL):
+            return self._answer_specially(request)
         stream, output_format = self._submit(request)
         deferred = DeferredResponse(request, stream.cancel)
         stream.consume(SingleResponse(_Answer(deferred, output_format)))
@@ -52,8 +55,11 @@ class InferEndpoint:
             inference.parameters.update(self._forwarding.parameters(request.header_items()))
         return model.submit(inference), output_format
 
-    async def _answer_coded(self, request: Request) -> Response:
-        """For a body that is compressed, or an answer that may be: in threads, as megabytes take their time."""
+    async def _answer_specially(self, request: Request) -> Response:
+        """For a body that is compressed, or an answer that may be or that tells the server's load.
+
+        (De)compressing is for threads, as megabytes take their time.
+        """
         encoding = request.header("content-encoding")
         if encoding not in (None, "", IDENTITY):
             try:
@@ -70,6 +76,8 @@ class InferEndpoint:
         finally:
             stream.cancel()  # of no effect unless this was cancelled: the client has gone
         answer = _write(response, output_format)
+        if load := load_headers(request, self._core):
+            answer.headers = (*answer.headers, *load)
         accepted = accepted_encoding(request.header("accept-encoding"))
         return answer if accepted == IDENTITY else await asyncio.to_thread(compress, answer, accepted)
 

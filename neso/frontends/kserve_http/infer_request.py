@@ -39,6 +39,7 @@ PlainInfer = tuple[
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
+_MOST_DIGITS = 20  # of a length; Python refuses to read numbers of some thousands
 
 
 @dataclass(slots=True)
@@ -118,8 +119,10 @@ def _header_length(request: Request) -> int:
     if field is None:
         return size
     value = field.decode("latin-1")
-    if not value.removeprefix("-").isdigit():
+    if not value.isascii() or not value.removeprefix("-").isdigit():
         raise InvalidArgument(f"Unable to parse {HEADER_LENGTH}, got: {value}")
+    if len(value) > _MOST_DIGITS:
+        raise InvalidArgument(f"Unable to parse {HEADER_LENGTH}, got a number of {len(value)} digits")
     if not 0 <= int(value) <= size:
         raise InvalidArgument(f"inference header size should be in range (0, {size}), got: {value}")
     return int(value)

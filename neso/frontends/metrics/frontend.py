@@ -45,5 +45,5 @@ class MetricsHttp:
         """Let responses in flight end within `grace` seconds, then close."""
         await self._server.stop(grace)
 
-    def _metrics(self, request: Request) -> Response:
-        return Response(self._core.metrics.render(), 200, CONTENT_TYPE)
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await self._core.render_metrics(), 200, CONTENT_TYPE)

@@ -111,7 +111,7 @@ class Server:
 
     def metrics(self) -> str:
         """All metrics, in Prometheus' text format."""
-        return self.call(lambda core: core.metrics.render()).decode()
+        return self.wait_for(self.core.render_metrics()).decode()
 
     def metric_family(self, name: str, description: str, kind: MetricKind) -> MetricFamily:
         """A family of metrics that `metrics` shows, made by the first who asks; lives while somebody holds it.

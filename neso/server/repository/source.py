@@ -72,15 +72,23 @@ def source_of_files(name: str, config: str | None, files: Mapping[str, bytes]) -
 def _write_files(files: Mapping[str, bytes]) -> Scratch:
     scratch = make_scratch()
     root = Path(scratch.name).resolve()
-    for key, content in files.items():
+    try:
+        for key, content in files.items():
+            _write_file(root, key, content)
+    except BaseException:
+        scratch.cleanup()
+        raise
+    return scratch
+
+
+def _write_file(root: Path, key: str, content: bytes) -> None:
+    try:
         path = (root / key.removeprefix("file:")).resolve()
         if not path.is_relative_to(root) or path == root:
-            scratch.cleanup()
             raise InvalidArgument(f"invalid file name '{key}', it must stay inside the model's folder")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        except OSError as error:  # a file where another needs a folder
-            scratch.cleanup()
-            raise InvalidArgument(f"invalid file name '{key}': {error.strerror}") from None
-    return scratch
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:  # too long, or a file and a folder at once
+        raise InvalidArgument(f"invalid file name '{key[:100]}': {error.strerror}") from None
+    except ValueError:
+        raise InvalidArgument(f"invalid file name {key!r}") from None

@@ -82,7 +82,7 @@ class CachedModel(ABC, Generic[K]):
 
     def _count(self, miss: Miss[K], started: int) -> None:
         """The cache has worked for a request that it did not know, the second time since `started` (ns)."""
-        self._statistics.cache_miss.add(miss.ns + time.monotonic_ns() - started)
+        self._statistics.record_cache_miss(miss.ns + time.monotonic_ns() - started)
 
     @abstractmethod
     def _take(self, stream: ResponseStream) -> bool: ...

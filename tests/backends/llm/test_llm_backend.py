@@ -13,6 +13,8 @@ from neso.generation import GenerationRequest, SamplingParams
 from neso.models import SHIPPED_MODELS
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_request import InferenceRequest
+from neso.server.metrics import MetricsConfig
+from neso.server.metrics.kv_cache import KvCacheLoad
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.tensor import Tensor
 
@@ -34,6 +36,7 @@ async def core(tmp_path):
         model_control_mode=ModelControlMode.EXPLICIT,
         startup_models=("*",),
         backend_config={"llm": {"in-process": "true"}},
+        metrics=MetricsConfig(histogram_latencies=True),
     )
     core = neso.server.core.Core(options)
     await core.start()
@@ -127,6 +130,29 @@ async def test_text_face_and_tensor_face_agree(core):
     text = "".join([delta.text async for output in generated for delta in output.deltas])
     assert response.output("text_output").strings() == [text]
     assert b'nv_inference_request_success{model="pilot",version="1"} 2' in core.metrics.render()
+
+
+async def test_first_responses_are_measured_on_both_faces(core):
+    model = core.model("pilot")
+    await outputs(core, request(stream=True))
+    async for _ in model.generate(GenerationRequest(PROMPT, SamplingParams(temperature=0))):
+        pass
+    name = "nv_inference_first_response_histogram_ms"
+    assert f'{name}_count{{model="pilot",version="1"}} 2\n' in core.metrics.render().decode()
+
+
+async def test_the_load_of_the_cache(core):
+    assert core.kv_cache_load() == KvCacheLoad(
+        0.0, 256 * core.model("pilot").language_model.engine.info.block_size
+    )
+    stream = core.model("pilot").submit(
+        request(stream=True, parameters={"ignore_eos": True, "max_tokens": 1000})
+    )
+    async for _ in stream:
+        if core.kv_cache_load().utilization > 0:
+            break
+    stream.cancel()
+    assert [response async for response in stream][-1].final
 
 
 async def test_reload_lets_requests_in_flight_end(core):

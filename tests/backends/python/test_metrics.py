@@ -95,12 +95,12 @@ async def test_a_histogram(loaded):
     await outcome(model)
     assert lines(model, "took")[1:] == [
         "# TYPE took histogram",
+        'took_count{a="b"} 4',
+        'took_sum{a="b"} 55.6',
         'took_bucket{a="b",le="0.1"} 1',
         'took_bucket{a="b",le="1"} 2',
         'took_bucket{a="b",le="10"} 3',
         'took_bucket{a="b",le="+Inf"} 4',
-        'took_count{a="b"} 4',
-        'took_sum{a="b"} 55.6',
     ]
 
 

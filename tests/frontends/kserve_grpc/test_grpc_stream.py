@@ -183,6 +183,24 @@ async def test_a_refused_request_becomes_the_status_when_asked_for(stub):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_an_error_while_a_response_is_on_its_way(stub, caplog):
+    """gRPC takes one operation at a time: the status must wait for the message before it."""
+    call = stub.ModelStreamInfer(metadata=STATUS_ERRORS)
+    count = 900_000
+    large = service_pb2.ModelInferRequest(
+        model_name="identity", inputs=[one_input(shape=(count,))], raw_input_contents=[bytes(4 * count)]
+    )
+    await send(call, large, large)
+    await asyncio.sleep(0.3)  # the answers do not fit into the window of a client that does not read
+    await send(call, service_pb2.ModelInferRequest(model_name="nobody", id="u"))
+    await asyncio.sleep(0.1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await read(call)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert not caplog.records
+
+
 async def test_cancelling_cancels_every_request(stub):
     call = stub.ModelStreamInfer()
     await send(call, waiting_request("w"), *(repeat_request(str(i), 1000, delay=0.01) for i in range(5)))

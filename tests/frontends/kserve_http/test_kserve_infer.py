@@ -332,3 +332,20 @@ async def test_a_client_that_goes_cancels_the_request(front: KServeHttp) -> None
         if Wait.cancelled:
             break
     assert Wait.cancelled == ["gone"]
+
+
+async def test_a_response_without_outputs_is_a_response(client) -> None:
+    reply = await client.post("/v2/models/identity/infer", {"inputs": []})
+    assert reply.status == 200 and reply.json["outputs"] == []
+
+
+@pytest.mark.parametrize("value", ["\xb2", "9" * 5000, "--1", "1_0"])
+async def test_header_lengths_that_are_no_numbers(client, value) -> None:
+    headers = {"Inference-Header-Content-Length": value}
+    reply = await client.request("POST", "/v2/models/identity/infer", b"{}", headers)
+    assert reply.status == 400 and "Unable to parse Inference-Header-Content-Length" in reply.error
+
+
+async def test_a_version_of_thousands_of_digits(client) -> None:
+    reply = await client.post(f"/v2/models/identity/versions/{'9' * 5000}/infer", {"inputs": []})
+    assert reply.status == 400 and "version should be an integral value" in reply.error

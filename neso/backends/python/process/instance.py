@@ -9,14 +9,13 @@ from collections.abc import Callable
 from enum import Enum
 
 from neso.backends.python.instance import Work
-from neso.backends.python.instances import END_TIMEOUT
+from neso.backends.python.instances import END_TIMEOUT, Rescheduler
 from neso.backends.python.local_server import LocalServer
 from neso.backends.python.model_description import ModelDescription
 from neso.backends.python.process.environment import Interpreter
 from neso.backends.python.process.running_model import RunningModel
 from neso.backends.python.settings import PythonSettings
 from neso.server.errors import ServerError, Unavailable
-from neso.server.inference_response import ResponseStream
 from neso.server.instances import InstanceSpec
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class ProcessInstance:
         queue: deque[Work],
         depth: int,
         changed: Callable[[], None],
-        reschedule: Callable[[ResponseStream], None],
+        reschedule: Rescheduler | None,
     ) -> None:
         self.name = spec.name
         self.has_own_queue = description.has_own_queue(spec)

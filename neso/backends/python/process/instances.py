@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from neso.backends.python.instance import Work
-from neso.backends.python.instances import Instances
+from neso.backends.python.instances import Instances, Rescheduler
 from neso.backends.python.local_server import LocalServer
 from neso.backends.python.model_description import ModelDescription
 from neso.backends.python.process.environment import find_interpreter
@@ -30,7 +30,7 @@ class ProcessInstances(Instances):
         description: ModelDescription,
         settings: PythonSettings,
         server: LocalServer,
-        reschedule: Callable[[ResponseStream], None],
+        reschedule: Rescheduler | None,
     ) -> None:
         self._description, self._settings = description, settings
         shared: deque[Work] = deque()

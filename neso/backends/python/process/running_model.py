@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from neso.backends.python.instance import Work
+from neso.backends.python.instances import Rescheduler
 from neso.backends.python.local_server import LocalServer
 from neso.backends.python.model_description import ModelDescription
 from neso.backends.python.process.environment import Interpreter
@@ -64,7 +65,7 @@ class RunningModel:
         server: LocalServer,
         depth: int,
         free: Callable[[], None],
-        reschedule: Callable[[ResponseStream], None],
+        reschedule: Rescheduler | None,
     ) -> None:
         self._name = name
         self._loop = asyncio.get_running_loop()
@@ -203,7 +204,8 @@ class RunningModel:
             case Executed():
                 self._executed(message)
             case Reschedule(request):
-                if (stream := self._streams.pop(request, None)) is not None:
+                stream = self._streams.pop(request, None)
+                if stream is not None and self._reschedule is not None:
                     self._reschedule(stream)
             case Log():
                 write(message)

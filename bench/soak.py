@@ -1,0 +1,177 @@
+"""Minutes to hours of all kinds of requests against `neso serve`: is everything answered, does nothing leak?
+
+    python bench/soak.py --minutes 5
+
+Every answer is checked. At the end nothing may be in flight, the server must have counted the requests that the
+clients saw answered, and memory, file descriptors, threads and /dev/shm must be what they were. Exit status 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from soaking.loads import LOADS, Clients, Load, crash, has_own_process
+from soaking.server import Holdings, SoakedServer, start
+
+PAUSE = 0.002
+"""Seconds between the pieces of work of one worker."""
+WARM = 0.2
+"""The share of the time after which memory should have stopped to grow."""
+
+
+class Tally:
+    """What came of the work of one load."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.seconds = 0.0
+        self.longest = 0.0
+
+    async def count(self, load: Load, clients: Clients) -> None:
+        started = time.monotonic()
+        try:
+            self.outcomes[await load(clients)] += 1
+        except Exception as error:
+            self.outcomes["wrong"] += 1
+            self.wrong.append(f"{type(error).__name__}: {error}")
+        took = time.monotonic() - started
+        self.seconds += took
+        self.longest = max(self.longest, took)
+
+    def row(self, name: str) -> str:
+        done = sum(self.outcomes.values())
+        refused = done - self.outcomes["ok"] - self.outcomes["wrong"]
+        mean = self.seconds / done * 1e3 if done else 0.0
+        return (
+            f"{name:18} {done:8} {refused:8} {self.outcomes['wrong']:6} {mean:8.1f} {self.longest * 1e3:8.0f}"
+        )
+
+
+async def soak(server: SoakedServer, seconds: float, workers: int) -> list[str]:
+    """Run the loads; what was wrong."""
+    clients = Clients(server)
+    try:
+        loads = dict(LOADS)
+        if not await has_own_process(clients):
+            del loads[crash]
+            print("(models have no processes of their own here: no crashes)")
+        tallies = {load: Tally() for load in loads}
+        for load in loads:  # each once, so that what is made at first use is there before the first reading
+            await tallies[load].count(load, clients)
+        readings = [server.holdings()]
+        end = time.monotonic() + seconds
+
+        async def work(load: Load) -> None:
+            while time.monotonic() < end and server.alive():
+                await tallies[load].count(load, clients)
+                await asyncio.sleep(PAUSE)
+
+        tasks = [asyncio.ensure_future(work(load)) for load, n in loads.items() for _ in range(n * workers)]
+        while time.monotonic() < end and server.alive():
+            await asyncio.sleep(min(5.0, seconds / 20))
+            readings.append(server.holdings())
+        await asyncio.wait(tasks, timeout=60)
+        hanging = sum(not task.done() for task in tasks)
+        _print_tallies(tallies)
+        found = [f"{load.__name__}: {text}" for load, tally in tallies.items() for text in tally.wrong[:3]]
+        if hanging:
+            found.append(f"{hanging} clients got no answer")
+        if not server.alive():
+            return [*found, "the server has died"]
+        found += await leftovers(clients)
+    finally:
+        await clients.close()
+    await asyncio.sleep(3)
+    readings.append(server.holdings())
+    return found + leaks(readings)
+
+
+async def leftovers(clients: Clients) -> list[str]:
+    """What the server still counts as in flight, or has counted otherwise than the clients, after a moment."""
+    for _ in range(50):
+        async with clients.http.get(clients.server.url("/metrics", "metrics")) as response:
+            lines = (await response.text()).splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        found = [
+            f"{name} is {value}"
+            for name, value in values.items()
+            if name.split("{")[0]
+            in (
+                "nv_inference_pending_request_count",
+                "vllm:num_requests_running",
+                "vllm:num_requests_waiting",
+            )
+            and float(value)
+        ]
+        for model, seen in clients.answered.items():
+            if model == "repeat":
+                continue  # requests whose client has cancelled may have ended well all the same
+            counted = int(float(values[f'nv_inference_request_success{{model="{model}",version="1"}}']))
+            # Each request of the ensemble is two of the model that its steps run.
+            expected = seen + (2 * clients.answered["pipeline"] if model == "batched" else 0)
+            if counted != expected:
+                found.append(f"{model}: {expected} requests were answered, the server has counted {counted}")
+        if not found:
+            return []
+        await asyncio.sleep(0.1)
+    return found
+
+
+def leaks(readings: list[Holdings]) -> list[str]:
+    """What has grown that should not have, from readings before, during and after the load."""
+    first, last = readings[0], readings[-1]
+    warm = [
+        each for each in readings if each.seconds - first.seconds >= WARM * (last.seconds - first.seconds)
+    ]
+    middle = len(warm) // 2
+    early = sum(each.rss for each in warm[:middle]) / max(1, middle)
+    late = sum(each.rss for each in warm[middle:]) / (len(warm) - middle)
+    print(f"\n{'':18} {'before':>8} {'after':>8}")
+    for name in ("rss", "fds", "threads", "processes", "shm"):
+        print(f"{name:18} {getattr(first, name):8.0f} {getattr(last, name):8.0f}")
+    print(f"rss, mean of the first and of the second half when warm: {early:.1f}, {late:.1f} MiB")
+    found = []
+    if late > early * 1.03 + 8:
+        found.append(f"memory grows: {early:.1f} MiB, later {late:.1f}")
+    for name, allowed in (("fds", 8), ("threads", 16), ("processes", 0), ("shm", 0)):
+        before, after = getattr(first, name), getattr(last, name)
+        if after > before + allowed:
+            found.append(f"{name}: {before} before, {after} after")
+    return found
+
+
+def _print_tallies(tallies: dict[Load, Tally]) -> None:
+    print(f"{'':18} {'done':>8} {'refused':>8} {'wrong':>6} {'mean ms':>8} {'max ms':>8}")
+    for load, tally in tallies.items():
+        print(tally.row(load.__name__))
+
+
+def main() -> int:
+    from soaking.models import write_repository
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--workers", type=int, default=1, help="times the number of workers of each load")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="neso-soak-") as name:
+        folder = Path(name)
+        write_repository(folder / "models")
+        with start(folder / "models", folder / "log") as server:
+            found = asyncio.run(soak(server, arguments.minutes * 60, arguments.workers))
+        errors = [line for line in (folder / "log").read_text().splitlines() if "Traceback" in line]
+    if errors and not found:
+        found.append(f"{len(errors)} tracebacks in the server's log")
+    print("\n" + ("\n".join(found) if found else "nothing was lost, nothing has leaked"))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,272 @@
+"""What the soak's clients do. Each call of a load is one piece of work that checks its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import grpc
+import numpy as np
+import tritonclient.utils.shared_memory as shm
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from soaking.server import SoakedServer
+
+TIMEOUT = 30.0
+QUESTION = "What is paged attention?"
+
+Load = Callable[["Clients"], Awaitable[str]]
+"""Does one piece of work and says what came of it: "ok", or why it was refused in an allowed way."""
+
+
+class Wrong(AssertionError):
+    """The server did what it must not do."""
+
+
+class Clients:
+    """The connections that all workers share, and what was counted."""
+
+    def __init__(self, server: SoakedServer) -> None:
+        self.server = server
+        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT))
+        self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.ports['grpc']}")
+        self.grpc = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self.random = random.Random(0)
+        self.numbers = itertools.count(1)
+        self.answered: Counter[str] = Counter()  # by model, the requests that the client saw succeed
+
+    async def close(self) -> None:
+        await self.http.close()
+        await self._channel.close()
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.http.post(self.server.url(path), data=data, headers=headers) as response:
+            return response.status, dict(response.headers), await response.read()
+
+    async def infer(self, model: str, body: Any, **headers: str) -> tuple[dict[str, Any], bytes]:
+        """The JSON and the binary data of an answer that must be good."""
+        status, answer_headers, answer = await self.post(f"/v2/models/{model}/infer", body, **headers)
+        expect(status == 200, f"{model}: {status} {answer[:200]!r}")
+        length = int(answer_headers.get("Inference-Header-Content-Length", len(answer)))
+        self.answered[model] += 1
+        return json.loads(answer[:length]), answer[length:]
+
+    def vector(self) -> list[float]:
+        return [float(self.random.randrange(1000)) for _ in range(self.random.choice([1, 16, 500]))]
+
+
+def expect(truth: bool, what: str) -> None:
+    if not truth:
+        raise Wrong(what)
+
+
+def tensor(values: list[Any], datatype: str, name: str = "IN") -> dict[str, Any]:
+    return {"name": name, "shape": [len(values)], "datatype": datatype, "data": values}
+
+
+async def http_json(clients: Clients) -> str:
+    values = clients.vector()
+    answer, _ = await clients.infer("echo", {"inputs": [tensor(values, "FP32")]})
+    expect(answer["outputs"][0]["data"] == values, "echo has changed its input")
+    return "ok"
+
+
+async def http_binary(clients: Clients) -> str:
+    blob = struct.pack("<1024f", *range(1024)) * clients.random.choice([1, 64])
+    shape, parameters = [len(blob) // 4], {"binary_data_size": len(blob)}
+    inputs = [{"name": "IN", "datatype": "FP32", "shape": shape, "parameters": parameters}]
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    _, binary = await clients.infer("echo", head + blob, **headers)
+    expect(binary == blob, "echo has changed its binary input")
+    return "ok"
+
+
+async def _batch(clients: Clients, model: str) -> str:
+    values = clients.vector()[:16]
+    body = {"inputs": [{**tensor(values, "FP32"), "shape": [1, len(values)]}]}
+    answer, _ = await clients.infer(model, body)
+    expect(answer["outputs"][0]["data"] == values, f"{model} has mixed up its batch")
+    return "ok"
+
+
+async def dynamic_batching(clients: Clients) -> str:
+    return await _batch(clients, "batched")
+
+
+async def ensemble(clients: Clients) -> str:
+    return await _batch(clients, "pipeline")
+
+
+def message(model: str, array: np.ndarray[Any, Any], name: str, datatype: str, id: str = "") -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model, id=id, raw_input_contents=[array.tobytes()])
+    request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+    return request
+
+
+async def grpc_unary(clients: Clients) -> str:
+    array = np.array(clients.vector(), np.float32)
+    answer = await clients.grpc.ModelInfer(message("echo", array, "IN", "FP32"), timeout=TIMEOUT)
+    expect(answer.raw_output_contents[0] == array.tobytes(), "echo has changed its input over gRPC")
+    clients.answered["echo"] += 1
+    return "ok"
+
+
+async def grpc_stream(clients: Clients) -> str:
+    """Several decoupled requests on one stream: each gets its responses in order, all of them, once."""
+    counts = {str(i): clients.random.randrange(12) for i in range(3)}
+    requests = [message("repeat", np.array([n], np.int32), "COUNT", "INT32", id) for id, n in counts.items()]
+    got: dict[str, list[int]] = {id: [] for id in counts}
+    async for answer in clients.grpc.ModelStreamInfer(iter(requests), timeout=TIMEOUT):
+        expect(not answer.error_message, answer.error_message)
+        response = answer.infer_response
+        got[response.id].append(int(np.frombuffer(response.raw_output_contents[0], np.int32)[0]))
+    expect(got == {id: list(range(n)) for id, n in counts.items()}, f"responses were lost: {counts}, {got}")
+    clients.answered["repeat"] += len(counts)
+    return "ok"
+
+
+async def _events(clients: Clients, max_tokens: int) -> AsyncIterator[dict[str, Any]]:
+    body = {
+        "text_input": QUESTION,
+        "stream": True,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    url = clients.server.url("/v2/models/pilot/generate_stream")
+    async with clients.http.post(url, json=body) as response:
+        expect(response.status == 200, f"generate_stream: {response.status}")
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                expect("error" not in event, f"generate_stream: {event}")
+                yield event
+
+
+async def generate_stream(clients: Clients) -> str:
+    text = [event["text_output"] async for event in _events(clients, 24)]
+    expect(len("".join(text)) > 10, f"generate_stream has said no more than {text}")
+    return "ok"
+
+
+async def cancel_generate(clients: Clients) -> str:
+    """Hang up after the first words."""
+    events = _events(clients, 500)
+    await anext(events)
+    await events.aclose()
+    return "ok"
+
+
+async def cancel_stream(clients: Clients) -> str:
+    """Cancel a stream whose answers are under way."""
+    requests = [message("repeat", np.array([200], np.int32), "COUNT", "INT32", "c")]
+    call = clients.grpc.ModelStreamInfer(iter(requests), timeout=TIMEOUT)
+    async for _ in call:
+        break
+    call.cancel()
+    return "ok"
+
+
+async def vanish(clients: Clients) -> str:
+    """Send a request, or a part of it, and go without a word."""
+    body = json.dumps({"inputs": [tensor(clients.vector(), "FP32")]}).encode()
+    head = b"POST /v2/models/vanishing/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    wire = (head + body) * clients.random.choice([1, 1, 3])
+    _, writer = await asyncio.open_connection("127.0.0.1", clients.server.ports["http"])
+    writer.write(wire[: clients.random.choice([len(wire), clients.random.randrange(len(wire))])])
+    await asyncio.sleep(clients.random.choice([0, 0.01]))
+    writer.transport.abort()
+    return "ok"
+
+
+async def load_unload(clients: Clients) -> str:
+    """The model comes and goes under requests, which it answers or refuses."""
+    action = clients.random.choice(["load", "load", "unload"])
+    change = clients.post(f"/v2/repository/models/spare/{action}", {})
+    asks = [clients.post("/v2/models/spare/infer", {"inputs": [tensor([1.0], "FP32")]}) for _ in range(3)]
+    (changed, _, text), *answers = await asyncio.gather(change, *asks)
+    expect(changed == 200, f"{action}: {changed} {text[:200]!r}")
+    for status, _, answer in answers:
+        expect(status in (200, 400, 404, 503), f"a model that comes and goes: {status} {answer[:200]!r}")
+    return "ok" if all(status == 200 for status, _, _ in answers) else "not loaded"
+
+
+async def shared_memory(clients: Clients) -> str:
+    """Tensors in and out through a region of its own, which goes again."""
+    number = next(clients.numbers)
+    name, key, size = f"soak{number}", f"/neso_soak_{number}", 256
+    handle = shm.create_shared_memory_region(name, key, 2 * size)
+    prefix = f"/v2/systemsharedmemory/region/{name}"
+    try:
+        array = np.arange(size // 4, dtype=np.float32) + number
+        shm.set_shared_memory_region(handle, [array])
+        status, _, text = await clients.post(f"{prefix}/register", {"key": key, "byte_size": 2 * size})
+        expect(status == 200, f"register: {text!r}")
+        window = {"shared_memory_region": name, "shared_memory_byte_size": size}
+        given = {"name": "IN", "datatype": "FP32", "shape": [size // 4], "parameters": window}
+        wanted = {"name": "OUT", "parameters": {**window, "shared_memory_offset": size}}
+        await clients.infer("shared", {"inputs": [given], "outputs": [wanted]})
+        back = shm.get_contents_as_numpy(handle, np.float32, [size // 4], offset=size)
+        expect(bool((back == array).all()), "shared memory has not come back")
+        status, _, text = await clients.post(f"{prefix}/unregister", {})
+        expect(status == 200, f"unregister: {text!r}")
+    finally:
+        shm.destroy_shared_memory_region(handle)
+    return "ok"
+
+
+async def sequence(clients: Clients) -> str:
+    """The sum of a sequence is its own, whatever runs beside it."""
+    number, total = next(clients.numbers), 0
+    values = [clients.random.randrange(100) for _ in range(5)]
+    for i, value in enumerate(values):
+        parameters = {"sequence_id": number, "sequence_start": i == 0, "sequence_end": i == len(values) - 1}
+        body = {"inputs": [{**tensor([value], "INT32"), "shape": [1, 1]}], "parameters": parameters}
+        answer, _ = await clients.infer("sum", body)
+        total += value
+        expect(answer["outputs"][0]["data"] == [total], f"a sequence has lost count: {answer}, {total}")
+    return "ok"
+
+
+async def crash(clients: Clients) -> str:
+    """A model in a process of its own dies of one request in ten; it comes back, and the server never notices."""
+    dies = clients.random.randrange(10) == 0
+    body = {"inputs": [tensor([-1 if dies else 1], "INT32")]}
+    status, _, answer = await clients.post("/v2/models/crasher/infer", body)
+    expect(status in ((500, 503) if dies else (200, 400, 500, 503)), f"crasher: {status} {answer[:200]!r}")
+    return "ok" if status == 200 or dies else "restarting"
+
+
+async def has_own_process(clients: Clients) -> bool:
+    """Whether EXECUTION_MODE is followed here: a model that kills its process must not be in the server's."""
+    status, _, answer = await clients.post("/v2/models/crasher/infer", {"inputs": [tensor([1], "INT32")]})
+    return status == 200 and json.loads(answer)["outputs"][0]["data"] != [clients.server.pid]
+
+
+LOADS: dict[Load, int] = {
+    http_json: 2,
+    http_binary: 1,
+    dynamic_batching: 2,
+    ensemble: 1,
+    grpc_unary: 2,
+    grpc_stream: 1,
+    generate_stream: 2,
+    cancel_generate: 1,
+    cancel_stream: 1,
+    vanish: 1,
+    load_unload: 1,
+    shared_memory: 1,
+    sequence: 2,
+    crash: 1,
+}
+"""How many workers do each."""

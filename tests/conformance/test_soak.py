@@ -1,0 +1,43 @@
+"""A short soak: bench/soak.py for some seconds, and what it would say of a server that leaks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from soak import leaks
+from soaking.server import Holdings
+
+SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_nothing_is_lost_and_nothing_leaks():
+    command = [sys.executable, str(SOAK), "--minutes", "0.35"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "nothing was lost, nothing has leaked" in result.stdout
+
+
+def readings(**growth: float) -> list[Holdings]:
+    """Of a minute; what is named grows by so much a second."""
+    base = {"rss": 200, "fds": 50, "threads": 30, "processes": 2, "shm": 1}
+    return [
+        Holdings(
+            seconds, **{name: start + int(growth.get(name, 0) * seconds) for name, start in base.items()}
+        )
+        for seconds in range(60)
+    ]
+
+
+@pytest.mark.parametrize("name", ["rss", "fds", "threads", "processes", "shm"])
+def test_leaks_are_seen(name):
+    assert leaks(readings()) == []
+    (found,) = leaks(readings(**{name: 1.0}))
+    assert ("memory" if name == "rss" else name) in found
