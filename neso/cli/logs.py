@@ -1,16 +1,10 @@
-"""What the server writes to standard error."""
+"""What the server writes to its log."""
 
 from __future__ import annotations
 
-import logging
+from neso.server.log import LogOptions, configure_log
 
 
 def configure_logging(*, verbose: bool) -> None:
-    """One line an event, with the time to the millisecond."""
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s  %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    for name in ("asyncio", "grpc", "filelock", "urllib3", "httpcore", "httpx"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    """The process's log as the command line wants it."""
+    configure_log(LogOptions(verbose_level=int(verbose)))

@@ -70,12 +70,19 @@ class CachedModel:
         found = self._cache.get(key)
         outputs = found.copy_outputs() if found is not None else []
         ns = time.monotonic_ns() - started
+        if stream.trace is not None:
+            kind = "MISS" if found is None else "HIT"
+            stream.trace.stamp(f"CACHE_{kind}_LOOKUP_START", started)
+            stream.trace.stamp(f"CACHE_{kind}_LOOKUP_END", started + ns)
         if found is None:
             self._missed[request] = Miss(key, ns)
             return None
         name, version = self._scope[:2]
         hit = ResponseStream(request, batch_size=stream.batch_size)
-        hit.send(InferenceResponse(name, version, "", outputs, dict(found.parameters)), final=True)
+        response = InferenceResponse(name, version, "", outputs, dict(found.parameters), final=True)
+        hit.send(response)
+        if stream.trace is not None:
+            stream.trace.observe(stream.timeline, response)
         self._statistics.record_cache_hit(stream.timeline, ns)
         return hit
 

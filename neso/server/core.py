@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import neso
 from neso.server.custom_metrics import CustomMetrics
-from neso.server.errors import InternalError, NotFound, ServerError, Unavailable
+from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerError, Unavailable
 from neso.server.lifecycle import ModelLifecycle
 from neso.server.loader import ModelSource, override_source
+from neso.server.log import log_settings
 from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
 from neso.server.metrics import MetricsRegistry, ModelCollector
 from neso.server.model import Model
@@ -20,6 +21,7 @@ from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.repository import ModelRepository, check_model_name
 from neso.server.response_cache import ResponseCache
 from neso.server.shared_memory.manager import SharedMemory
+from neso.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ EXTENSIONS = (
     "schedule_policy",
     "sequence",
     "statistics",
+    "trace",
+    "logging",
 )
 
 
@@ -49,6 +53,8 @@ class Core:
             ResponseCache(options.response_cache_size) if options.response_cache_size else None
         )
         self.shared_memory = SharedMemory(options.allow_client_shm)
+        self.tracing = Tracing(options.trace)
+        self.log = log_settings()
         self._repository = ModelRepository(options.model_repository)
         self._lifecycle = ModelLifecycle(self)
         self._added: dict[str, ModelSource] = {}
@@ -77,6 +83,7 @@ class Core:
             await asyncio.wait(tuple(self._loads))
         await self._lifecycle.unload_all(self.options.exit_timeout)
         self.shared_memory.close()
+        await self.tracing.close()
 
     def live(self) -> bool:
         """Whether the server can answer at all."""
@@ -111,6 +118,16 @@ class Core:
     def models(self) -> list[Model]:
         """All versions that are ready."""
         return list(self._lifecycle.models())
+
+    def trace_settings(
+        self, model: str = "", changes: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, str | list[str]]:
+        """The trace settings of a model, or the global ones, after `changes`. Raises `ServerError`."""
+        if model and not self.model_ready(model):
+            raise InvalidArgument(f"Request for unknown model : {model}")
+        if changes:
+            self.tracing.update(changes, model)
+        return self.tracing.settings(model)
 
     def repository_index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The models of the repositories and those that were loaded from elsewhere, with their states."""

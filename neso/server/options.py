@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.tracing.config import TraceConfig
 
 
 class ModelControlMode(str, Enum):
@@ -30,7 +31,8 @@ class ServerOptions:
     long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
     `backend_config` holds settings by backend name. `response_cache_size` (bytes) is that of the response cache of
     all models that enable it; 0: there is none. `allow_client_shm`: clients may have tensors read from and written
-    to system shared memory. Raises `ServerError` for options that cannot be served.
+    to system shared memory. `trace`: what is traced from the start on. Raises `ServerError` for
+    options that cannot be served.
     """
 
     model_repository: tuple[Path, ...] = ()
@@ -45,6 +47,7 @@ class ServerOptions:
     backend_config: dict[str, dict[str, str]] = field(default_factory=dict)
     response_cache_size: int = 0
     allow_client_shm: bool = False
+    trace: TraceConfig = field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
         if self.model_control_mode is ModelControlMode.POLL:

@@ -22,6 +22,7 @@ from neso.backends.python.response_sender import ModelOutputs, Responder
 from neso.backends.python.server_access import ServerAccess, server_access
 from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_response import NEVER_EXECUTED, ResponseStream
+from neso.server.log import request_fields
 from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,8 @@ class ModelInstance:
             self._fail(error, [responder])
 
     def _fail(self, error: Exception, responders: list[Responder]) -> None:
-        logger.error("execute of '%s' failed", self._outputs.instance, exc_info=error)
+        about = request_fields(responders[0].stream)
+        logger.error("execute of '%s' failed", self._outputs.instance, exc_info=error, extra=about)
         text = str(error) if isinstance(error, TritonModelException) else f"{type(error).__name__}: {error}"
         for responder in responders:
             responder.fail(

@@ -11,6 +11,7 @@ from neso.frontends.kserve_http.errors import status_of
 from neso.frontends.kserve_http.json_body import read_object, write_json
 from neso.frontends.kserve_http.json_tensor import is_finite, read_tensor, write_values
 from neso.frontends.kserve_http.parameters import read_parameter, read_string
+from neso.frontends.kserve_http.tracing import SEND_START
 from neso.server.core import Core
 from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument, ServerError
@@ -58,6 +59,8 @@ class GenerateEndpoint:
                 body, code = _body(response)
                 if out is None:
                     out = StreamingResponse(request, code, _SSE)
+                    if request.trace is not None:
+                        request.trace.stamp(SEND_START)
                 if body is not None:
                     out.write(b"data: %b\n\n" % body)
                     await out.drain()
@@ -70,7 +73,9 @@ class GenerateEndpoint:
         model = self._core.model(request.params["model"], version)
         if request.header("content-encoding") not in (None, "", "identity"):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-        return model.submit(read_generate_request(request.body, model, version))
+        inference = read_generate_request(request.body, model, version)
+        inference.trace = request.trace
+        return model.submit(inference)
 
 
 def read_generate_request(body: bytes, model: Model, version: str) -> InferenceRequest:

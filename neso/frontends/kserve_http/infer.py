@@ -43,6 +43,7 @@ class InferEndpoint:
             except UnsupportedEncoding as error:
                 return respond(error, ACCEPTED)
         inference, output_format = read_infer_request(request, model, version, self._core.shared_memory)
+        inference.trace = request.trace
         stream = model.submit(inference)
         try:
             response = await single_response(stream)

@@ -125,8 +125,15 @@ class _Flight:
 
     def begin(self, request: InferenceRequest, deliver: Callable[[Item], None]) -> None:
         """On the server's loop."""
-        model = self._server.core.model(request.model_name, request.model_version)
-        self._stream = model.submit(request)
+        core = self._server.core
+        model = core.model(request.model_name, request.model_version)
+        trace = core.tracing.sample(model.name) if core.tracing.enabled else None
+        request.trace = trace
+        try:
+            self._stream = model.submit(request)
+        finally:
+            if trace is not None:
+                trace.end()  # it is over with the model
         self._task = asyncio.get_running_loop().create_task(self._carry(self._stream, deliver))
 
     def cancel(self) -> None:
