@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +23,8 @@ except ImportError as error:
         f"trace mode 'opentelemetry' needs OpenTelemetry, which is not installed: pip install 'neso[otel]' ({error})"
     ) from None
 
-FLUSH_TIMEOUT = 5000
-"""Milliseconds that the last spans may take to reach the collector when the server stops."""
+FLUSH_TIMEOUT = 3.0
+"""Seconds that the last spans may take to reach the collector when the server stops."""
 
 
 class OtelSink(TraceSink):
@@ -37,9 +39,10 @@ class OtelSink(TraceSink):
         if "service.name" not in OTELResourceDetector().detect().attributes:
             attributes.setdefault("service.name", "neso")
         self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        self._exporter = OTLPSpanExporter(endpoint=config.url)
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                OTLPSpanExporter(endpoint=config.url),
+                self._exporter,
                 max_queue_size=config.bsp_max_queue_size,
                 schedule_delay_millis=config.bsp_schedule_delay,
                 max_export_batch_size=config.bsp_max_export_batch_size,
@@ -84,7 +87,8 @@ class OtelSink(TraceSink):
     def end_model(self, model: ModelTrace) -> None:
         offset, span = model.trace.clock_offset, model.span
         compute = [(name, ns) for name, ns in model.activities if name.startswith("COMPUTE_")]
-        for name, ns in sorted(set(model.activities) - set(compute), key=lambda activity: activity[1]):
+        others = [activity for activity in model.activities if activity not in compute]
+        for name, ns in sorted(others, key=lambda activity: activity[1]):
             span.add_event(name, timestamp=ns + offset)
         span.set_attributes(model.attributes)
         if model.error is not None:
@@ -98,7 +102,7 @@ class OtelSink(TraceSink):
         failed = next((model.error for model in trace.models if model.error and not model.parent_id), None)
         if failed is not None:
             trace.span.set_status(Status(StatusCode.ERROR, failed.message))
-        trace.span.end()
+        trace.span.end(time.monotonic_ns() + trace.clock_offset)
 
     def context(self, model: ModelTrace) -> dict[str, str] | None:
         carrier: dict[str, str] = {}
@@ -110,8 +114,11 @@ class OtelSink(TraceSink):
 
     def close(self) -> None:
         """Send what is left, and end the thread that sends. Blocks."""
-        self._provider.force_flush(FLUSH_TIMEOUT)
+        # The processor waits as long as the exporter tries; shut down, that one gives up.
+        give_up = threading.Timer(FLUSH_TIMEOUT, self._exporter.shutdown)
+        give_up.start()
         self._provider.shutdown()
+        give_up.cancel()
 
     def _add_parts(self, model: ModelTrace, compute: list[tuple[str, int]]) -> None:
         """The spans below that of a model: compute with what it consists of, and what was before it."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs neso[otel]")
-
 from otlp_collector import Collector, collecting
 
 

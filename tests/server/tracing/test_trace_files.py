@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import numpy as np
 import pytest
@@ -19,9 +20,20 @@ platform: "ensemble"
 input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
 ensemble_scheduling {
-  step { model_name: "identity" model_version: -1 input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "mid" } }
-  step { model_name: "second" model_version: -1 input_map { key: "IN" value: "mid" } output_map { key: "OUT" value: "OUT" } }
+  step {
+    model_name: "identity" model_version: -1
+    input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "mid" }
+  }
+  step {
+    model_name: "second" model_version: -1
+    input_map { key: "IN" value: "mid" } output_map { key: "OUT" value: "OUT" }
+  }
 }
+"""
+BROKEN = """
+class TritonPythonModel:
+    def execute(self, requests):
+        raise ValueError("so")
 """
 CALLER = """
 import triton_python_backend_utils as pb_utils
@@ -63,6 +75,16 @@ async def ask_traced(core, model: str, id: str = "") -> None:
         trace.end()
 
 
+async def becomes(condition) -> None:
+    """Wait until a condition holds."""
+
+    def wait() -> None:
+        while not condition():
+            time.sleep(0.01)
+
+    await asyncio.wait_for(asyncio.to_thread(wait), 10)
+
+
 @pytest.fixture
 def start(start_core, repository, tmp_path):
     async def start(*settings: str):
@@ -88,7 +110,14 @@ async def test_timestamps(start, repository):
         None,
     )
     assert list(trace.timestamps) == [
-        *("HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END"),
+        *(
+            "HTTP_RECV_START",
+            "HTTP_RECV_END",
+            "REQUEST_START",
+            "QUEUE_START",
+            "COMPUTE_START",
+            "COMPUTE_INPUT_END",
+        ),
         *("COMPUTE_OUTPUT_START", "COMPUTE_END", "REQUEST_END", "INFER_RESPONSE_COMPLETE"),
         *("HTTP_SEND_START", "HTTP_SEND_END"),
     ]
@@ -178,8 +207,7 @@ async def test_a_count_fills_one_numbered_file(start, repository):
     for _ in range(5):
         await ask_traced(core, "identity")
     numbered = path.with_name("trace.json.0")
-    while not numbered.exists() or not numbered.read_text():
-        await asyncio.sleep(0.01)
+    await becomes(lambda: numbered.exists() and numbered.read_text().endswith("]"))
     assert len(read_traces(numbered)) == 3
     assert not core.tracing.enabled
     await core.stop()
@@ -190,10 +218,13 @@ async def test_the_file_is_readable_while_the_server_runs(start, repository, mon
     monkeypatch.setattr("neso.server.tracing.collection.FLUSH_AFTER", 0.01)
     repository.add("identity")
     core, path = await start()
+
+    def has_traces(count: int) -> bool:
+        return path.exists() and path.read_text().count("REQUEST_END") == count
+
     for count in (1, 2, 3):
         await ask_traced(core, "identity")
-        while not path.exists() or not (text := path.read_text()) or text.count("REQUEST_END") < count:
-            await asyncio.sleep(0.01)
+        await becomes(lambda count=count: has_traces(count))
         assert len(read_traces(path)) == count
 
 
@@ -214,7 +245,7 @@ async def test_a_change_of_settings_writes_what_there_is_and_loses_nothing(start
 
 
 async def test_a_request_that_fails_is_traced_to_its_end(start, repository):
-    repository.add("broken", "class TritonPythonModel:\n    def execute(self, requests):\n        raise ValueError(1)")
+    repository.add("broken", BROKEN)
     core, path = await start()
     trace = core.tracing.sample("broken")
     trace.stamp("HTTP_RECV_START")

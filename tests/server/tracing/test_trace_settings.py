@@ -53,7 +53,10 @@ async def test_a_model_has_what_it_does_not_set_itself_from_the_global_setting(t
     assert sampled(tracing, "own", 3) == [0, 1, 2]
     assert sampled(tracing, "other", 3) == [2]
     tracing.update({"trace_level": ["TENSORS"], "trace_rate": ["7"]})
-    assert (tracing.settings("own")["trace_level"], tracing.settings("own")["trace_rate"]) == (["TENSORS"], "1")
+    assert (tracing.settings("own")["trace_level"], tracing.settings("own")["trace_rate"]) == (
+        ["TENSORS"],
+        "1",
+    )
     tracing.update({"trace_rate": []}, "own")
     assert tracing.settings("own") == tracing.settings()
     tracing.update({"trace_level": ["OFF"]})
@@ -139,6 +142,8 @@ async def test_without_a_file_nothing_can_be_traced(caplog):
     tracing = Tracing(TraceConfig.parse(["level=TIMESTAMPS", "rate=1"]))
     assert not tracing.enabled and "nothing is traced: trace file name is not given" in caplog.text
     tracing.update({"trace_level": ["OFF"]})
-    with pytest.raises(ServerError, match="Attempting to set invalid trace setting :trace file name is not given"):
+    with pytest.raises(
+        ServerError, match="Attempting to set invalid trace setting :trace file name is not given"
+    ):
         tracing.update({"trace_level": ["TIMESTAMPS"]})
     await tracing.close()

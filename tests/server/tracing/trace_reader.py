@@ -31,7 +31,9 @@ def read_traces(path: Path) -> list[ReadTrace]:
     for entry in sorted(json.loads(path.read_text()), key=lambda entry: entry["id"]):
         id = entry["id"]
         stamps = {stamp["name"]: stamp["ns"] for stamp in entry.get("timestamps", ())}
-        if entry.get("parent_id") in known or any(name.startswith(("HTTP_RECV", "GRPC_WAIT")) for name in stamps):
+        if entry.get("parent_id") in known or any(
+            name.startswith(("HTTP_RECV", "GRPC_WAIT")) for name in stamps
+        ):
             known.add(id)
         if id not in known:
             continue
@@ -53,7 +55,14 @@ def check_order(timestamps: dict[str, int]) -> None:
     order = (
         *("HTTP_RECV_START", "HTTP_RECV_END", "GRPC_WAITREAD_START", "GRPC_WAITREAD_END"),
         *("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START"),
-        *("COMPUTE_END", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END", "GRPC_SEND_START", "GRPC_SEND_END"),
+        *(
+            "COMPUTE_END",
+            "REQUEST_END",
+            "HTTP_SEND_START",
+            "HTTP_SEND_END",
+            "GRPC_SEND_START",
+            "GRPC_SEND_END",
+        ),
     )
     times = [timestamps[name] for name in order if name in timestamps]
     assert times == sorted(times), timestamps
