@@ -14,6 +14,7 @@ from neso.server.response_cache import CachedResponse, Key, ResponseCache, reque
 
 if TYPE_CHECKING:
     from neso.server.backend import ModelContext
+    from neso.server.tracing import ModelTrace
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Miss:
     ns: int
     responses: list[InferenceResponse] = field(default_factory=list)
     failed: bool = False
+    trace: ModelTrace | None = None
 
 
 class CachedModel:
@@ -75,7 +77,7 @@ class CachedModel:
             stream.trace.stamp(f"CACHE_{kind}_LOOKUP_START", started)
             stream.trace.stamp(f"CACHE_{kind}_LOOKUP_END", started + ns)
         if found is None:
-            self._missed[request] = Miss(key, ns)
+            self._missed[request] = Miss(key, ns, trace=stream.trace)
             return None
         name, version = self._scope[:2]
         hit = ResponseStream(request, batch_size=stream.batch_size)
@@ -104,4 +106,8 @@ class CachedModel:
         if len(miss.responses) == 1:
             kept = miss.responses[0]
             self._cache.put(miss.key, CachedResponse.copy_of(kept.outputs, kept.parameters))
-        self._statistics.cache_miss.add(miss.ns + time.monotonic_ns() - started)
+        ended = time.monotonic_ns()
+        self._statistics.cache_miss.add(miss.ns + ended - started)
+        if miss.trace is not None:
+            miss.trace.stamp("CACHE_MISS_INSERTION_START", started)
+            miss.trace.stamp("CACHE_MISS_INSERTION_END", ended)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from neso.server.errors import InvalidArgument
@@ -102,13 +103,6 @@ class TraceConfig:
         pairs += given
         # The last one counts, but for those that may be given several times.
         values = {(mode, name): value for mode, name, value in pairs}
-        otel = {
-            name: _number(f"opentelemetry,{name}", values[TraceMode.OPENTELEMETRY, name], 1, 2**32 - 1)
-            for name in _OF_MODE[TraceMode.OPENTELEMETRY][2:]
-            if (TraceMode.OPENTELEMETRY, name) in values
-        }
-        url = values.get((TraceMode.OPENTELEMETRY, "url"))
-        resource = tuple(_resource(value) for _, name, value in pairs if name == "resource")
         base = TraceSetting()
         return cls(
             TraceSetting(
@@ -121,8 +115,23 @@ class TraceConfig:
             ),
             _mode(values.get((None, "mode"), "triton")),
             values.get((TraceMode.TRITON, "file"), ""),
-            OtelConfig(**({"url": _url(url)} if url is not None else {}), resource=resource, **otel),
+            _otel(pairs),
         )
+
+
+def _otel(pairs: list[tuple[TraceMode | None, str, str]]) -> OtelConfig:
+    given: dict[str, Any] = {}
+    resource = []
+    for mode, name, value in pairs:
+        if mode is not TraceMode.OPENTELEMETRY:
+            continue
+        if name == "resource":
+            resource.append(_resource(value))
+        else:
+            given[name] = (
+                _url(value) if name == "url" else _number(f"opentelemetry,{name}", value, 1, 2**32 - 1)
+            )
+    return OtelConfig(resource=tuple(resource), **given)
 
 
 def _split(text: str) -> tuple[TraceMode | None, str, str]:

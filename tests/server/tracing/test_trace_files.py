@@ -181,6 +181,7 @@ async def test_a_cached_response(start_core, repository, tmp_path):
     await core.stop()
     miss, hit = read_traces(tmp_path / "t")
     assert {"CACHE_MISS_LOOKUP_START", "CACHE_MISS_LOOKUP_END", "COMPUTE_START"} <= miss.timestamps.keys()
+    assert {"CACHE_MISS_INSERTION_START", "CACHE_MISS_INSERTION_END"} <= miss.timestamps.keys()
     assert {"CACHE_HIT_LOOKUP_START", "CACHE_HIT_LOOKUP_END", "REQUEST_END"} <= hit.timestamps.keys()
     assert "COMPUTE_START" not in hit.timestamps
 
