@@ -22,7 +22,7 @@ from neso.frontends.kserve_http.options import HttpOptions
 from neso.frontends.kserve_http.repository import RepositoryEndpoints
 from neso.frontends.kserve_http.settings import SettingEndpoints
 from neso.frontends.kserve_http.shared_memory import SharedMemoryEndpoints
-from neso.frontends.kserve_http.tracing import TracedEndpoint
+from neso.frontends.kserve_http.tracing import traced
 from neso.server.core import Core
 from neso.server.errors import ServerError
 
@@ -99,9 +99,9 @@ class KServeHttp:
             add("GET", f"{model}/ready", health.model_ready)
             add("GET", f"{model}/config", metadata.config)
             add("GET", f"{model}/stats", metadata.model_stats)
-            add("POST", f"{model}/infer", TracedEndpoint(core, infer))
-            add("POST", f"{model}/generate", TracedEndpoint(core, generate.generate))
-            add("POST", f"{model}/generate_stream", TracedEndpoint(core, generate.generate_stream))
+            add("POST", f"{model}/infer", traced(core, infer.__call__))
+            add("POST", f"{model}/generate", traced(core, generate.generate))
+            add("POST", f"{model}/generate_stream", traced(core, generate.generate_stream))
         for prefix in _REPOSITORY:
             add("POST", f"{prefix}/index", repository.index)
             add("POST", f"{prefix}/models/{{model}}/load", repository.load)

@@ -9,6 +9,7 @@ from typing import Any
 
 from neso.server.errors import Unsupported
 from neso.server.tracing.config import OtelConfig
+from neso.server.tracing.setting import TraceLevel
 from neso.server.tracing.trace import ModelTrace, Trace, TraceSink
 
 try:
@@ -31,8 +32,10 @@ class OtelSink(TraceSink):
     """InferRequest ─ the model's name ─ compute, each with its activities as events; models called are below.
 
     Everything that a trace holds is made a span when it ends, but for the spans of requests and models: their ids
-    must be known to those who make spans of their own.
+    must be known to those who make spans of their own. Tensors are not exported.
     """
+
+    levels = TraceLevel.TIMESTAMPS
 
     def __init__(self, config: OtelConfig) -> None:
         attributes: dict[str, Any] = dict(config.resource)

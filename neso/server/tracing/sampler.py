@@ -36,7 +36,7 @@ class Sampler:
         """A trace if this request is to have one; `join`: it is part of the one that `parent` stands for."""
         if self.sink is None or not (join or self._takes_next()):
             return None
-        return Trace(self._setting.level, self.sink, parent)
+        return Trace(self._setting.level & self.sink.levels, self.sink, parent)
 
     def _takes_next(self) -> bool:
         rate = self._setting.rate

@@ -33,7 +33,12 @@ class TraceParent(Protocol):
 
 
 class TraceSink:
-    """Where traces go. It sees each trace and its models when they begin and when they are over."""
+    """Where traces go. It sees each trace and its models when they begin and when they are over.
+
+    `levels`: what it has a use for.
+    """
+
+    levels = TraceLevel.TIMESTAMPS | TraceLevel.TENSORS
 
     def begin(self, trace: Trace) -> None:
         """A trace begins."""
