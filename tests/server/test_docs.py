@@ -24,6 +24,7 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "engine-directories.md",
         "ensembles.md",
         "sequences.md",
+        "tracing.md",
     ],
 )
 def test_examples(name, tmp_path):

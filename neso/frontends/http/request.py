@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Request:
     """What a client sent. Header names are lower case; a repeated header is one value, joined by commas.
 
-    `begun`: when its first bytes came, in ns of the monotonic clock. `params` holds what the router took from the
-    path, percent-decoded. `trace` is for those who handle it to use. `connection` is where the answer goes.
+    `begun`: when its first bytes came, in ns of the monotonic clock; 0: not told. `params` holds what the router took
+    from the path, percent-decoded. `trace` is for those who handle it to use. `connection` is where the answer goes.
     """
 
     __slots__ = (

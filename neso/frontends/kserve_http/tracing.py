@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from neso.frontends.http import Answer, Request
@@ -30,8 +31,9 @@ def traced(core: Core, endpoint: Endpoint) -> Endpoint:
 
 
 async def _traced(endpoint: Endpoint, request: Request, trace: Trace) -> Answer:
-    trace.stamp("HTTP_RECV_START", request.begun)
-    trace.stamp("HTTP_RECV_END")
+    now = time.monotonic_ns()
+    trace.stamp("HTTP_RECV_START", request.begun or now)
+    trace.stamp("HTTP_RECV_END", now)
     request.trace = trace
     try:
         return await endpoint(request)
