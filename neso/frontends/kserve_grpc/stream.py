@@ -20,7 +20,7 @@ from neso.frontends.kserve_grpc.encoding import encode_stream_error, encode_stre
 from neso.frontends.kserve_grpc.errors import as_server_error
 from neso.frontends.kserve_grpc.infer import only_response, read_request
 from neso.frontends.kserve_grpc.parameters import RequestParameters
-from neso.frontends.kserve_grpc.tracing import begin_trace, end_sent
+from neso.frontends.kserve_grpc.tracing import PROTOCOL, begin_trace
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
@@ -97,7 +97,7 @@ class InferStream:
             else:
                 response = await only_response(responses)
                 if trace is not None:
-                    trace.stamp("GRPC_SEND_START")
+                    trace.sending(PROTOCOL)
                 await self._write(encode_stream_response(response, parameters.output_windows, final=True))
         except Exception as failure:
             responses.cancel()
@@ -105,14 +105,14 @@ class InferStream:
             await self._fail(request.model_name, request.id, as_server_error(failure, "ModelStreamInfer"))
         finally:
             if trace is not None:
-                end_sent(trace)
+                trace.sent(PROTOCOL)
 
     async def _answer_many(
         self, responses: ResponseStream, parameters: RequestParameters, trace: Trace | None
     ) -> None:
         async for response in responses:
-            if trace is not None and not trace.has("GRPC_SEND_START"):
-                trace.stamp("GRPC_SEND_START")
+            if trace is not None:
+                trace.sending(PROTOCOL)
             if response.error is not None:
                 await self._fail(response.model_name, response.id, response.error, final=response.final)
             elif parameters.empty_final_response or not response.flag_only:

@@ -9,6 +9,8 @@ from grpc.aio import ServicerContext
 from neso.server.core import Core
 from neso.server.tracing import Trace
 
+PROTOCOL = "GRPC"
+
 
 def begin_trace(core: Core, model: str, context: ServicerContext, read_start: int) -> Trace | None:
     """A trace if the request, which began to be read at `read_start` (ns), is to have one. Only while enabled."""
@@ -22,11 +24,5 @@ def begin_trace(core: Core, model: str, context: ServicerContext, read_start: in
 
 def end_with_reply(trace: Trace) -> None:
     """End a trace whose reply gRPC sends when the method has returned, before the loop gets to anything else."""
-    trace.stamp("GRPC_SEND_START")
-    asyncio.get_running_loop().call_soon(end_sent, trace)
-
-
-def end_sent(trace: Trace) -> None:
-    """End a trace whose last message has been sent."""
-    trace.stamp("GRPC_SEND_END")
-    trace.end()
+    trace.sending(PROTOCOL)
+    asyncio.get_running_loop().call_soon(trace.sent, PROTOCOL)

@@ -11,7 +11,7 @@ from neso.frontends.kserve_http.errors import status_of
 from neso.frontends.kserve_http.json_body import read_object, write_json
 from neso.frontends.kserve_http.json_tensor import is_finite, read_tensor, write_values
 from neso.frontends.kserve_http.parameters import read_parameter, read_string
-from neso.frontends.kserve_http.tracing import SEND_START
+from neso.frontends.kserve_http.tracing import PROTOCOL
 from neso.server.core import Core
 from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument, ServerError
@@ -60,7 +60,7 @@ class GenerateEndpoint:
                 if out is None:
                     out = StreamingResponse(request, code, _SSE)
                     if request.trace is not None:
-                        request.trace.stamp(SEND_START)
+                        request.trace.sending(PROTOCOL)
                 if body is not None:
                     out.write(b"data: %b\n\n" % body)
                     await out.drain()

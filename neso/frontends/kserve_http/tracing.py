@@ -12,7 +12,7 @@ from neso.server.tracing import Trace
 
 Endpoint = Callable[[Request], Awaitable[Answer]]
 
-SEND_START = "HTTP_SEND_START"
+PROTOCOL = "HTTP"
 
 
 def traced(core: Core, endpoint: Endpoint) -> Endpoint:
@@ -38,12 +38,6 @@ async def _traced(endpoint: Endpoint, request: Request, trace: Trace) -> Answer:
     try:
         return await endpoint(request)
     finally:
-        if not trace.has(SEND_START):
-            trace.stamp(SEND_START)
+        trace.sending(PROTOCOL)
         # The response is written when this has returned, before the loop gets to anything else.
-        asyncio.get_running_loop().call_soon(_sent, trace)
-
-
-def _sent(trace: Trace) -> None:
-    trace.stamp("HTTP_SEND_END")
-    trace.end()
+        asyncio.get_running_loop().call_soon(trace.sent, PROTOCOL)

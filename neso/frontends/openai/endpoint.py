@@ -43,8 +43,7 @@ class GenerationEndpoint(Generic[Body]):
             await while_connected(receive, self._answer(request, trace, scope, receive, send))
         finally:
             if trace is not None:
-                trace.stamp("HTTP_SEND_END")
-                trace.end()
+                trace.sent("HTTP")
 
     async def _answer(
         self, request: Body, trace: Trace | None, scope: Scope, receive: Receive, send: Send
@@ -54,7 +53,7 @@ class GenerationEndpoint(Generic[Body]):
         except Exception as error:
             response = error_response(to_api_error(error))
         if trace is not None:
-            trace.stamp("HTTP_SEND_START")
+            trace.sending("HTTP")
         await response(scope, receive, send)
 
     def _begin_trace(self, request: Body, scope: Scope, began: int) -> Trace | None:

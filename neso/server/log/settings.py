@@ -15,6 +15,9 @@ from neso.server.log.options import LogFormat, LogOptions
 OTHERS = ("asyncio", "grpc", "filelock", "urllib3", "httpcore", "httpx", "opentelemetry")
 """Libraries whose messages below a warning come at verbose level 2 only."""
 
+MOST_VERBOSE = 2**31 - 1
+"""What the protocols can carry; from 2 on there is no more to tell."""
+
 Values = dict[str, str | int | bool]
 
 
@@ -65,6 +68,8 @@ class LogSettings:
             if name not in self.settings():
                 known = ", ".join(known for known in self.settings() if known != "log_file")
                 raise InvalidArgument(f"unknown log setting '{name}', expected one of {known}")
+            if name == "log_verbose_level" and value > MOST_VERBOSE:
+                raise InvalidArgument(f"log_verbose_level must be at most {MOST_VERBOSE}, got {value}")
             changes[field] = LogFormat.parse(value) if name == "log_format" else value
         if changes:
             self.options = replace(self.options, **changes)

@@ -68,12 +68,14 @@ class OtelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """The settings at start, and what no client can change: `mode`, `file` (of mode `triton`) and `otel`."""
+    """The settings at start, and what no client can change: `mode`, `file` (of mode `triton`) and `otel`, whose
+    default is that of the environment.
+    """
 
     setting: TraceSetting = field(default_factory=TraceSetting)
     mode: TraceMode = TraceMode.TRITON
     file: str = ""
-    otel: OtelConfig = field(default_factory=OtelConfig)
+    otel: OtelConfig | None = None
 
     @classmethod
     def parse(
@@ -103,7 +105,8 @@ class TraceConfig:
         pairs += given
         # The last one counts, but for those that may be given several times.
         values = {(mode, name): value for mode, name, value in pairs}
-        base = TraceSetting()
+        base, mode = TraceSetting(), _mode(values.get((None, "mode"), "triton"))
+        of_otel = [(name, value) for of_mode, name, value in pairs if of_mode is TraceMode.OPENTELEMETRY]
         return cls(
             TraceSetting(
                 _level([value for _, name, value in pairs if name == "level"]),
@@ -113,18 +116,16 @@ class TraceConfig:
                     "triton,log-frequency", values.get((TraceMode.TRITON, "log-frequency"), "0"), 0, 2**32 - 1
                 ),
             ),
-            _mode(values.get((None, "mode"), "triton")),
+            mode,
             values.get((TraceMode.TRITON, "file"), ""),
-            _otel(pairs),
+            _otel(of_otel) if of_otel or mode is TraceMode.OPENTELEMETRY else None,
         )
 
 
-def _otel(pairs: list[tuple[TraceMode | None, str, str]]) -> OtelConfig:
+def _otel(pairs: list[tuple[str, str]]) -> OtelConfig:
     given: dict[str, Any] = {}
     resource = []
-    for mode, name, value in pairs:
-        if mode is not TraceMode.OPENTELEMETRY:
-            continue
+    for name, value in pairs:
         if name == "resource":
             resource.append(_resource(value))
         else:

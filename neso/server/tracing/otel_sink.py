@@ -38,6 +38,7 @@ class OtelSink(TraceSink):
     levels = TraceLevel.TIMESTAMPS
 
     def __init__(self, config: OtelConfig) -> None:
+        self.config = config
         attributes: dict[str, Any] = dict(config.resource)
         if "service.name" not in OTELResourceDetector().detect().attributes:
             attributes.setdefault("service.name", "neso")

@@ -103,9 +103,17 @@ class Trace:
         if TraceLevel.TIMESTAMPS in self.level:
             self.activities.append((activity, time.monotonic_ns() if ns is None else ns))
 
-    def has(self, activity: str) -> bool:
-        """Whether the front end has noted that already."""
-        return any(name == activity for name, _ in self.activities)
+    def sending(self, protocol: str) -> None:
+        """The front end begins to send the answer; only the first call is noted."""
+        start = f"{protocol}_SEND_START"
+        if all(name != start for name, _ in self.activities):
+            self.stamp(start)
+
+    def sent(self, protocol: str) -> None:
+        """The front end has sent all that it had to send, and is through."""
+        self.sending(protocol)
+        self.stamp(f"{protocol}_SEND_END")
+        self.end()
 
     def begin(
         self, model: str, version: str, request_id: str, start: int, inputs: dict[str, Tensor] | None = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from neso.server.tracing.collection import Collection
-from neso.server.tracing.config import TraceConfig
+from neso.server.tracing.config import OtelConfig, TraceConfig
 from neso.server.tracing.sampler import Sampler
 from neso.server.tracing.setting import TraceMode, TraceSetting
 from neso.server.tracing.trace import Trace, TraceSink
@@ -69,7 +69,7 @@ class Tracing:
         }
         if self._config.mode is TraceMode.TRITON:
             return told | {"log_frequency": str(setting.log_frequency), "trace_file": self._config.file}
-        return told | self._config.otel.describe()
+        return told if self._otel is None else told | self._otel.config.describe()
 
     def update(self, values: Mapping[str, Sequence[str]], model: str = GLOBAL) -> None:
         """Change settings of a model, or the global ones, which models have where they have none of their own.
@@ -142,4 +142,4 @@ def _make_otel(config: TraceConfig) -> OtelSink | None:
         return None
     from neso.server.tracing.otel_sink import OtelSink
 
-    return OtelSink(config.otel)
+    return OtelSink(config.otel or OtelConfig())

@@ -472,7 +472,7 @@ async def test_batches_go_to_all_instances(serve):
     assert time.monotonic() - started < 0.19, "one after the other takes 0.2 s"
 
 
-async def test_the_logger_obeys_the_settings_of_the_log(serve, caplog):
+async def test_the_logger_obeys_the_settings_of_the_log(serve, caplog, same_log):
     code = """
         import triton_python_backend_utils as pb_utils
 
@@ -485,12 +485,9 @@ async def test_the_logger_obeys_the_settings_of_the_log(serve, caplog):
     """
     settings = log_settings()
     model = await serve(code)
-    try:
-        for level in (0, 1):
-            settings.update({"log_verbose_level": level})
-            await collect(ask(model, IN=np.ones(1, np.float32)))
-    finally:
-        settings.update({"log_verbose_level": 0})
+    for level in (0, 1):
+        settings.update({"log_verbose_level": level})
+        await collect(ask(model, IN=np.ones(1, np.float32)))
     said = [record for record in caplog.records if record.name == "neso.model"]
     assert [record.message for record in said] == ["aloud", "quietly", "aloud"]
     assert {(record.model, record.model_version, record.filename) for record in said} == {

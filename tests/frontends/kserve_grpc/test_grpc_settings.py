@@ -10,17 +10,9 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from neso.server.log import LogOptions, log_settings
 from neso.server.tracing import TraceConfig, Tracing
 
-
-@pytest.fixture(autouse=True)
-def same_log():
-    """The process's log as it was."""
-    yield
-    settings = log_settings()
-    settings.options = LogOptions()
-    settings.update({"log_info": True})
+pytestmark = pytest.mark.usefixtures("same_log")
 
 
 @pytest.fixture

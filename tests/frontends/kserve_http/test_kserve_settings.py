@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 
-from neso.server.log import LogOptions, log_settings
 from neso.server.tracing import TraceConfig, Tracing
 
-
-@pytest.fixture(autouse=True)
-def same_log():
-    """The process's log as it was."""
-    yield
-    settings = log_settings()
-    settings.options = LogOptions()
-    settings.update({"log_info": True})
+pytestmark = pytest.mark.usefixtures("same_log")
 
 
 @pytest.fixture
@@ -131,7 +122,3 @@ async def test_the_asynchronous_tritonclient(traced, client):
         assert (await server.get_trace_settings())["trace_rate"] == "9"
         assert (await server.update_log_settings({"log_format": "ISO8601"}))["log_format"] == "ISO8601"
         assert (await server.get_log_settings())["log_format"] == "ISO8601"
-
-
-def test_options_of_the_log_do_not_leak():
-    assert log_settings().options == replace(LogOptions())

@@ -170,6 +170,7 @@ def test_updates_are_all_or_nothing(install, options):
         ({"log_info": False, "log_file": "x"}, ErrorCode.UNSUPPORTED),
         ({"log_info": False, "log_format": "x"}, ErrorCode.INVALID_ARG),
         ({"log_info": False, "what": 1}, ErrorCode.INVALID_ARG),
+        ({"log_info": False, "log_verbose_level": 2**32}, ErrorCode.INVALID_ARG),
     ):
         with pytest.raises(ServerError) as caught:
             settings.update(values)
