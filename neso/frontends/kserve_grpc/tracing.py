@@ -15,9 +15,9 @@ PROTOCOL = "GRPC"
 def begin_trace(core: Core, model: str, context: ServicerContext, read_start: int) -> Trace | None:
     """A trace if the request, which began to be read at `read_start` (ns), is to have one. Only while enabled."""
     metadata = dict(context.invocation_metadata() or ())
-    trace = core.tracing.sample(model, metadata.get)
+    trace = core.tracing.sample(model, metadata.get, read_start)
     if trace is not None:
-        trace.stamp("GRPC_WAITREAD_START", read_start)
+        trace.stamp("GRPC_WAITREAD_START", trace.started)
         trace.stamp("GRPC_WAITREAD_END")
     return trace
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 from neso.frontends.http import Answer, Request
@@ -24,16 +23,15 @@ def traced(core: Core, endpoint: Endpoint) -> Endpoint:
         if not tracing.enabled:
             return endpoint(request)
         model = request.params["model"]
-        trace = tracing.sample(model, request.header) if core.model_ready(model) else None
+        trace = tracing.sample(model, request.header, request.begun) if core.model_ready(model) else None
         return endpoint(request) if trace is None else _traced(endpoint, request, trace)
 
     return handle
 
 
 async def _traced(endpoint: Endpoint, request: Request, trace: Trace) -> Answer:
-    now = time.monotonic_ns()
-    trace.stamp("HTTP_RECV_START", request.begun or now)
-    trace.stamp("HTTP_RECV_END", now)
+    trace.stamp("HTTP_RECV_START", trace.started)
+    trace.stamp("HTTP_RECV_END")
     request.trace = trace
     try:
         return await endpoint(request)

@@ -60,9 +60,9 @@ class GenerationEndpoint(Generic[Body]):
         model: str = request.model  # type: ignore[attr-defined]  # every schema of these has it
         if not self._core.model_ready(model):
             return None
-        trace = self._core.tracing.sample(model, Headers(scope=scope).get)
+        trace = self._core.tracing.sample(model, Headers(scope=scope).get, began)
         if trace is not None:
-            trace.stamp("HTTP_RECV_START", began)
+            trace.stamp("HTTP_RECV_START", trace.started)
             trace.stamp("HTTP_RECV_END")
         return trace
 

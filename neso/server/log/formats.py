@@ -30,10 +30,6 @@ class TritonFormatter(logging.Formatter):
         moment = time.strftime("%m%d %H:%M:%S", time.gmtime(record.created))
         return f"{_letter(record)}{moment}.{_microseconds(record):06d} {record.process}"
 
-    # The base class fills these in `format`, which this one replaces.
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return record.getMessage()
-
 
 class Iso8601Formatter(TritonFormatter):
     """`2026-11-21T13:23:45Z I PID file.py:LINE] "message"`."""

@@ -43,6 +43,8 @@ class LogSettings:
         for old in tuple(root.handlers):
             root.removeHandler(old)
         root.addHandler(handler)
+        if self._handler is not None:
+            self._handler.close()
         self._handler = handler
         self._apply()
 

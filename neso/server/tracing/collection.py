@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from neso.server.tracing.setting import TraceSetting
-from neso.server.tracing.trace import Trace, TraceSink
+from neso.server.tracing.trace import Trace
 from neso.server.tracing.trace_file import TraceFile
+from neso.server.tracing.trace_sink import TraceSink
 
 FLUSH_AFTER = 1.0
 """Seconds that a trace may wait for others before it is written."""

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from neso.generation import GenerationOutput, GenerationRequest
-from neso.server.tracing.trace import ModelTrace
+from neso.server.tracing.model_trace import ModelTrace
 
 
 class GenerationTrace:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from neso.server.tracing.setting import TraceSetting
-from neso.server.tracing.trace import Trace, TraceSink
+from neso.server.tracing.trace import Trace
+from neso.server.tracing.trace_sink import TraceSink
 
 
 class Sampler:
@@ -20,23 +21,28 @@ class Sampler:
         self._remaining = setting.count
         self._seen = 0
         self._joins = joins
-        self.sink = sink if setting.level else None
+        self._sink = sink if setting.level else None
 
     @property
     def active(self) -> bool:
         """Whether any request would be taken."""
-        return self.sink is not None and (self._joins or (self._remaining != 0 and self._setting.rate > 0))
+        return self._sink is not None and (self._joins or (self._remaining != 0 and self._setting.rate > 0))
 
     @property
     def setting(self) -> TraceSetting:
         """The setting, with the count that is left."""
         return replace(self._setting, count=self._remaining)
 
-    def sample(self, parent: Any = None, *, join: bool = False) -> Trace | None:
+    def sample(self, start: int = 0, parent: Any = None, *, join: bool = False) -> Trace | None:
         """A trace if this request is to have one; `join`: it is part of the one that `parent` stands for."""
-        if self.sink is None or not (join or self._takes_next()):
+        if self._sink is None or not (join or self._takes_next()):
             return None
-        return Trace(self._setting.level & self.sink.levels, self.sink, parent)
+        return Trace(self._setting.level & self._sink.levels, self._sink, parent, start)
+
+    def retire(self) -> None:
+        """The setting is no longer in force."""
+        if self._sink is not None:
+            self._sink.retire()
 
     def _takes_next(self) -> bool:
         rate = self._setting.rate

@@ -10,7 +10,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from neso.server.tracing.trace import Activity, ModelTrace, Trace
+from neso.server.tracing.model_trace import Activity, ModelTrace
+from neso.server.tracing.trace import Trace
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from neso.server.tracing.collection import Collection
 from neso.server.tracing.config import OtelConfig, TraceConfig
 from neso.server.tracing.sampler import Sampler
 from neso.server.tracing.setting import TraceMode, TraceSetting
-from neso.server.tracing.trace import Trace, TraceSink
+from neso.server.tracing.trace import Trace
 from neso.server.tracing.trace_file import TraceFile
+from neso.server.tracing.trace_sink import TraceSink
 from neso.server.tracing.update import Overrides, read_update
 
 if TYPE_CHECKING:
@@ -43,17 +44,18 @@ class Tracing:
                 "nothing is traced: %s", config.setting.fault(config.mode, config.file) or "count is 0"
             )
 
-    def sample(self, model: str, header: Header | None = None) -> Trace | None:
+    def sample(self, model: str, header: Header | None = None, start: int = 0) -> Trace | None:
         """A trace for a client's request to a model if it is to be traced. Ask only while `enabled`.
 
-        `header` gives the request's headers: in mode `opentelemetry` a sampled `traceparent` is always followed.
+        `start`: when the request began, in ns of the monotonic clock. `header` gives its headers: in mode
+        `opentelemetry` a sampled `traceparent` is always followed.
         """
         sampler = self._samplers.get(model) or self._samplers[GLOBAL]
         if self._otel is None or header is None:
-            trace = sampler.sample()
+            trace = sampler.sample(start)
         else:
             parent = self._otel.parent(header)
-            trace = sampler.sample(parent, join=self._otel.is_sampled(parent))
+            trace = sampler.sample(start, parent, join=self._otel.is_sampled(parent))
         if trace is not None and not sampler.active:
             self._refresh()
         return trace
@@ -84,12 +86,8 @@ class Tracing:
             changed |= {name: self._current(name) for name in self._overrides if name != GLOBAL}
         settings: dict[str, TraceSetting] = {}
         for name, own in changed.items():
-            base = (
-                self._config.setting
-                if name == GLOBAL
-                else settings.get(GLOBAL) or self._samplers[GLOBAL].setting
-            )
-            settings[name] = own.over(base)
+            base = settings.get(GLOBAL) or self._samplers[GLOBAL].setting
+            settings[name] = own.over(self._config.setting if name == GLOBAL else base)
             settings[name].check(self._config.mode, self._config.file)
         for name, own in changed.items():
             self._put(name, own, settings[name])
@@ -99,7 +97,7 @@ class Tracing:
         """Write what is not written yet. Traces that are still open are lost."""
         self.enabled = False
         for sampler in self._samplers.values():
-            _retire(sampler.sink)
+            sampler.retire()
         if self._file is not None:
             await asyncio.to_thread(self._file.close)
         if self._otel is not None:
@@ -120,7 +118,7 @@ class Tracing:
         else:
             del self._overrides[name]
         if old is not None:
-            _retire(old.sink)
+            old.retire()
 
     def _make_sampler(self, setting: TraceSetting) -> Sampler:
         sink: TraceSink | None = self._otel
@@ -130,11 +128,6 @@ class Tracing:
 
     def _refresh(self) -> None:
         self.enabled = any(sampler.active for sampler in self._samplers.values())
-
-
-def _retire(sink: TraceSink | None) -> None:
-    if isinstance(sink, Collection):
-        sink.retire()
 
 
 def _make_otel(config: TraceConfig) -> OtelSink | None:

@@ -161,13 +161,16 @@ async def test_the_context_that_a_python_model_sees(collector, start_core, repos
     assert response.output("OUT").strings() == ["None"]
 
 
-async def test_an_error_is_told(collector, start_core, repository):
+async def test_an_error_is_told(collector, start_core, repository, caplog):
     repository.add("broken", BROKEN)
     core = await start_core(trace=config(collector))
-    await ask_traced(core, "broken")
+    await ask_traced(core, "broken", id="r")
     await asyncio.to_thread(collector.wait_for, 3)
     assert "ValueError: so" in collector.span("broken").error
     assert "ValueError: so" in collector.span("InferRequest").error
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (record.model, record.request_id) == ("broken", "r")
+    assert record.trace_id == collector.span("broken").trace_id
 
 
 async def test_the_last_spans_are_sent_when_the_server_stops(collector, start_core, repository):
