@@ -1,10 +1,24 @@
-"""Where there is no GPU, Triton interprets its kernels: that must be said before they are imported."""
+"""Where there is no GPU, Triton interprets its kernels: that must be said before they are imported. And the log."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+
+import pytest
 
 from neso.engine.runners.registry import has_nvidia_gpu
 
 if not has_nvidia_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def same_log() -> Iterator[None]:
+    """Whatever the test changes of the process's log is undone."""
+    from neso.server.log import LogOptions, log_settings
+
+    yield
+    log_settings().options = LogOptions()
+    logging.getLogger("neso").setLevel(logging.NOTSET)

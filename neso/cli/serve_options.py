@@ -12,10 +12,12 @@ from neso.cli.options.engine import engine_options
 from neso.cli.options.errors import OptionError
 from neso.cli.options.grpc import grpc_options
 from neso.cli.options.http import http_options
-from neso.cli.options.metrics import metrics_options
+from neso.cli.options.logging import log_options
+from neso.cli.options.metrics import measured, metrics_options
 from neso.cli.options.openai import openai_http_options, openai_options
 from neso.cli.options.rate_limiter import rate_limiter_options
 from neso.cli.options.repository import repository_options
+from neso.cli.options.tracing import trace_config
 from neso.cli.options.values import Values
 from neso.frontends.http import HttpServerOptions
 from neso.frontends.kserve_grpc import GrpcOptions
@@ -23,6 +25,7 @@ from neso.frontends.kserve_http import HttpOptions
 from neso.frontends.metrics import MetricsOptions
 from neso.frontends.openai import OpenAIOptions
 from neso.server.errors import ServerError
+from neso.server.log import LogOptions
 from neso.server.options import ServerOptions
 
 SHIPPED_MODEL = "neso-pilot"
@@ -62,7 +65,7 @@ class ServeOptions:
     metrics: MetricsOptions | None
     openai: OpenAIOptions | None
     openai_http: HttpServerOptions
-    verbose: bool
+    log: LogOptions
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -86,6 +89,8 @@ class ServeOptions:
             server_id=values["id"],
             exit_timeout=values["exit-timeout-secs"],
             allow_client_shm=values["allow-client-shm"],
+            metrics=measured(values),
+            trace=trace_config(values),
         )
         return cls(
             server=server,
@@ -96,7 +101,7 @@ class ServeOptions:
             metrics=metrics_options(values),
             openai=openai_options(values),
             openai_http=openai_http_options(values),
-            verbose=values["log-verbose"] > 0,
+            log=log_options(values),
             warnings=tuple(values.warnings),
         )
 

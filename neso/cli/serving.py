@@ -12,13 +12,13 @@ from typing import Protocol
 
 import uvloop
 
-from neso.cli.logs import configure_logging
 from neso.cli.options.errors import OptionError
 from neso.cli.ready import show_ready
 from neso.cli.serve_options import ModelArgument, ServeOptions
 from neso.frontends.http import AsgiApp, AsgiServer, BindError
 from neso.server.core import Core
 from neso.server.errors import ServerError
+from neso.server.log import configure_log
 from neso.server.metadata import ModelState
 
 logger = logging.getLogger("neso")
@@ -47,7 +47,7 @@ def run(command_line: Mapping[str, list[str]]) -> int:
         print(f"neso serve: {error}", file=sys.stderr)
         return 2
     try:
-        configure_logging(verbose=options.verbose)
+        configure_log(options.log)
         for warning in options.warnings:
             logger.warning(warning)
         return uvloop.run(_serve(options, started))

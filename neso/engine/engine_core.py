@@ -211,6 +211,7 @@ class EngineCore:
             logprobs=[token.logprobs] if token.logprobs is not None else [],
             prompt_logprobs=prompt_logprobs,
             cached_tokens=sequence.num_cached_tokens,
+            scheduled_ns=sequence.scheduled_ns if sequence.num_output_tokens == 1 else 0,
         )
 
     def _fail(self, schedule: Schedule, error: Exception) -> list[SequenceOutput]:

@@ -29,6 +29,7 @@ class RequestState:
     tokenizer: Tokenizer
     sequences: list[SequenceState] = field(init=False)
     cached_tokens: int = 0
+    scheduled_ns: int = 0
     _prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False)
     _started: bool = False
 
@@ -65,6 +66,7 @@ class RequestState:
             if output.finish_reason is FinishReason.ERROR:
                 raise EngineError(output.error)
             self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+            self.scheduled_ns = self.scheduled_ns or output.scheduled_ns
             if output.prompt_logprobs and self._prompt_logprobs is not None:
                 self._prompt_logprobs += [self._logprobs(entry) for entry in output.prompt_logprobs]
             if output.token_ids and not self.sequences[output.index].finished:
@@ -84,6 +86,7 @@ class RequestState:
             num_sequences=len(self.sequences),
             prompt_token_ids=self.request.prompt_token_ids if first else [],
             prompt_logprobs=self._prompt_logprobs if first else None,
+            scheduled_ns=self.scheduled_ns if first else 0,
         )
 
     def _delta(self, output: SequenceOutput) -> CompletionDelta:

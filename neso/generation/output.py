@@ -66,6 +66,8 @@ class GenerationOutput:
 
     `num_sequences` is the request's n. `prompt_token_ids` and `prompt_logprobs` come with the first output; the
     latter when asked for: one entry a prompt token, None for the first. `finished` is True in the last output.
+    `scheduled_ns`: when the engine began with the prompt, in ns of the monotonic clock; with the first output, 0 if
+    it does not tell.
     """
 
     request_id: str
@@ -75,3 +77,4 @@ class GenerationOutput:
     num_sequences: int = 1
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    scheduled_ns: int = 0

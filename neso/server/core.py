@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import neso
 from neso.server.custom_metrics import CustomMetrics
-from neso.server.errors import ServerError, Unavailable
+from neso.server.errors import InvalidArgument, ServerError, Unavailable
 from neso.server.lifecycle import ModelLifecycle
+from neso.server.log import log_settings
 from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
 from neso.server.metrics import MetricsRegistry
 from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
@@ -25,6 +27,7 @@ from neso.server.rate_limiter.limiter import RateLimiter
 from neso.server.rate_limiter.options import RateLimitMode
 from neso.server.response_cache.opening import open_cache
 from neso.server.shared_memory.manager import SharedMemory
+from neso.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ EXTENSIONS = (
     "schedule_policy",
     "sequence",
     "statistics",
+    "trace",
+    "logging",
 )
 
 
@@ -62,6 +67,8 @@ class Core:
         self._table = ModelTable()
         self._lifecycle = ModelLifecycle(self, self._table)
         self._control = ModelControl(options, self._table, self._lifecycle)
+        self.tracing = Tracing(options.trace)
+        self.log = log_settings()
         self._started = False
         self._stopping = False
 
@@ -84,6 +91,7 @@ class Core:
             await self.response_cache.close()
         self.shared_memory.close()
         self._system_metrics.close()
+        await self.tracing.close()
 
     def live(self) -> bool:
         """Whether the server can answer at all."""
@@ -143,6 +151,16 @@ class Core:
         """How full the key-value caches of the language models are; None without any that tells."""
         samples = self.metrics.samples(KV_CACHE_FAMILY) or self.custom_metrics.samples(KV_CACHE_FAMILY)
         return KvCacheLoad.of(samples)
+
+    def trace_settings(
+        self, model: str = "", changes: Mapping[str, Sequence[str]] | None = None
+    ) -> dict[str, str | list[str]]:
+        """The trace settings of a model, or the global ones, after `changes`. Raises `ServerError`."""
+        if model and not self.model_ready(model):
+            raise InvalidArgument(f"Request for unknown model : {model}")
+        if changes:
+            self.tracing.update(changes, model)
+        return self.tracing.settings(model)
 
     def repository_index(self, ready_only: bool = False) -> list[IndexEntry]:
         """The models of the repositories and those that were loaded from elsewhere, with their states."""

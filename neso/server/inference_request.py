@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from neso.server.tensor import Tensor
+
+if TYPE_CHECKING:
+    from neso.server.tracing import TraceParent
 
 ParameterValue = bool | int | float | str
 
@@ -18,6 +22,7 @@ class InferenceRequest:
     `classification`: outputs that are to be answered as their so many largest values. `parameters` holds what
     the client added beyond the protocol's own (those have fields here). `timeout_us` 0: none.
     `cacheable` is False where the inputs may change once the request was made, as in shared memory.
+    `trace`: what the execution is a part of, where that is traced.
     """
 
     model_name: str
@@ -33,6 +38,7 @@ class InferenceRequest:
     sequence_end: bool = False
     cacheable: bool = True
     classification: dict[str, int] = field(default_factory=dict)
+    trace: TraceParent | None = None
     _cancelled: bool = field(default=False, repr=False)
     _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
 

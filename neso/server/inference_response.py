@@ -7,11 +7,15 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from neso.server.errors import Cancelled, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.statistics import FailureReason, Timeline
 from neso.server.tensor import Tensor
+
+if TYPE_CHECKING:
+    from neso.server.tracing import ModelTrace
 
 NEVER_EXECUTED = "the request was cancelled before it was executed"
 
@@ -50,7 +54,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
 
     `batch_size` is that of the request, 1 for models that do not batch. A backend notes on `timeline` when it
     began to compute and so on. `on_response(stream, response)` sees each response before the consumer does;
-    `failure` is why the request counts as failed, None while it does not.
+    `failure` is why the request counts as failed, None while it does not. `trace`: None unless it is traced.
 
     All methods belong to the core's event loop; a thread uses `loop.call_soon_threadsafe(stream.send, …)`.
     Iteration ends after the response with `final`; a consumer may have its responses by `consume` instead. One that
@@ -70,6 +74,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         "on_close",
         "request",
         "timeline",
+        "trace",
     )
 
     def __init__(
@@ -82,6 +87,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.batch_size = batch_size
         self.timeline = Timeline()
         self.failure: FailureReason | None = None
+        self.trace: ModelTrace | None = None
         self._on_response = on_response
         self._responses: deque[InferenceResponse] = deque()
         self._waiter: asyncio.Future[None] | None = None

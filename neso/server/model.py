@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Any
 from neso.generation import InvalidParameter
 from neso.server.backend import Backend, ModelContext
 from neso.server.classification import Classifier
-from neso.server.errors import Cancelled, ErrorCode, InternalError, ServerError, Unavailable, Unsupported
+from neso.server.errors import (
+    Cancelled,
+    ErrorCode,
+    InternalError,
+    InvalidArgument,
+    ServerError,
+    Unavailable,
+    Unsupported,
+)
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.log import request_fields
 from neso.server.metadata import ModelMetadata
 from neso.server.metrics.text import LabelSet
 from neso.server.response_cache.opening import open_cached_model
@@ -26,6 +35,7 @@ from neso.server.statistics import FailureReason, ModelStatistics, Timeline
 if TYPE_CHECKING:
     from neso.generation import GenerationOutput, GenerationRequest, LanguageModel
     from neso.server.inference_request import InferenceRequest
+    from neso.server.tracing import TraceParent
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +117,10 @@ class Model:
         batch_size = self.signature.check(request)
         request.model_version = self.version
         stream = ResponseStream(request, self._observe, batch_size)
+        if request.trace is not None:
+            stream.trace = request.trace.begin(
+                self.name, self.version, request.id, stream.timeline.queue_start, request.inputs
+            )
         self._in_flight.add(stream)
         self._idle.clear()
         if self._cached is None or not self._cached.take(stream):
@@ -122,13 +136,17 @@ class Model:
         except ServerError as error:
             stream.fail(error)
         except Exception as error:
-            logger.exception("backend of model '%s' failed to take a request", self.name)
+            logger.exception(
+                "backend of model '%s' failed to take a request", self.name, extra=request_fields(stream)
+            )
             stream.fail(InternalError(f"backend of model '{self.name}' failed to take the request: {error}"))
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+    async def generate(
+        self, request: GenerationRequest, trace: TraceParent | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
         """Generate text. Raises `Unsupported` without a language model, and what that one raises."""
         if self._retired:
-            async with aclosing(self._after_retirement().generate(request)) as outputs:
+            async with aclosing(self._after_retirement().generate(request, trace)) as outputs:
                 async for output in outputs:
                     yield output
             return
@@ -136,8 +154,13 @@ class Model:
         if language_model is None:
             raise Unsupported(f"model '{self.name}' is not a language model")
         timeline = Timeline()
+        traced = None
+        if trace is not None:
+            traced = trace.begin(self.name, self.version, request.request_id, timeline.queue_start)
+        following = traced.begin_generation(request) if traced is not None else None
         failure: FailureReason | None = FailureReason.CANCELED
         begun = False
+        error: ServerError | None = Cancelled("the request was cancelled")
         self._generating += 1
         self._idle.clear()
         try:
@@ -147,18 +170,25 @@ class Model:
                     if not begun:
                         begun = True
                         self.statistics.responses.record_first(timeline, time.monotonic_ns())
+                    if not timeline.compute_start:
+                        timeline.compute_start = output.scheduled_ns
+                    if following is not None:
+                        following.observe(output)
                     if output.finished:
-                        failure = None
+                        failure = error = None
                     yield output
-            failure = None
-        except InvalidParameter:
-            failure = FailureReason.REJECTED
+            failure = error = None
+        except InvalidParameter as refusal:
+            failure, error = FailureReason.REJECTED, InvalidArgument(str(refusal))
             raise
-        except Exception:
+        except Exception as fault:
             failure = FailureReason.BACKEND
+            error = fault if isinstance(fault, ServerError) else InternalError(str(fault))
             raise
         finally:
             self._generating -= 1
+            if traced is not None:
+                traced.end(timeline, error)
             self._count(timeline, 1, failure)
 
     def retire(self, successor: Model | None = None) -> None:
@@ -263,6 +293,8 @@ class Model:
         if self.decoupled:
             outcome = _outcome(response, stream.request)
             self.statistics.responses.record(stream.timeline, response.made, outcome)
+        if stream.trace is not None:
+            stream.trace.observe(stream.timeline, response, stream.request.inputs)
         if response.final:
             self._in_flight.discard(stream)
             self._count(stream.timeline, stream.batch_size, stream.failure)

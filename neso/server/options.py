@@ -13,6 +13,7 @@ from neso.server.metrics.config import MetricsConfig
 from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
 from neso.server.repository.names import stays_inside
 from neso.server.response_cache.options import RedisOptions
+from neso.server.tracing.config import TraceConfig
 
 
 class ModelControlMode(str, Enum):
@@ -43,7 +44,8 @@ class ServerOptions:
     all models that enable it, in memory; 0: there is none. `redis_cache`: it is in Redis instead. `allow_client_shm`:
     clients may have tensors read from and written to system shared memory. `rate_limit` says whether executions wait
     for resources, `rate_limit_resources` how much there is of them; without any, the most that an instance needs.
-    `metrics`: what is measured. Raises `ServerError` for options that cannot be served.
+    `metrics`: what is measured. `trace`: what is traced from the start on.
+    Raises `ServerError` for options that cannot be served.
     """
 
     model_repository: tuple[Path | str, ...] = ()
@@ -67,6 +69,7 @@ class ServerOptions:
     rate_limit: RateLimitMode = RateLimitMode.OFF
     rate_limit_resources: tuple[ResourceLimit, ...] = ()
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
         self._normalize()

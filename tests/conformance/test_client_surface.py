@@ -21,6 +21,7 @@ import pytest
 import tritonclient.http.auth
 import tritonclient.utils.shared_memory as shm
 from client_flavours import CLASSES, Flavour, flavours, settled
+from google.protobuf.json_format import MessageToDict
 from server_process import ServerProcess
 from test_client_shared_memory import CONFIG as DOUBLE_CONFIG
 from test_client_shared_memory import MODEL as DOUBLE
@@ -46,9 +47,6 @@ model_transaction_policy { decoupled: true }
 """
 X = np.array([0, 1, 2, 3], np.float32)  # the model sleeps for the first number of seconds
 S = np.array([b"one", b"", "drei §".encode()], np.object_)
-
-# Not served yet.
-PENDING = {"get_trace_settings", "update_trace_settings", "get_log_settings", "update_log_settings"}
 
 FLAVOURS = flavours()
 
@@ -414,14 +412,28 @@ async def cancelling_streams(flavour: Flavour, client: Any, server: ServerProces
         more.set()
 
 
-async def settings_to_come(flavour: Flavour, client: Any, server: ServerProcess) -> None:
-    """What is not there yet says so."""
-    module_client = flavour.module.InferenceServerClient(server.address(flavour.protocol))
-    for name in sorted(PENDING):
-        arguments = [{"log_info": True}] if name == "update_log_settings" else []
-        with pytest.raises(InferenceServerException, match="not supported"):
-            await settled(getattr(module_client, name)(*arguments))
-    await settled(module_client.close())
+def plain(settings: Any) -> dict[str, Any]:
+    """Settings of the log or of traces as plain values, from JSON or from a message."""
+    if isinstance(settings, dict):
+        return settings
+    return MessageToDict(settings, preserving_proto_field_name=True)["settings"]
+
+
+async def changing_settings(flavour: Flavour, client: Any, server: ServerProcess) -> None:
+    before = plain(await settled(client.get_log_settings()))
+    assert "log_verbose_level" in before
+    changed = plain(await settled(client.update_log_settings({"log_verbose_level": 1})))
+    assert "1" in str(changed["log_verbose_level"])
+    await settled(client.update_log_settings({"log_verbose_level": 0}))
+    everywhere = plain(await settled(client.get_trace_settings()))
+    assert "OFF" in str(everywhere["trace_level"])
+    updated = plain(await settled(client.update_trace_settings("double", {"trace_rate": "7"})))
+    assert "7" in str(updated["trace_rate"])
+    assert "7" not in str(plain(await settled(client.get_trace_settings()))["trace_rate"])
+    cleared = plain(await settled(client.update_trace_settings("double", {"trace_rate": None})))
+    assert cleared["trace_rate"] == everywhere["trace_rate"]
+    with pytest.raises(InferenceServerException, match="unknown model"):
+        await settled(client.get_trace_settings("nobody"))
 
 
 async def closing(flavour: Flavour, client: Any, server: ServerProcess) -> None:
@@ -447,7 +459,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     timeouts,
     streams,
     cancelling_streams,
-    settings_to_come,
+    changing_settings,
     closing,
 )
 done: set[tuple[str, Scenario]] = set()
@@ -474,7 +486,7 @@ async def test_every_method_is_exercised(flavour: Flavour, server: ServerProcess
             await run(scenario, flavour, server)
     missing = {name: flavour.missing(name) for name in CLASSES}
     assert missing == {
-        "InferenceServerClient": PENDING,
+        "InferenceServerClient": set(),
         "InferInput": set(),
         "InferRequestedOutput": set(),
         "InferResult": set(),

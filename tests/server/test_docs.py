@@ -30,6 +30,7 @@ BLOCK = re.compile(r"(?:^`(?P<path>[^`\n]+)`:\n\n)?^```(?P<language>\w+)\n(?P<te
         "onnxruntime-backend.md",
         "pytorch-backend.md",
         "tritonserver-shim.md",
+        "tracing.md",
     ],
 )
 def test_examples(name, tmp_path):

@@ -137,6 +137,7 @@ class EnsembleRun:
             sequence_id=source.sequence_id,
             sequence_start=source.sequence_start,
             sequence_end=source.sequence_end,
+            trace=self._stream.trace,
         )
 
     def _take(self, step: Step, scope: Scope, response: InferenceResponse) -> None:

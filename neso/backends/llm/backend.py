@@ -22,6 +22,7 @@ from neso.generation import GenerationOutput, GenerationRequest, InvalidParamete
 from neso.server.backend import Backend, ModelContext
 from neso.server.errors import Cancelled, InternalError, InvalidArgument, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.log import request_fields
 
 logger = logging.getLogger(__name__)
 
@@ -126,18 +127,21 @@ class LlmBackend(Backend):
         except (Unavailable, InternalError) as error:
             stream.fail(error)
         except Exception as error:
-            logger.exception("model '%s' failed", self.context.name)
+            logger.exception("model '%s' failed", self.context.name, extra=request_fields(stream))
             stream.fail(InternalError(f"model '{self.context.name}': {error}"))
 
     async def _generate(self, stream: ResponseStream, request: TensorRequest) -> None:
         tensors = ResponseTensors(request)
         model, version = self.context.name, self.context.version
-        # The engine tells no more than its first output, which `compute_start` is; the first response took longer.
+        # The first response took from here on; when the engine began with the prompt, its first output tells.
         stream.timeline.response_start = stream.timeline.queue_start
+        traced = stream.trace.begin_generation(request.generation) if stream.trace is not None else None
         async with aclosing(self.generate(request.generation)) as outputs:
             async for output in outputs:
                 if not stream.timeline.compute_start:
-                    stream.timeline.compute_start = time.monotonic_ns()
+                    stream.timeline.compute_start = output.scheduled_ns or time.monotonic_ns()
+                if traced is not None:
+                    traced.observe(output)
                 tensors.add(output)
                 if request.stream or output.finished:
                     stream.send(

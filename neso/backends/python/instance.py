@@ -264,7 +264,8 @@ class ModelInstance:
             self._fail(error, [responder])
 
     def _fail(self, error: Exception, responders: list[Responder]) -> None:
-        logger.error("execute of '%s' failed", self.name, exc_info=error)
+        about = _about(responders[0].stream)
+        logger.error("execute of '%s' failed", self.name, exc_info=error, extra=about)
         for responder in responders:
             responder.fail(
                 InternalError(
@@ -272,6 +273,12 @@ class ModelInstance:
                     f"message: {describe(error)}"
                 )
             )
+
+
+def _about(stream: RequestStream) -> dict[str, str]:
+    """For the log."""
+    request = stream.request
+    return {"model": request.model_name, "model_version": request.model_version, "request_id": request.id}
 
 
 def _start_loop(name: str, folder: Path, access: ServerAccess) -> asyncio.AbstractEventLoop:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from enum import IntEnum
+from pathlib import Path
+
+from neso.backends.python.model_module import known_folder
 
 _log = logging.getLogger("neso.model")
 
@@ -27,20 +30,28 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: int = LogLevel.INFO) -> None:
-        _log.log(int(level), "%s", message, stacklevel=2)
+        _say(level, message)
 
     @staticmethod
     def log_info(message: str) -> None:
-        _log.info("%s", message, stacklevel=2)
+        _say(LogLevel.INFO, message)
 
     @staticmethod
     def log_warn(message: str) -> None:
-        _log.warning("%s", message, stacklevel=2)
+        _say(LogLevel.WARNING, message)
 
     @staticmethod
     def log_error(message: str) -> None:
-        _log.error("%s", message, stacklevel=2)
+        _say(LogLevel.ERROR, message)
 
     @staticmethod
     def log_verbose(message: str) -> None:
-        _log.debug("%s", message, stacklevel=2)
+        _say(LogLevel.VERBOSE, message)
+
+
+def _say(level: int, message: str) -> None:
+    if not _log.isEnabledFor(level):
+        return
+    folder = known_folder()
+    about = {} if folder is None else {"model": Path(folder).parent.name, "model_version": Path(folder).name}
+    _log.log(int(level), "%s", message, stacklevel=3, extra=about)  # by the line of the model that called

@@ -144,9 +144,15 @@ def model_folder(folder: Path) -> Iterator[None]:
 
 def current_folder() -> str:
     """The version folder of the model that this thread runs. Raises `TritonModelException` elsewhere."""
-    folder: str | None = getattr(_here, "folder", None)
+    folder = known_folder()
     if folder is None:
         raise TritonModelException("the model's folder is known in the threads that run the model only")
+    return folder
+
+
+def known_folder() -> str | None:
+    """The version folder of the model that this thread runs, None elsewhere."""
+    folder: str | None = getattr(_here, "folder", None)
     return folder
 
 

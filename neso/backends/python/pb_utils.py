@@ -32,6 +32,7 @@ from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import TRITONSERVER_RESPONSE_COMPLETE_FINAL, ResponseSender
 from neso.backends.python.server_access import current_access
 from neso.backends.python.tensor import Tensor
+from neso.backends.python.trace import InferenceTrace
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -42,6 +43,7 @@ __all__ = [
     "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
     "InferenceRequest",
     "InferenceResponse",
+    "InferenceTrace",
     "LogLevel",
     "Logger",
     "MemoryType",

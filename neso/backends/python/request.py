@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.memory import PreferredMemory
@@ -13,6 +13,7 @@ from neso.backends.python.response import InferenceResponse
 from neso.backends.python.response_sender import Responder, ResponseSender
 from neso.backends.python.server_access import current_access
 from neso.backends.python.tensor import Tensor
+from neso.backends.python.trace import InferenceTrace
 from neso.server.inference_request import InferenceRequest as ServerRequest
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
@@ -35,7 +36,7 @@ class InferenceRequest:
         flags: int = 0,
         timeout: int = 0,
         preferred_memory: PreferredMemory | None = None,
-        trace: Any = None,
+        trace: InferenceTrace | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
         self._request_id = request_id
@@ -46,6 +47,7 @@ class InferenceRequest:
         self._model_version = model_version
         self._flags = flags
         self._timeout = timeout
+        self._trace = trace
         self._parameters = dict(parameters or {})
         self._responder: Responder | None = None
 
@@ -68,6 +70,7 @@ class InferenceRequest:
             (TRITONSERVER_REQUEST_FLAG_SEQUENCE_START if source.sequence_start else 0)
             | (TRITONSERVER_REQUEST_FLAG_SEQUENCE_END if source.sequence_end else 0),
             source.timeout_us,
+            trace=InferenceTrace(traced) if (traced := responder.stream.trace) is not None else None,
             parameters=source.parameters,
         )
         request._responder = responder
@@ -145,6 +148,7 @@ class InferenceRequest:
             sequence_id=self._correlation_id,
             sequence_start=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
             sequence_end=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
+            trace=None if self._trace is None else self._trace.to_server(),  # type: ignore[arg-type]
         )
 
     def set_release_flags(self, flags: int) -> None:
@@ -160,5 +164,6 @@ class InferenceRequest:
             raise TritonModelException("only requests that the server handed to execute can be rescheduled")
         self._responder.set_reschedule(flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 
-    def trace(self) -> NoReturn:
-        raise TritonModelException("tracing (InferenceRequest.trace) is not supported yet")
+    def trace(self) -> InferenceTrace:
+        """The trace of the request, there even if it is not traced: then it has no context."""
+        return self._trace or InferenceTrace()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.response import InferenceResponse
+from neso.backends.python.trace import RequestTrace
 from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_request import InferenceRequest
@@ -25,6 +26,9 @@ class RequestStream(Protocol):
 
     request: InferenceRequest
     timeline: Timeline
+
+    @property
+    def trace(self) -> RequestTrace | None: ...
 
 
 Post = Callable[[Any, ServerResponse], None]

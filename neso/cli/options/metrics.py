@@ -10,6 +10,7 @@ from neso.cli.options.values import Values
 
 if TYPE_CHECKING:
     from neso.frontends.metrics import MetricsOptions
+    from neso.server.metrics.config import MetricsConfig
 
 METRICS = Topic(
     "Metrics",
@@ -17,33 +18,19 @@ METRICS = Topic(
         Option("allow-metrics", "Serve metrics.", BOOLEAN, True),
         Option("metrics-address", "Where the metrics listen.", metavar="HOST", default_text="that of HTTP"),
         Option("metrics-port", "Prometheus metrics.", PORT, 8002),
-        Option(
-            "allow-gpu-metrics",
-            "Serve metrics of GPUs.",
-            BOOLEAN,
-            absent="turning them on",
-            harmless=(False,),
-        ),
-        Option(
-            "allow-cpu-metrics",
-            "Serve metrics of the CPU and its memory.",
-            BOOLEAN,
-            absent="turning them on",
-            harmless=(False,),
-        ),
+        Option("allow-gpu-metrics", "Measure GPUs, where there are any.", BOOLEAN, True),
+        Option("allow-cpu-metrics", "Measure the CPU and its memory.", BOOLEAN, True),
         Option(
             "metrics-interval-ms",
-            "Milliseconds between two readings of the metrics of devices.",
+            "Read CPU and GPUs again for a scrape after so many milliseconds.",
             number(0),
             2000,
-            absent="this interval",
         ),
         Option(
             "metrics-config",
-            "Setting of the metrics.",
+            "summary_latencies, histogram_latencies, counter_latencies (true or false), or summary_quantiles.",
             repeated=True,
             metavar="KEY=VALUE",
-            absent="configuring metrics",
         ),
     ),
 )
@@ -56,3 +43,15 @@ def metrics_options(values: Values) -> MetricsOptions | None:
     if not values["allow-metrics"]:
         return None
     return MetricsOptions(values["metrics-address"] or values["http-address"], values["metrics-port"])
+
+
+def measured(values: Values) -> MetricsConfig:
+    """What the core measures. Raises `ServerError`."""
+    from neso.server.metrics.config import MetricsConfig
+
+    return MetricsConfig.parse(
+        values["metrics-config"] or (),
+        cpu=values["allow-cpu-metrics"],
+        gpu=values["allow-gpu-metrics"],
+        interval_ms=values["metrics-interval-ms"],
+    )

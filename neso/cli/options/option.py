@@ -13,8 +13,7 @@ class Option:
     """`--name=VALUE`; `repeated` ones may be given several times and have a list as their value.
 
     `default_text` tells what happens without it where `default` does not (None, mostly). `ignored` is the reason why
-    tritonserver's option has no effect here: it is accepted, with a warning that says so. `absent` names what is not
-    there yet: the option is refused, unless its value is one of `harmless`, which are also taken without a warning.
+    tritonserver's option has no effect here: it is accepted, with a warning that says so.
     """
 
     name: str
@@ -26,8 +25,6 @@ class Option:
     aliases: tuple[str, ...] = ()
     repeated: bool = False
     ignored: str = ""
-    absent: str = ""
-    harmless: tuple[Any, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -55,8 +52,6 @@ class Option:
             text += f" Default: {default}."
         if self.ignored:
             text += f" Without effect: {self.ignored}."
-        if self.absent:
-            text += " Not available yet."
         return text
 
 

@@ -82,12 +82,10 @@ class Values:
         raise OptionError(f"{entry.origin}: there is no such option{hint}")
 
     def _check_effect(self, option: Option) -> None:
-        """Refuse what is not there yet; warn, once, of what has no effect."""
-        if option.name not in self._given or not (option.absent or option.ignored):
+        """Warn, once, of what has no effect."""
+        if option.name not in self._given or not option.ignored:
             return
         value = self[option.name]
-        if value in option.harmless or (value == option.default and not option.repeated):
+        if value == option.default and not option.repeated:
             return
-        if option.absent:
-            raise OptionError(f"{option.flag}: {option.absent} is not supported yet")
         self.warnings.append(f"{option.flag} has no effect: {option.ignored}")

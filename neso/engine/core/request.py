@@ -36,7 +36,10 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step gave one sequence. `error` says why, when the finish reason is ERROR."""
+    """What one step gave one sequence. `error` says why, when the finish reason is ERROR.
+
+    `scheduled_ns`: when the sequence was first scheduled, in ns of the monotonic clock; with its first token.
+    """
 
     request_id: str
     index: int
@@ -46,4 +49,5 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: list[PositionLogprobs] = []
     prompt_logprobs: list[PositionLogprobs] = []
     cached_tokens: int = 0
+    scheduled_ns: int = 0
     error: str = ""

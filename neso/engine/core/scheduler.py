@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -252,6 +253,7 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         bisect.insort(self.running, sequence, key=lambda s: s.order)
         if not sequence.num_preemptions:
+            sequence.scheduled_ns = time.monotonic_ns()
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.kv.prefix_cache.stats.record(sequence.num_tokens, sequence.num_computed_tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -52,6 +53,7 @@ class RequestParser:
         self._plain_so_far = True
         self._ended = False
         self._begun = False
+        self._begun_ns = 0
         self._fed = 0
         self._head_size = 0
         self._target = b""
@@ -125,6 +127,7 @@ class RequestParser:
             return
         self.phase = HEAD
         self._begun = True
+        self._begun_ns = time.monotonic_ns()
         self._head_size = 0
         self._target = part
         self._headers = {}
@@ -192,17 +195,17 @@ class RequestParser:
             path, query = self._split_target(method)
         body = self._body
         keep_alive = parser.should_keep_alive()
-        self.requests.append(
-            Request(
-                method,
-                path,
-                query,
-                self._headers,
-                b"" if not body else body[0] if len(body) == 1 else b"".join(body),
-                self._version,
-                keep_alive,
-            )
+        request = Request(
+            method,
+            path,
+            query,
+            self._headers,
+            b"" if not body else body[0] if len(body) == 1 else b"".join(body),
+            self._version,
+            keep_alive,
         )
+        request.begun = self._begun_ns
+        self.requests.append(request)
         if body:
             self._body = []
         if not keep_alive:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import httptools
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 class Request:
     """What a client sent. Header names are lower case; a repeated header is one value, joined by commas.
 
-    `params` holds what the router took from the path, percent-decoded. `connection` is where the answer goes.
+    `begun`: when its first bytes came, in ns of the monotonic clock; 0: not told. `params` holds what the router took
+    from the path, percent-decoded. `trace` is for those who handle it to use. `connection` is where the answer goes.
     """
 
     __slots__ = (
+        "begun",
         "body",
         "connection",
         "headers",
@@ -28,6 +30,7 @@ class Request:
         "params",
         "query",
         "raw_path",
+        "trace",
     )
 
     connection: HttpConnection
@@ -50,6 +53,8 @@ class Request:
         self.http_version = http_version
         self.keep_alive = keep_alive
         self.params: dict[str, str] = {}
+        self.begun = 0
+        self.trace: Any = None
 
     @property
     def path(self) -> str:

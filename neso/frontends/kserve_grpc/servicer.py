@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -21,19 +22,12 @@ from neso.frontends.kserve_grpc.repository import (
     read_unload_dependents,
     refuse_repository_name,
 )
+from neso.frontends.kserve_grpc.settings import SettingMethods
 from neso.frontends.kserve_grpc.shared_memory import SharedMemoryMethods
 from neso.frontends.kserve_grpc.stream import InferStream
+from neso.frontends.kserve_grpc.tracing import begin_trace, end_with_reply
 from neso.server.core import Core
 from neso.server.errors import Unsupported
-
-
-def refuses(what: str) -> Callable[[Servicer, Any, Context], Coroutine[Any, Any, Any]]:
-    """A method for what this server does not have."""
-
-    async def refuse(self: Servicer, request: Any, context: Context) -> Any:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{what} is not supported by this server")
-
-    return refuse
 
 
 def add_to_server(servicer: Servicer, server: GrpcServer) -> None:
@@ -48,7 +42,7 @@ def add_to_server(servicer: Servicer, server: GrpcServer) -> None:
     )
 
 
-class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class Servicer(SharedMemoryMethods, SettingMethods, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Reads a request message, asks the core, writes the reply."""
 
     def __init__(self, core: Core, forwarding: HeaderForwarding | None = None) -> None:
@@ -126,19 +120,27 @@ class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceService
 
     @rpc
     async def ModelInfer(self, data: bytes, context: Context) -> bytes:
+        tracing = self.core.tracing
+        began = time.monotonic_ns() if tracing.enabled else 0
         message = decode_infer_message(data)
         model = self.core.model(message.request.model_name, message.request.model_version)
         if model.decoupled:
             raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        request, parameters = read_request(message, self.core.shared_memory)
-        if self._forwarding is not None:
-            request.parameters.update(self._forwarding.parameters(metadata_texts(context)))
-        responses = model.submit(request)
+        trace = begin_trace(self.core, model.name, context, began) if began else None
         try:
-            response = await only_response(responses)
+            request, parameters = read_request(message, self.core.shared_memory)
+            if self._forwarding is not None:
+                request.parameters.update(self._forwarding.parameters(metadata_texts(context)))
+            request.trace = trace
+            responses = model.submit(request)
+            try:
+                response = await only_response(responses)
+            finally:
+                responses.cancel()  # the client is gone, or the model broke its promise; else it does nothing
+            return encode_response(response, parameters.output_windows)
         finally:
-            responses.cancel()  # the client is gone, or the model broke its promise; else it does nothing
-        return encode_response(response, parameters.output_windows)
+            if trace is not None:
+                end_with_reply(trace)
 
     @rpc
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
@@ -148,6 +150,3 @@ class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceService
             await stream.run(requests)
         finally:
             self.calls.forget(stream.drain)
-
-    TraceSetting = refuses("changing trace settings")
-    LogSettings = refuses("changing log settings")

@@ -9,6 +9,7 @@ client ──────▶ _read ──────▶ model ─────�
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -20,9 +21,11 @@ from neso.frontends.kserve_grpc.encoding import encode_stream_error, encode_stre
 from neso.frontends.kserve_grpc.errors import as_server_error
 from neso.frontends.kserve_grpc.infer import only_response, read_request
 from neso.frontends.kserve_grpc.parameters import RequestParameters
+from neso.frontends.kserve_grpc.tracing import PROTOCOL, begin_trace
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
+from neso.server.tracing import Trace
 
 STATUS_ERRORS_HEADER = "triton_grpc_error"
 
@@ -72,6 +75,8 @@ class InferStream:
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         async for data in requests:
             model_name = request_id = ""
+            trace = None
+            began = time.monotonic_ns() if self._core.tracing.enabled else 0
             # Submitted here, not in the task: requests of a sequence must reach the model in order.
             try:
                 message = decode_infer_message(data)
@@ -80,30 +85,43 @@ class InferStream:
                 if self._forwarded:
                     request.parameters.update(self._forwarded)
                 model = self._core.model(request.model_name, request.model_version)
+                if began:
+                    trace = request.trace = begin_trace(self._core, model.name, self._context, began)
                 responses = model.submit(request)
             except Exception as failure:
+                if trace is not None:
+                    trace.end()
                 await self._fail(model_name, request_id, as_server_error(failure, "ModelStreamInfer"))
                 continue
-            task = asyncio.create_task(self._answer(responses, model.decoupled, parameters))
+            task = asyncio.create_task(self._answer(responses, model.decoupled, parameters, trace))
             self._in_flight[task] = responses
             task.add_done_callback(self._answer_ended)
 
     async def _answer(
-        self, responses: ResponseStream, decoupled: bool, parameters: RequestParameters
+        self, responses: ResponseStream, decoupled: bool, parameters: RequestParameters, trace: Trace | None
     ) -> None:
         try:
             if decoupled:
-                await self._answer_many(responses, parameters)
+                await self._answer_many(responses, parameters, trace)
             else:
                 response = await only_response(responses)
+                if trace is not None:
+                    trace.sending(PROTOCOL)
                 await self._write(encode_stream_response(response, parameters.output_windows, final=True))
         except Exception as failure:
             responses.cancel()
             request = responses.request
             await self._fail(request.model_name, request.id, as_server_error(failure, "ModelStreamInfer"))
+        finally:
+            if trace is not None:
+                trace.sent(PROTOCOL)
 
-    async def _answer_many(self, responses: ResponseStream, parameters: RequestParameters) -> None:
+    async def _answer_many(
+        self, responses: ResponseStream, parameters: RequestParameters, trace: Trace | None
+    ) -> None:
         async for response in responses:
+            if trace is not None:
+                trace.sending(PROTOCOL)
             if response.error is not None:
                 await self._fail(response.model_name, response.id, response.error, final=response.final)
             elif parameters.empty_final_response or not response.flag_only:

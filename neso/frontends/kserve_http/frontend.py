@@ -13,7 +13,6 @@ from neso.frontends.http import (
     Request,
     Response,
     Router,
-    error_response,
 )
 from neso.frontends.http.asgi import AsgiCallable
 from neso.frontends.kserve_http.errors import respond
@@ -24,18 +23,14 @@ from neso.frontends.kserve_http.metadata import MetadataEndpoints
 from neso.frontends.kserve_http.options import HttpOptions
 from neso.frontends.kserve_http.repository import RepositoryEndpoints
 from neso.frontends.kserve_http.restricted import group_of, restrict
+from neso.frontends.kserve_http.settings import SettingEndpoints
 from neso.frontends.kserve_http.shared_memory import SharedMemoryEndpoints
+from neso.frontends.kserve_http.tracing import traced
 from neso.server.core import Core
 from neso.server.errors import ServerError
 
 _MODEL = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:digits}")
 _REPOSITORY = ("/v2/repository", "/v2/repository/{repository}")
-
-# Extensions of Triton that are not advertised either.
-_ABSENT = (
-    ("trace", ("GET", "POST"), ("/v2/trace/setting", *(f"{prefix}/trace/setting" for prefix in _MODEL))),
-    ("logging", ("GET", "POST"), ("/v2/logging",)),
-)
 
 
 class KServeHttp:
@@ -111,19 +106,24 @@ class KServeHttp:
             add("GET", f"{model}/ready", health.model_ready)
             add("GET", f"{model}/config", metadata.config)
             add("GET", f"{model}/stats", metadata.model_stats)
-            add("POST", f"{model}/infer", infer)
-            add("POST", f"{model}/generate", generate.generate)
-            add("POST", f"{model}/generate_stream", generate.generate_stream)
+            add("POST", f"{model}/infer", traced(core, infer.__call__, infer.answer))
+            for name, endpoint in (
+                ("generate", generate.generate),
+                ("generate_stream", generate.generate_stream),
+            ):
+                add("POST", f"{model}/{name}", traced(core, endpoint, endpoint))
         for prefix in _REPOSITORY:
             add("POST", f"{prefix}/index", repository.index)
             add("POST", f"{prefix}/models/{{model}}/load", repository.load)
             add("POST", f"{prefix}/models/{{model}}/unload", repository.unload)
         for method, pattern, handler in SharedMemoryEndpoints(core.shared_memory).routes():
             add(method, pattern, handler)
-        for extension, methods, patterns in _ABSENT:
-            for method in methods:
-                for pattern in patterns:
-                    add(method, pattern, _absent(extension))
+        settings = SettingEndpoints(core)
+        for prefix in ("/v2", *_MODEL):
+            add("GET", f"{prefix}/trace/setting", settings.trace)
+            add("POST", f"{prefix}/trace/setting", settings.update_trace)
+        add("GET", "/v2/logging", settings.log)
+        add("POST", "/v2/logging", settings.update_log)
 
 
 async def _guard(answer: Awaitable[Answer]) -> Answer:
@@ -132,9 +132,3 @@ async def _guard(answer: Awaitable[Answer]) -> Answer:
         return await answer
     except ServerError as error:
         return respond(error)
-
-
-def _absent(extension: str) -> Handler:
-    """Answers for an extension that is not there."""
-    message = f"the {extension} extension is not supported"
-    return lambda request: error_response(501, message)

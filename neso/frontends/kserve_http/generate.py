@@ -13,6 +13,7 @@ from neso.frontends.kserve_http.json_body import read_object, write_json
 from neso.frontends.kserve_http.json_tensor import is_finite, read_tensor, write_values
 from neso.frontends.kserve_http.load_metrics import load_headers
 from neso.frontends.kserve_http.parameters import read_parameter, read_string
+from neso.frontends.kserve_http.tracing import PROTOCOL
 from neso.server.core import Core
 from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument, ServerError
@@ -62,6 +63,8 @@ class GenerateEndpoint:
                 body, code = _body(response)
                 if out is None:
                     out = StreamingResponse(request, code, _SSE, load_headers(request, self._core))
+                    if request.trace is not None:
+                        request.trace.sending(PROTOCOL)
                 if body is not None:
                     out.write(b"data: %b\n\n" % body)
                     await out.drain()
@@ -77,6 +80,7 @@ class GenerateEndpoint:
         inference = read_generate_request(request.body, model, version)
         if self._forwarding is not None:
             inference.parameters.update(self._forwarding.parameters(request.header_items()))
+        inference.trace = request.trace
         return model.submit(inference)
 
 

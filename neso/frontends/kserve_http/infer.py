@@ -38,7 +38,7 @@ class InferEndpoint:
     def __call__(self, request: Request) -> DeferredResponse | Awaitable[Response]:
         headers = request.headers
         if not headers.keys().isdisjoint(_SPECIAL):
-            return self._answer_specially(request)
+            return self.answer(request)
         stream, output_format = self._submit(request)
         deferred = DeferredResponse(request, stream.cancel)
         stream.consume(SingleResponse(_Answer(deferred, output_format)))
@@ -53,12 +53,12 @@ class InferEndpoint:
         inference, output_format = read_infer_request(request, model, version, self._core.shared_memory)
         if self._forwarding is not None:
             inference.parameters.update(self._forwarding.parameters(request.header_items()))
+        inference.trace = request.trace
         return model.submit(inference), output_format
 
-    async def _answer_specially(self, request: Request) -> Response:
-        """For a body that is compressed, or an answer that may be or that tells the server's load.
-
-        (De)compressing is for threads, as megabytes take their time.
+    async def answer(self, request: Request) -> Response:
+        """The same as a coroutine: for requests that are traced, bodies and answers that are compressed, answers that
+        tell the server's load. (De)compressing is for threads, as megabytes take their time.
         """
         encoding = request.header("content-encoding")
         if encoding not in (None, "", IDENTITY):

@@ -27,6 +27,7 @@ from neso.generation import (
     InvalidParameter,
     SamplingParams,
 )
+from neso.server.tracing import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,12 @@ class Answer:
         self._count_completion = count_completion
         self._usage = UsageTotals(len(choices) // self._n)
 
-    async def respond(self, prompts: Sequence[str | list[int]], sampling: SamplingParams) -> Any:
+    async def respond(
+        self, prompts: Sequence[str | list[int]], sampling: SamplingParams, trace: Trace | None = None
+    ) -> Any:
         """Generate. Returns the response, an ASGI application; a stream goes on while that one runs."""
-        outputs = merge([self._target.model.generate(r) for r in self._generations(prompts, sampling)])
+        model = self._target.model
+        outputs = merge([model.generate(r, trace) for r in self._generations(prompts, sampling)])
         if self._request.stream:
             return await EventStream.open(self._events(outputs))
         return await self._gather(outputs)

@@ -53,12 +53,12 @@ def _generation_routes(core: Core, options: OpenAIOptions) -> list[Route]:
     return [
         Route(
             "/v1/chat/completions",
-            GenerationEndpoint(ChatCompletionRequest, chat.create, limit),
+            GenerationEndpoint(core, ChatCompletionRequest, chat.create, limit),
             methods=["POST"],
         ),
         Route(
             "/v1/completions",
-            GenerationEndpoint(CompletionRequest, completions.create, limit),
+            GenerationEndpoint(core, CompletionRequest, completions.create, limit),
             methods=["POST"],
         ),
     ]

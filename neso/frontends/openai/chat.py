@@ -19,6 +19,7 @@ from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:
     from neso.server.core import Core
+    from neso.server.tracing import Trace
 
 KIND = AnswerKind(
     id_prefix="chatcmpl", whole="chat.completion", chunk="chat.completion.chunk", adds_special_tokens=False
@@ -32,7 +33,7 @@ class ChatApi:
         self._core = core
         self._tool_parser = find_tool_parser(options.tool_call_parser)
 
-    async def create(self, request: ChatCompletionRequest) -> Any:
+    async def create(self, request: ChatCompletionRequest, trace: Trace | None = None) -> Any:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
         target = find_target(self._core, request.model)
@@ -45,7 +46,7 @@ class ChatApi:
             self._choices(request),
             lambda error: _explain(error, request, target, prompt),
         )
-        return await answer.respond([prompt], sampling)
+        return await answer.respond([prompt], sampling, trace)
 
     def _choices(self, request: ChatCompletionRequest) -> list[ChatChoice]:
         parser = None if offered_tools(request) is None else self._tool_parser

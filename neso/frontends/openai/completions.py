@@ -17,6 +17,7 @@ from neso.generation import CompletionDelta, GenerationOutput, InvalidParameter,
 
 if TYPE_CHECKING:
     from neso.server.core import Core
+    from neso.server.tracing import Trace
 
 KIND = AnswerKind(
     id_prefix="cmpl", whole="text_completion", chunk="text_completion", adds_special_tokens=True
@@ -30,7 +31,7 @@ class CompletionsApi:
         self._core = core
         self._options = options
 
-    async def create(self, request: CompletionRequest) -> Any:
+    async def create(self, request: CompletionRequest, trace: Trace | None = None) -> Any:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
         target = find_target(self._core, request.model)
@@ -44,7 +45,7 @@ class CompletionsApi:
             lambda error: _explain(error, request, target, prompts),
             count_completion=request.max_tokens != 0,
         )
-        return await answer.respond(prompts, sampling)
+        return await answer.respond(prompts, sampling, trace)
 
     def _choices(
         self, request: CompletionRequest, target: Target, prompts: list[Prompt]

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from neso.frontends.openai.connection import Body, ClientGone, parse_body, read_body, while_connected
 from neso.frontends.openai.errors import ApiError, to_api_error
+from neso.server.tracing import Trace
+
+if TYPE_CHECKING:
+    from neso.server.core import Core
+
+Create = Callable[[Body, Trace | None], Awaitable[Any]]
 
 
 class GenerationEndpoint(Generic[Body]):
     """Hands the body, checked against `schema`, to `create`, whose result is an ASGI application."""
 
-    def __init__(
-        self, schema: type[Body], create: Callable[[Body], Awaitable[Any]], max_body_size: int
-    ) -> None:
+    def __init__(self, core: Core, schema: type[Body], create: Create[Body], max_body_size: int) -> None:
+        self._core = core
         self._schema = schema
         self._create = create
         self._max_body_size = max_body_size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.monotonic_ns()
         try:
             request = parse_body(await read_body(scope, receive, self._max_body_size), self._schema)
         except ClientGone:
@@ -30,14 +38,33 @@ class GenerationEndpoint(Generic[Body]):
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        await while_connected(receive, self._answer(request, scope, receive, send))
-
-    async def _answer(self, request: Body, scope: Scope, receive: Receive, send: Send) -> None:
+        trace = self._begin_trace(request, scope, began) if self._core.tracing.enabled else None
         try:
-            response = await self._create(request)
+            await while_connected(receive, self._answer(request, trace, scope, receive, send))
+        finally:
+            if trace is not None:
+                trace.sent("HTTP")
+
+    async def _answer(
+        self, request: Body, trace: Trace | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        try:
+            response = await self._create(request, trace)
         except Exception as error:
             response = error_response(to_api_error(error))
+        if trace is not None:
+            trace.sending("HTTP")
         await response(scope, receive, send)
+
+    def _begin_trace(self, request: Body, scope: Scope, began: int) -> Trace | None:
+        model: str = request.model  # type: ignore[attr-defined]  # every schema of these has it
+        if not self._core.model_ready(model):
+            return None
+        trace = self._core.tracing.sample(model, Headers(scope=scope).get, began)
+        if trace is not None:
+            trace.stamp("HTTP_RECV_START", trace.started)
+            trace.stamp("HTTP_RECV_END")
+        return trace
 
 
 def error_response(error: ApiError) -> Response:

@@ -61,8 +61,14 @@ class Flight:
     def _begin(self) -> None:
         self._server.in_flight.add(self)
         try:
-            model = self._server.core.model(self._request.model_name, self._request.model_version)
-            stream = model.submit(self._request)
+            core = self._server.core
+            model = core.model(self._request.model_name, self._request.model_version)
+            self._request.trace = trace = core.tracing.sample(model.name) if core.tracing.enabled else None
+            try:
+                stream = model.submit(self._request)
+            finally:
+                if trace is not None:
+                    trace.end()  # it is over with the model
         except ServerError as error:
             self.fail(error)
         except Exception as error:

@@ -17,6 +17,7 @@ from neso.server.response_cache.response import CachedResponse
 
 if TYPE_CHECKING:
     from neso.server.backend import ModelContext
+    from neso.server.tracing import ModelTrace
 
 _loads = itertools.count()
 
@@ -31,6 +32,7 @@ class Miss(Generic[K]):
     ns: int
     responses: list[InferenceResponse] = field(default_factory=list)
     failed: bool = False
+    trace: ModelTrace | None = None
 
 
 class CachedModel(ABC, Generic[K]):
@@ -82,7 +84,19 @@ class CachedModel(ABC, Generic[K]):
 
     def _count(self, miss: Miss[K], started: int) -> None:
         """The cache has worked for a request that it did not know, the second time since `started` (ns)."""
-        self._statistics.record_cache_miss(miss.ns + time.monotonic_ns() - started)
+        ended = time.monotonic_ns()
+        self._statistics.record_cache_miss(miss.ns + ended - started)
+        if miss.trace is not None and not miss.trace.ended:
+            miss.trace.stamp("CACHE_MISS_INSERTION_START", started)
+            miss.trace.stamp("CACHE_MISS_INSERTION_END", ended)
+
+    def _miss(self, stream: ResponseStream, key: K, started: int) -> None:
+        """Remember a request that was looked for since `started` (ns), and not found."""
+        ended = time.monotonic_ns()
+        self._missed[stream.request] = Miss(key, ended - started, trace=stream.trace)
+        if stream.trace is not None:
+            stream.trace.stamp("CACHE_MISS_LOOKUP_START", started)
+            stream.trace.stamp("CACHE_MISS_LOOKUP_END", ended)
 
     @abstractmethod
     def _take(self, stream: ResponseStream) -> bool: ...
@@ -100,6 +114,10 @@ class CachedModel(ABC, Generic[K]):
         stream.unobserve()  # it counts otherwise than a response of the model
         stream.send(response, final=True)
         self._statistics.record_cache_hit(stream.timeline, ns)
+        if stream.trace is not None:
+            stream.trace.stamp("CACHE_HIT_LOOKUP_START", started)
+            stream.trace.stamp("CACHE_HIT_LOOKUP_END", started + ns)
+            stream.trace.observe(stream.timeline, response)
         self._ended(stream)
 
 
@@ -124,7 +142,7 @@ class LocalCachedModel(CachedModel[Key]):
         key = request_key(self._scope, request.inputs, request.requested_outputs, request.parameters)
         found = self._cache.get(key)
         if found is None:
-            self._missed[request] = Miss(key, time.monotonic_ns() - started)
+            self._miss(stream, key, started)
             return False
         self._answer(stream, found, started)
         return True

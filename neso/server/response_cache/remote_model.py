@@ -72,7 +72,7 @@ class RemoteCachedModel(CachedModel[str]):
             self._answer(stream, found, started)
             return
         if key:
-            self._missed[stream.request] = Miss(key, time.monotonic_ns() - started)
+            self._miss(stream, key, started)
         self._start(stream)
 
     async def _key(self, request: InferenceRequest) -> str:

@@ -15,6 +15,7 @@ from repository_builder import IDENTITY, IDENTITY_TENSORS, REPEAT, REPEAT_TENSOR
 
 from neso.server.errors import ErrorCode, ServerError
 from neso.server.inference_request import InferenceRequest
+from neso.server.log import log_settings
 from neso.server.tensor import Tensor
 
 HEAD = """
@@ -470,3 +471,44 @@ async def test_batches_go_to_all_instances(serve):
     for stream in streams:
         await collect(stream)
     assert time.monotonic() - started < 0.19, "one after the other takes 0.2 s"
+
+
+async def test_the_logger_obeys_the_settings_of_the_log(serve, caplog, same_log):
+    code = """
+        import triton_python_backend_utils as pb_utils
+
+        class TritonPythonModel:
+            def execute(self, requests):
+                pb_utils.Logger.log_verbose("quietly")
+                pb_utils.Logger.log_info("aloud")
+                (request,) = requests
+                return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", request.inputs()[0].as_numpy())])]
+    """
+    settings = log_settings()
+    model = await serve(code)
+    for level in (0, 1):
+        settings.update({"log_verbose_level": level})
+        await collect(ask(model, IN=np.ones(1, np.float32)))
+    said = [record for record in caplog.records if record.name == "neso.model"]
+    assert [record.message for record in said] == ["aloud", "quietly", "aloud"]
+    assert {(record.model, record.model_version, record.filename) for record in said} == {
+        ("model", "1", "model.py")
+    }
+
+
+async def test_a_request_that_is_not_traced_has_an_empty_trace(serve):
+    code = """
+        import triton_python_backend_utils as pb_utils
+
+        class TritonPythonModel:
+            def execute(self, requests):
+                for request in requests:
+                    trace = request.trace()
+                    assert isinstance(trace, pb_utils.InferenceTrace) and trace.get_context() is None
+                    pb_utils.InferenceRequest(model_name="any", trace=trace)
+                (request,) = requests
+                return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", request.inputs()[0].as_numpy())])]
+    """
+    model = await serve(code)
+    (response,) = await collect(ask(model, IN=np.ones(1, np.float32)))
+    assert response.error is None, response.error

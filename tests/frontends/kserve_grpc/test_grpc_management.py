@@ -119,8 +119,6 @@ async def test_load_of_a_model_that_is_not_there(client):
             ),
             grpc.StatusCode.INVALID_ARGUMENT,
         ),
-        ("TraceSetting", service_pb2.TraceSettingRequest(), grpc.StatusCode.UNIMPLEMENTED),
-        ("LogSettings", service_pb2.LogSettingsRequest(), grpc.StatusCode.UNIMPLEMENTED),
     ],
 )
 async def test_refusals_have_a_status_and_say_what(stub, method, message, status):

@@ -9,7 +9,8 @@ from io import FileIO
 import numpy as np
 
 from neso.backends.python.process.arena import Arena, Visitor
-from neso.backends.python.process.messages import RequestData, ResponseData, TensorData
+from neso.backends.python.process.messages import RequestData, ResponseData, TensorData, TraceData
+from neso.backends.python.trace import RequestTrace
 from neso.server.datatypes import DataType
 from neso.server.errors import ErrorCode, InternalError, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
@@ -64,7 +65,7 @@ class Exchange:
         array = memory[data.start : data.start + size].view(datatype.dtype).reshape(data.shape)
         return Tensor(data.name, datatype, array)
 
-    def pack_request(self, request: InferenceRequest) -> RequestData:
+    def pack_request(self, request: InferenceRequest, trace: RequestTrace | None) -> RequestData:
         return RequestData(
             str(request.model_name),
             tuple(self.pack(tensor) for tensor in request.inputs.values()),
@@ -77,6 +78,7 @@ class Exchange:
             request.sequence_id if isinstance(request.sequence_id, str) else int(request.sequence_id),
             request.sequence_start,
             request.sequence_end,
+            None if trace is None else TraceData(trace.id, trace.context),
         )
 
     def unpack_request(self, data: RequestData) -> InferenceRequest:

@@ -34,8 +34,15 @@ class TensorData(NamedTuple):
     start: int = 0
 
 
+class TraceData(NamedTuple):
+    """The trace of a request: the number by which the server knows it, and W3C's headers for it."""
+
+    id: int
+    context: dict[str, str] | None
+
+
 class RequestData(NamedTuple):
-    """The fields of the server's `InferenceRequest`."""
+    """The fields of the server's `InferenceRequest`. `trace`: of its execution, or the one that a call belongs to."""
 
     model_name: str
     inputs: tuple[TensorData, ...]
@@ -48,6 +55,7 @@ class RequestData(NamedTuple):
     sequence_id: int | str
     sequence_start: bool
     sequence_end: bool
+    trace: TraceData | None
 
 
 class ResponseData(NamedTuple):
@@ -232,7 +240,7 @@ Message = (
 MESSAGES = {
     kind.__name__: kind
     for kind in (
-        Block, TensorData, RequestData, ResponseData,
+        Block, TensorData, TraceData, RequestData, ResponseData,
         Initialize, Complete, Execute, Cancel, CallResponse, CheckReady, Stop,
         Hello, Started, Completed, Respond, Reschedule, Executed, Free, Call, CancelCall, Ask, Drop, Log, Ended,
         Answer, Release,

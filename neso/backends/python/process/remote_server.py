@@ -49,7 +49,8 @@ class RemoteServer(ServerAccess):
         number = next(self._numbers)
         self._calls[number] = deliver
         try:
-            self._channel.send(Call(number, self._channel.exchange.pack_request(request), decoupled))
+            packed = self._channel.exchange.pack_request(request, request.trace)  # type: ignore[arg-type]
+            self._channel.send(Call(number, packed, decoupled))
         except Exception:
             del self._calls[number]
             raise

@@ -39,6 +39,7 @@ from neso.backends.python.process.services import ModelServices
 from neso.backends.python.settings import PythonSettings
 from neso.server.errors import Cancelled, InternalError, ServerError
 from neso.server.inference_response import NEVER_EXECUTED, ResponseStream
+from neso.server.tracing import ModelTrace
 
 AFTER_FINALIZE = 5.0
 """Seconds that a process may take to end once its model is finalized."""
@@ -70,7 +71,7 @@ class RunningModel:
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._process = ModelProcess(self._received)
-        self._services = ModelServices(server, self._process)
+        self._services = ModelServices(server, self._process, self._find_trace)
         self._depth, self._free, self._reschedule = depth, free, reschedule
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._initialized: asyncio.Future[str | None] = self._loop.create_future()
@@ -138,7 +139,8 @@ class RunningModel:
 
         self._process.send_tensors(
             lambda: Execute(
-                sent.number, tuple((request, pack(stream.request)) for request, stream in streams.items())
+                sent.number,
+                tuple((request, pack(stream.request, stream.trace)) for request, stream in streams.items()),
             ),
             sum(payload(stream.request.inputs.values()) for stream in streams.values()),
             failed,
@@ -255,6 +257,11 @@ class RunningModel:
         now = time.monotonic_ns()
         for stream in sent.streams.values():
             stream.timeline.compute_start = stream.timeline.compute_start or now
+
+    def _find_trace(self, id: int) -> ModelTrace | None:
+        """Of a request that the process has, to which it says that a call belongs."""
+        traces = (stream.trace for stream in self._streams.values())
+        return next((trace for trace in traces if trace is not None and trace.id == id), None)
 
     def _cancel(self, number: int) -> None:
         if number in self._streams:

@@ -14,6 +14,7 @@ from neso.backends.python.process.model_process import ModelProcess
 from neso.server.custom_metrics import CustomFamily, CustomMetric
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_response import InferenceResponse
+from neso.server.tracing import ModelTrace
 
 Kept = TypeVar("Kept")
 
@@ -21,8 +22,11 @@ Kept = TypeVar("Kept")
 class ModelServices:
     """Answers for one process, on the core's loop; families and metrics live until it lets go of them, or ends."""
 
-    def __init__(self, server: LocalServer, process: ModelProcess) -> None:
+    def __init__(
+        self, server: LocalServer, process: ModelProcess, find_trace: Callable[[int], ModelTrace | None]
+    ) -> None:
         self._server = server
+        self._find_trace = find_trace
         self._process = process
         self._numbers = itertools.count()
         self._families: dict[int, CustomFamily] = {}
@@ -82,6 +86,8 @@ class ModelServices:
             )
 
         request = self._process.exchange.unpack_request(message.request)
+        if message.request.trace is not None:
+            request.trace = self._find_trace(message.request.trace.id)
         self._calls[message.call] = call = ModelCall(self._server, request, message.decoupled, deliver)
         call.start()
 

@@ -175,7 +175,7 @@ def test_requests_and_responses():
         True,
         False,
     )
-    got = pair.right.unpack_request(pair.left.pack_request(request))
+    got = pair.right.unpack_request(pair.left.pack_request(request, None))
     for field in (
         "model_name",
         "model_version",

@@ -28,7 +28,7 @@ MESSAGES = [
     Log("a", 30, "ü\ud800", "/p", 3),
     Execute(
         7,
-        ((1, RequestData("m", (TENSOR,), "1", "", (), {}, 0, 0, 2**63, True, False)),),
+        ((1, RequestData("m", (TENSOR,), "1", "", (), {}, 0, 0, 2**63, True, False, None)),),
     ),
 ]  # fmt: skip
 

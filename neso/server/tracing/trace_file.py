@@ -1,0 +1,113 @@
+"""Traces as files in Triton's format: an array of small objects, which Triton's trace_summary reads."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO
+
+import orjson
+
+from neso.server.tracing.model_trace import Activity, ModelTrace
+from neso.server.tracing.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+
+class TraceFile:
+    """Writes to `path`, or to `path`.0, `path`.1 and so on. In a thread of its own: the callers do not wait.
+
+    What is at `path` is valid JSON after each write. A file that cannot be written is an error in the log.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._writer = ThreadPoolExecutor(1, "trace-file")  # starts its thread with the first work
+        self._file: BinaryIO | None = None
+        self._next_index = 0
+
+    def append(self, traces: Sequence[Trace]) -> None:
+        """Add to `path`, which the first call overwrites."""
+        self._submit(self._append, traces)
+
+    def write_next(self, traces: Sequence[Trace]) -> None:
+        """Write the next numbered file."""
+        path = f"{self._path}.{self._next_index}"
+        self._next_index += 1
+        self._submit(self._write, traces, path)
+
+    def close(self) -> None:
+        """Wait until all is written. Blocks."""
+        self._writer.shutdown(wait=True)
+        if self._file is not None:
+            self._file.close()
+
+    def _submit(self, write: Any, *arguments: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: the server has ended
+            self._writer.submit(write, *arguments).add_done_callback(self._report)
+
+    def _report(self, done: Future[None]) -> None:
+        if (error := done.exception()) is not None:
+            logger.error("failed to write the trace file '%s': %s", self._path, error)
+
+    def _append(self, traces: Sequence[Trace]) -> None:
+        text = _encode(traces)
+        if self._file is None:
+            self._file = open(self._path, "wb")  # noqa: SIM115  closed by `close`
+            self._file.write(b"[" + text + b"]")
+        else:
+            self._file.seek(-1, 2)
+            self._file.write(b",\n" + text + b"]")
+        self._file.flush()
+
+    @staticmethod
+    def _write(traces: Sequence[Trace], path: str) -> None:
+        with open(path, "wb") as file:
+            file.write(b"[" + _encode(traces) + b"]")
+
+
+def _encode(traces: Sequence[Trace]) -> bytes:
+    """The objects of some traces, without the brackets around them."""
+    return b",\n".join(orjson.dumps(entry) for trace in traces for entry in trace_entries(trace))
+
+
+def trace_entries(trace: Trace) -> list[dict[str, Any]]:
+    """The objects of a trace: who it was, and each thing that happened, by the id of its model's execution.
+
+    Those of the front end come first: by them trace_summary knows what to do with the rest.
+    """
+    entries: list[dict[str, Any]] = []
+    first, *others = trace.models
+    split = first.activities[0][1] if first.activities else 0
+    entries += _timestamps(trace.id, [activity for activity in trace.activities if activity[1] <= split])
+    entries += _model_entries(first)
+    entries += _timestamps(trace.id, [activity for activity in trace.activities if activity[1] > split])
+    for model in others:
+        entries += _model_entries(model)
+    return entries
+
+
+def _model_entries(model: ModelTrace) -> list[dict[str, Any]]:
+    head: dict[str, Any] = {
+        "id": model.id,
+        "model_name": model.model_name,
+        "model_version": int(model.model_version),
+    }
+    if model.request_id:
+        head["request_id"] = model.request_id
+    if model.parent_id:
+        head["parent_id"] = model.parent_id
+    activities = list(model.activities)
+    for name, start, end in model.phases if activities else ():
+        if name != "queue":  # from QUEUE_START to COMPUTE_START
+            activities += [(f"{name.upper()}_START", start), (f"{name.upper()}_END", end)]
+    tensors = [
+        {"id": model.id, "activity": tensor.activity, "tensor": tensor.as_dict()} for tensor in model.tensors
+    ]
+    return [head, *_timestamps(model.id, sorted(activities, key=lambda activity: activity[1])), *tensors]
+
+
+def _timestamps(id: int, activities: Sequence[Activity]) -> list[dict[str, Any]]:
+    return [{"id": id, "timestamps": [{"name": name, "ns": ns}]} for name, ns in activities]

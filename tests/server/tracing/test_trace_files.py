@@ -1,0 +1,271 @@
+"""Trace files in Triton's format, from a core with Python models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import numpy as np
+import pytest
+from core_requests import collect
+from trace_reader import check_order, read_traces
+
+from neso.server.inference_request import InferenceRequest
+from neso.server.tensor import Tensor
+from neso.server.tracing import TraceConfig
+
+ENSEMBLE = """
+platform: "ensemble"
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+ensemble_scheduling {
+  step {
+    model_name: "identity" model_version: -1
+    input_map { key: "IN" value: "IN" } output_map { key: "OUT" value: "mid" }
+  }
+  step {
+    model_name: "second" model_version: -1
+    input_map { key: "IN" value: "mid" } output_map { key: "OUT" value: "OUT" }
+  }
+}
+"""
+BROKEN = """
+class TritonPythonModel:
+    def execute(self, requests):
+        raise ValueError("so")
+"""
+CALLER = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            assert request.trace().get_context() is None
+            for trace in (request.trace(), None):
+                call = pb_utils.InferenceRequest(
+                    model_name="identity", inputs=request.inputs(), requested_output_names=["OUT"], trace=trace
+                )
+                answer = call.exec()
+            responses.append(pb_utils.InferenceResponse(answer.output_tensors()))
+        return responses
+"""
+
+
+def add_ensemble(repository):
+    folder = repository.path / "both"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(ENSEMBLE)
+
+
+async def ask_traced(core, model: str, id: str = "") -> None:
+    """As a front end does."""
+    trace = core.tracing.sample(model)
+    if trace is not None:
+        trace.stamp("HTTP_RECV_START")
+        trace.stamp("HTTP_RECV_END")
+    tensor = Tensor.from_numpy("IN", np.array([0.1, 2], np.float32))
+    stream = core.model(model).submit(InferenceRequest(model, {"IN": tensor}, id=id, trace=trace))
+    (response,) = await collect(stream)
+    assert response.error is None, response.error
+    if trace is not None:
+        trace.stamp("HTTP_SEND_START")
+        trace.stamp("HTTP_SEND_END")
+        trace.end()
+
+
+async def becomes(condition) -> None:
+    """Wait until a condition holds."""
+
+    def wait() -> None:
+        while not condition():
+            time.sleep(0.01)
+
+    await asyncio.wait_for(asyncio.to_thread(wait), 10)
+
+
+@pytest.fixture
+def start(start_core, repository, tmp_path):
+    async def start(*settings: str):
+        path = tmp_path / "trace.json"
+        core = await start_core(
+            trace=TraceConfig.parse([f"triton,file={path}", "rate=1", *(settings or ("level=TIMESTAMPS",))])
+        )
+        return core, path
+
+    return start
+
+
+async def test_timestamps(start, repository):
+    repository.add("identity", versions=("3",))
+    core, path = await start()
+    await ask_traced(core, "identity", 'a "quoted" id')
+    await core.stop()
+    (trace,) = read_traces(path)
+    assert (trace.model, trace.version, trace.request_id, trace.parent_id) == (
+        "identity",
+        3,
+        'a "quoted" id',
+        None,
+    )
+    assert list(trace.timestamps) == [
+        *(
+            "HTTP_RECV_START",
+            "HTTP_RECV_END",
+            "REQUEST_START",
+            "QUEUE_START",
+            "COMPUTE_START",
+            "COMPUTE_INPUT_END",
+        ),
+        *("COMPUTE_OUTPUT_START", "COMPUTE_END", "REQUEST_END", "INFER_RESPONSE_COMPLETE"),
+        *("HTTP_SEND_START", "HTTP_SEND_END"),
+    ]
+    check_order(trace.timestamps)
+    assert trace.tensors == []
+
+
+async def test_tensors(start, repository):
+    repository.add("identity")
+    core, path = await start("level=TENSORS")
+    trace = core.tracing.sample("identity")
+    tensor = Tensor.from_numpy("IN", np.array([0.1, 2], np.float32))
+    stream = core.model("identity").submit(InferenceRequest("identity", {"IN": tensor}, trace=trace))
+    await collect(stream)
+    trace.end()
+    await core.stop()
+    entries = json.loads(path.read_text())
+    assert [entry.get("activity") for entry in entries] == [
+        None,
+        "TENSOR_QUEUE_INPUT",
+        "TENSOR_BACKEND_INPUT",
+        "TENSOR_BACKEND_OUTPUT",
+    ]
+    assert entries[1]["tensor"] == {"name": "IN", "data": "0.1,2.0", "shape": "2", "dtype": "FP32"}
+    assert entries[3]["tensor"]["name"] == "OUT"
+
+
+async def test_steps_of_an_ensemble_are_children(start, repository):
+    repository.add("identity")
+    repository.add("second")
+    add_ensemble(repository)
+    core, path = await start()
+    await ask_traced(core, "both", "r")
+    await core.stop()
+    traces = {trace.model: trace for trace in read_traces(path)}
+    assert traces["both"].parent_id is None and "COMPUTE_START" not in traces["both"].timestamps
+    for step in ("identity", "second"):
+        assert (traces[step].parent_id, traces[step].request_id) == (traces["both"].id, "r")
+        check_order(traces[step].timestamps)
+        assert traces["both"].timestamps["REQUEST_END"] >= traces[step].timestamps["COMPUTE_END"]
+
+
+async def test_calls_of_a_model_are_children_if_it_passes_its_trace(start, repository):
+    repository.add("identity")
+    repository.add("caller", CALLER)
+    core, path = await start()
+    await ask_traced(core, "caller")
+    await core.stop()
+    caller, called = read_traces(path)
+    assert (caller.model, called.model, called.parent_id) == ("caller", "identity", caller.id)
+
+
+async def test_a_cached_response(start_core, repository, tmp_path):
+    repository.add("identity", config=_cached(repository))
+    core = await start_core(
+        response_cache_size=1 << 20,
+        trace=TraceConfig.parse([f"triton,file={tmp_path}/t", "rate=1", "level=TIMESTAMPS"]),
+    )
+    await ask_traced(core, "identity")
+    await ask_traced(core, "identity")
+    await core.stop()
+    miss, hit = read_traces(tmp_path / "t")
+    assert {"CACHE_MISS_LOOKUP_START", "CACHE_MISS_LOOKUP_END", "COMPUTE_START"} <= miss.timestamps.keys()
+    assert {"CACHE_MISS_INSERTION_START", "CACHE_MISS_INSERTION_END"} <= miss.timestamps.keys()
+    assert {"CACHE_HIT_LOOKUP_START", "CACHE_HIT_LOOKUP_END", "REQUEST_END"} <= hit.timestamps.keys()
+    assert "COMPUTE_START" not in hit.timestamps
+
+
+def _cached(repository) -> str:
+    from repository_builder import IDENTITY_TENSORS
+
+    return IDENTITY_TENSORS + "response_cache { enable: true }"
+
+
+async def test_numbered_files(start, repository):
+    repository.add("identity")
+    core, path = await start("level=TIMESTAMPS", "triton,log-frequency=2")
+    for _ in range(5):
+        await ask_traced(core, "identity")
+    await core.stop()
+    assert [len(read_traces(path.with_name(f"trace.json.{i}"))) for i in range(3)] == [2, 2, 1]
+    assert not path.exists() and not path.with_name("trace.json.3").exists()
+
+
+async def test_a_count_fills_one_numbered_file(start, repository):
+    repository.add("identity")
+    core, path = await start("level=TIMESTAMPS", "count=3")
+    for _ in range(5):
+        await ask_traced(core, "identity")
+    numbered = path.with_name("trace.json.0")
+    await becomes(lambda: numbered.exists() and numbered.read_text().endswith("]"))
+    assert len(read_traces(numbered)) == 3
+    assert not core.tracing.enabled
+    await core.stop()
+    assert not path.exists()
+
+
+async def test_the_file_is_readable_while_the_server_runs(start, repository, monkeypatch):
+    monkeypatch.setattr("neso.server.tracing.collection.FLUSH_AFTER", 0.01)
+    repository.add("identity")
+    core, path = await start()
+
+    def has_traces(count: int) -> bool:
+        return path.exists() and path.read_text().count("REQUEST_END") == count
+
+    for count in (1, 2, 3):
+        await ask_traced(core, "identity")
+        await becomes(lambda count=count: has_traces(count))
+        assert len(read_traces(path)) == count
+
+
+async def test_a_change_of_settings_writes_what_there_is_and_loses_nothing(start, repository):
+    repository.add("identity")
+    repository.add_standard()
+    core, path = await start("level=TIMESTAMPS", "triton,log-frequency=10")
+    await ask_traced(core, "identity")
+    slow = asyncio.create_task(ask_traced(core, "slow"))
+    await asyncio.sleep(0.05)
+    core.tracing.update({"trace_level": ["OFF"]})
+    await ask_traced(core, "identity")
+    (repository.path / "slow" / "1" / "go").touch()
+    await slow
+    await core.stop()
+    first, second = (read_traces(path.with_name(f"trace.json.{i}")) for i in range(2))
+    assert [trace.model for trace in (*first, *second)] == ["identity", "slow"]
+
+
+async def test_a_request_that_fails_is_traced_to_its_end(start, repository):
+    repository.add("broken", BROKEN)
+    core, path = await start()
+    trace = core.tracing.sample("broken")
+    trace.stamp("HTTP_RECV_START")
+    tensor = Tensor.from_numpy("IN", np.ones(1, np.float32))
+    (response,) = await collect(
+        core.model("broken").submit(InferenceRequest("broken", {"IN": tensor}, trace=trace))
+    )
+    assert response.error is not None
+    trace.end()
+    await core.stop()
+    (read,) = read_traces(path)
+    assert "REQUEST_END" in read.timestamps
+
+
+async def test_a_file_that_cannot_be_written_harms_nobody(start_core, repository, tmp_path, caplog):
+    repository.add("identity")
+    core = await start_core(
+        trace=TraceConfig.parse([f"triton,file={tmp_path}/no/where", "rate=1", "level=TIMESTAMPS"])
+    )
+    await ask_traced(core, "identity")
+    await core.stop()
+    assert "failed to write the trace file" in caplog.text and "No such file" in caplog.text
