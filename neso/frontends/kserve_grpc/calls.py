@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -24,12 +26,32 @@ class HasCalls(Protocol):
     calls: Calls
 
 
+class Evictable(Protocol):
+    """A call that waits for its response without a task."""
+
+    def evict(self) -> None:
+        """End it with UNAVAILABLE."""
+
+
+class Waiting(set[Evictable]):
+    """The calls without a task. `idle` is set when the last has gone, once there is one to set."""
+
+    idle: asyncio.Event | None = None
+
+    def discard(self, call: Evictable) -> None:
+        super().discard(call)
+        if self.idle is not None and not self:
+            self.idle.set()
+
+
 class Calls:
-    """Knows the tasks that answer RPCs, and which streams to tell when the server begins to stop."""
+    """Knows the tasks that answer RPCs, the calls that wait without one, and which streams to tell when the server
+    begins to stop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._evicted: set[asyncio.Task[Any]] = set()
+        self.waiting = Waiting()
         self._drains: set[Callable[[], None]] = set()
         self.stopping = False
 
@@ -48,8 +70,15 @@ class Calls:
         self.stopping = True
         for drain in list(self._drains):
             drain()
+        end = time.monotonic() + grace
+        if self.waiting:
+            self.waiting.idle = asyncio.Event()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.waiting.idle.wait(), grace)
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=grace)
+            await asyncio.wait(self._tasks, timeout=max(end - time.monotonic(), 0))
+        for call in list(self.waiting):
+            call.evict()
         if self._tasks:
             self._evicted = set(self._tasks)
             for task in self._evicted:

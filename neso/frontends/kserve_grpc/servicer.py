@@ -10,11 +10,9 @@ import grpc.aio
 from grpc.aio import ServicerContext as Context
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from neso.frontends.grpc import GrpcServer
+from neso.frontends.grpc import DeferredHandler, GrpcServer
 from neso.frontends.kserve_grpc.calls import Calls, rpc
-from neso.frontends.kserve_grpc.decoding import decode_infer_message
-from neso.frontends.kserve_grpc.encoding import encode_response
-from neso.frontends.kserve_grpc.infer import only_response, read_request
+from neso.frontends.kserve_grpc.model_infer import ModelInfer
 from neso.frontends.kserve_grpc.repository import (
     read_load_parameters,
     read_unload_dependents,
@@ -23,7 +21,6 @@ from neso.frontends.kserve_grpc.repository import (
 from neso.frontends.kserve_grpc.shared_memory import SharedMemoryMethods
 from neso.frontends.kserve_grpc.stream import InferStream
 from neso.server.core import Core
-from neso.server.errors import Unsupported
 
 
 def refuses(what: str) -> Callable[[Servicer, Any, Context], Coroutine[Any, Any, Any]]:
@@ -41,7 +38,7 @@ def add_to_server(servicer: Servicer, server: GrpcServer) -> None:
     server.add_registered_method_handlers(
         "inference.GRPCInferenceService",
         {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(servicer.ModelInfer),
+            "ModelInfer": DeferredHandler(ModelInfer(servicer.core, servicer.calls)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(servicer.ModelStreamInfer),
         },
     )
@@ -120,20 +117,6 @@ class Servicer(SharedMemoryMethods, service_pb2_grpc.GRPCInferenceServiceService
         refuse_repository_name(request)
         await self.core.unload_model(request.model_name, read_unload_dependents(request))
         return service_pb2.RepositoryModelUnloadResponse()
-
-    @rpc
-    async def ModelInfer(self, data: bytes, context: Context) -> bytes:
-        message = decode_infer_message(data)
-        model = self.core.model(message.request.model_name, message.request.model_version)
-        if model.decoupled:
-            raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        request, parameters = read_request(message, self.core.shared_memory)
-        responses = model.submit(request)
-        try:
-            response = await only_response(responses)
-        finally:
-            responses.cancel()  # the client is gone, or the model broke its promise; else it does nothing
-        return encode_response(response, parameters.output_windows)
 
     @rpc
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
