@@ -80,10 +80,9 @@ class Incoming:
             frames.MAX_FRAME_SIZE: options.max_frame,
             frames.MAX_HEADER_LIST_SIZE: options.max_header_list,
         }
-        connection.output.write(
-            frames.settings_frame(settings)
-            + frames.window_update(0, options.connection_window - DEFAULT_WINDOW)
-        )
+        connection.output.write(frames.settings_frame(settings))
+        if options.connection_window > DEFAULT_WINDOW:
+            connection.output.write(frames.window_update(0, options.connection_window - DEFAULT_WINDOW))
         connection.keepalive.greeted()
 
     def _end_stream(self, number: int, fault: StreamFault) -> None:
