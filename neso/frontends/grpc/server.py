@@ -19,6 +19,9 @@ from neso.frontends.grpc.task_call import TaskCall
 from neso.frontends.http2 import Http2Connection, Http2Stream, Shared, StreamEvents
 from neso.frontends.http2.headers import Headers
 
+# Seconds. Without them, who connects and says nothing would hold up the end of the server for a minute.
+_TLS_TIMES = {"ssl_handshake_timeout": 20.0, "ssl_shutdown_timeout": 2.0}
+
 _LAST_MOMENT = 5.0  # seconds for handlers to do what they do when they are cancelled
 
 
@@ -70,10 +73,10 @@ class GrpcServer:
             lambda: Http2Connection(self._shared),
             options.host,
             options.port,
-            ssl=options.tls,
             backlog=options.backlog,
             reuse_address=True,
             reuse_port=options.reuse_port or None,
+            **({} if options.tls is None else {"ssl": options.tls, **_TLS_TIMES}),
         )
 
     async def stop(self, grace: float) -> None:
@@ -82,16 +85,16 @@ class GrpcServer:
             return
         shared, self._shared.draining = self._shared, True
         self._server.close()
-        empty = asyncio.get_running_loop().create_future()
-        shared.on_empty = lambda: None if empty.done() else empty.set_result(None)
+        empty = asyncio.Event()
+        shared.on_empty = empty.set
         for connection in list(shared.connections):
             connection.go_away()
         if shared.connections:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(empty), grace)
+            await _wait(empty, grace)
         for connection in list(shared.connections):
             connection.abort()
-        await asyncio.sleep(0)  # for the connections to end
+        if shared.connections:
+            await _wait(empty, _LAST_MOMENT)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -133,6 +136,11 @@ class GrpcServer:
             return handler
         found = (generic.service(details) for generic in self._generic)
         return next((handler for handler in found if handler is not None), None)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
 
 
 def _chain(interceptor: Any, find: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
