@@ -76,9 +76,10 @@ def measure(kind: str, options: argparse.Namespace) -> tuple[float, float]:
     process.start()
     try:
         wait_until_up(port)
-        load(port, options, calls=500)
+        message = bytes(options.size)
+        load(port, PATH, message, options, calls=500)
         before = cpu_seconds(process.pid)
-        rate, calls = load(port, options)
+        rate, calls = load(port, PATH, message, options)
         return rate, (cpu_seconds(process.pid) - before) / calls * 1e6
     finally:
         process.kill()
@@ -97,17 +98,20 @@ def wait_until_up(port: int) -> None:
             raise SystemExit("the server does not echo")
 
 
-def load(port: int, options: argparse.Namespace, calls: int = 0) -> tuple[float, int]:
-    """Calls a second and in all, of so many, or for so many seconds."""
-    message = b"\0" + options.size.to_bytes(4, "big") + bytes(options.size)
+def load(
+    port: int, path: str, message: bytes, options: argparse.Namespace, calls: int = 0
+) -> tuple[float, int]:
+    """Calls a second and in all, of so many, or for so many seconds, by h2load."""
+    if shutil.which("h2load") is None:
+        raise SystemExit("h2load is missing: apt-get install nghttp2-client")
     amount = ["-n", str(calls)] if calls else ["-D", str(options.seconds)]
     with tempfile.NamedTemporaryFile() as body:
-        Path(body.name).write_bytes(message)
+        Path(body.name).write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
         command = ["h2load", "-t1", "-c", str(options.connections), "-m", str(options.streams), *amount]
         command += ["-H", "content-type: application/grpc", "-H", "te: trailers", "-d", body.name]
         began = time.perf_counter()
         text = subprocess.run(
-            [*command, f"http://127.0.0.1:{port}{PATH}"], capture_output=True, text=True, check=True
+            [*command, f"http://127.0.0.1:{port}{path}"], capture_output=True, text=True, check=True
         ).stdout
     taken = time.perf_counter() - began
     done = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", text)
@@ -126,15 +130,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--size", type=int, default=64, help="bytes of the message")
     options = parser.parse_args()
-    if shutil.which("h2load") is None:
-        raise SystemExit("h2load is missing: apt-get install nghttp2-client")
     print(f"{'':16} {'calls/s':>9}  {'ratio':>6}  {'CPU us':>7}  {'ratio':>6}")
     base_rate = base_cpu = 0.0
     for kind in KINDS:
         rate, cpu = measure(kind, options)
         base_rate, base_cpu = base_rate or rate, base_cpu or cpu
         print(
-            f"{kind:16} {rate:9,.0f}  {rate / base_rate:5.2f}x  {cpu:7.1f}  {base_cpu / cpu:5.2f}x", flush=True
+            f"{kind:16} {rate:9,.0f}  {rate / base_rate:5.2f}x  {cpu:7.1f}  {base_cpu / cpu:5.2f}x",
+            flush=True,
         )
 
 

@@ -20,7 +20,7 @@ from neso.frontends.http2 import Http2Connection, Http2Stream, Shared, StreamEve
 from neso.frontends.http2.headers import Headers
 
 # Seconds. Without them, who connects and says nothing would hold up the end of the server for a minute.
-_TLS_TIMES = {"ssl_handshake_timeout": 20.0, "ssl_shutdown_timeout": 2.0}
+_TLS_TIMES: dict[str, Any] = {"ssl_handshake_timeout": 20.0, "ssl_shutdown_timeout": 2.0}
 
 _LAST_MOMENT = 5.0  # seconds for handlers to do what they do when they are cancelled
 

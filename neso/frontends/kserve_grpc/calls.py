@@ -33,17 +33,6 @@ class Evictable(Protocol):
         """End it with UNAVAILABLE."""
 
 
-class Waiting(set[Evictable]):
-    """The calls without a task. `idle` is set when the last has gone, once there is one to set."""
-
-    idle: asyncio.Event | None = None
-
-    def discard(self, call: Evictable) -> None:
-        super().discard(call)
-        if self.idle is not None and not self:
-            self.idle.set()
-
-
 class Calls:
     """Knows the tasks that answer RPCs, the calls that wait without one, and which streams to tell when the server
     begins to stop."""
@@ -51,7 +40,8 @@ class Calls:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._evicted: set[asyncio.Task[Any]] = set()
-        self.waiting = Waiting()
+        self._waiting: set[Evictable] = set()
+        self._none_waits: asyncio.Event | None = None  # set then; there is one while the server stops
         self._drains: set[Callable[[], None]] = set()
         self.stopping = False
 
@@ -65,19 +55,30 @@ class Calls:
         """Undo `on_stop`."""
         self._drains.discard(drain)
 
+    def begin_waiting(self, call: Evictable) -> None:
+        """A call begins to wait for its response, without a task."""
+        self._waiting.add(call)
+
+    def end_waiting(self, call: Evictable) -> None:
+        """It has ended."""
+        self._waiting.discard(call)
+        if self._none_waits is not None and not self._waiting:
+            self._none_waits.set()
+
     async def finish(self, grace: float) -> None:
         """Let RPCs end by themselves for `grace` seconds, then end those that are left with UNAVAILABLE."""
         self.stopping = True
         for drain in list(self._drains):
             drain()
         end = time.monotonic() + grace
-        if self.waiting:
-            self.waiting.idle = asyncio.Event()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.waiting.idle.wait(), grace)
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=max(end - time.monotonic(), 0))
-        for call in list(self.waiting):
+        while (self._waiting or self._tasks) and (left := end - time.monotonic()) > 0:
+            if self._waiting:
+                self._none_waits = asyncio.Event()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._none_waits.wait(), left)
+            else:
+                await asyncio.wait(self._tasks, timeout=left)
+        for call in list(self._waiting):
             call.evict()
         if self._tasks:
             self._evicted = set(self._tasks)

@@ -29,7 +29,7 @@ class ModelInfer:
             return
         answer = _Answer(self._calls, call, responses, windows)
         call.on_cancel = answer.cancel
-        self._calls.waiting.add(answer)
+        self._calls.begin_waiting(answer)
         responses.consume(SingleResponse(answer))
 
     def _submit(self, data: bytes) -> tuple[ResponseStream, Windows]:
@@ -54,7 +54,7 @@ class _Answer:
         self._windows = windows
 
     def __call__(self, response: InferenceResponse) -> None:
-        self._calls.waiting.discard(self)
+        self._calls.end_waiting(self)
         if self._call.done:
             return
         try:
@@ -68,7 +68,7 @@ class _Answer:
 
     def cancel(self) -> None:
         """The client is gone."""
-        self._calls.waiting.discard(self)
+        self._calls.end_waiting(self)
         self._responses.cancel()
 
     def evict(self) -> None:
