@@ -57,9 +57,8 @@ class Http2Connection(asyncio.Protocol):
         self.max_frame = self.peer_settings.max_frame
         self.send_window = DEFAULT_WINDOW
         self.queued = 0  # bytes that wait in streams
-        self._ready: OrderedDict[Http2Stream, None] = (
-            OrderedDict()
-        )  # those that wait, but not for their own window
+        # Those that wait, but not for their own window; the first is next.
+        self._ready: OrderedDict[Http2Stream, None] = OrderedDict()
         self._incoming = Incoming(self)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
         self._refusing = False  # takes no more streams

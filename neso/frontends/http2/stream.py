@@ -185,8 +185,8 @@ class Http2Stream:
             self.send_window -= size
             connection.send_window -= size
             connection.queued -= size
+            connection.keepalive.sent_data()
             connection.output.write_large(frame_header(size, DATA, 0, self.number), first[:size])
-        connection.keepalive.sent_data()
         self._wake()
         if self._end_block is not None:
             self._end(b"", self._end_block)
