@@ -201,6 +201,4 @@ class TaskCall(Call):
         try:
             return deserializer(message)
         except Exception as error:
-            raise MessageFault(
-                grpc.StatusCode.INTERNAL, f"Exception deserializing request: {error}"
-            ) from error
+            raise MessageFault(grpc.StatusCode.INTERNAL, f"Unable to parse request: {error}") from error
