@@ -87,6 +87,7 @@ class Incoming:
 
     def _end_stream(self, number: int, fault: StreamFault) -> None:
         logger.debug("HTTP/2 stream %d of %s ends: %s", number, self._connection.peer, fault)
+        self._resets.spend()  # it costs the same, whoever resets
         stream = self._connection.streams.get(number)
         if stream is None:
             self._connection.output.write(frames.reset_frame(number, fault.code))

@@ -73,7 +73,7 @@ class Http2Stream:
         self._window = ReceiveWindow(connection.options.stream_window)
         self._expected = length  # bytes of the body that are still to come, if the client has said how many
         self._queue: deque[memoryview] | None = (
-            None  # what waits for windows, or for room in the transport's buffer
+            None  # waits for windows, or for room in the transport's buffer
         )
         self._end_block: bytes | None = None  # the trailers, once they are known but data waits before them
         self._sent: asyncio.Future[None] | None = None

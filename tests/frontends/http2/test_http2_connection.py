@@ -373,10 +373,12 @@ async def test_a_header_list_that_is_too_large_though_its_block_is_small(client)
     assert code == ErrorCode.ENHANCE_YOUR_CALM and b"header list" in message
 
 
-async def test_rapid_reset(client):
+@pytest.mark.parametrize("by", ["client", "server"])
+async def test_rapid_reset(client, by):
     client.echo.hold = True
     flood = b"".join(
-        frame(frames.HEADERS, 5, number, POST) + frames.reset_frame(number, ErrorCode.CANCEL)
+        frame(frames.HEADERS, 5, number, POST)
+        + (frames.reset_frame(number, ErrorCode.CANCEL) if by == "client" else window_update(number, 0))
         for number in range(1, 24_001, 2)
     )
     client.server.data_received(flood)
@@ -406,13 +408,13 @@ async def test_a_client_that_reads_nothing_is_aborted_in_the_end(make):
         await drain
 
 
-async def test_a_client_that_asks_and_does_not_read_is_aborted(client):
+async def test_a_client_that_asks_and_does_not_read_is_aborted(make):
+    client = make(max_streams=0).greet()
     client.transport.stalled = True
-    bad = encode_headers([(b":method", b"x")])
     number = 1
-    while not client.transport.aborted:
+    while not client.transport.aborted:  # each request is refused, in 13 bytes
         client.server.data_received(
-            b"".join(frame(frames.HEADERS, 5, number + 2 * i, bad) for i in range(10_000))
+            b"".join(frame(frames.HEADERS, 5, number + 2 * i, POST) for i in range(10_000))
         )
         number += 20_000
         assert client.transport.unsent < 20 << 20
