@@ -1,24 +1,26 @@
-"""How many unary requests a second the gRPC front end serves, and how near that is to what gRPC itself can do.
+"""How many unary requests a second the gRPC front end serves, and what of that is the transport's.
 
-An identity model, FP32[16], in the server's own process; the client is a process of its own. The baseline is a
-bare grpc.aio method that gives the same message back unread.
+An identity model, FP32[16], on an event loop of its own process; the client is h2load. The baseline is a bare method
+of the same gRPC server that gives the same message back unread; bench/grpc_server.py compares that with grpc.aio.
 
-    python bench/grpc_infer.py [--seconds 3] [--elements 16] [--concurrency 1 16]
+    apt-get install nghttp2-client          # h2load
+    python bench/grpc_infer.py [--seconds 3] [--elements 16] [--connections 1] [--streams 16]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import grpc.aio
 import uvloop
+from grpc_server import PATH, echo_deferred, load
 from tritonclient.grpc import service_pb2
 
+from neso.frontends.grpc import DeferredHandler, GrpcServer, GrpcServerOptions
 from neso.frontends.kserve_grpc import GrpcOptions, KServeGrpc
 from neso.server.backend import BUILTIN, Backend
 from neso.server.core import Core
@@ -32,8 +34,6 @@ input { name: "INPUT" data_type: TYPE_FP32 dims: [-1] }
 output { name: "OUTPUT" data_type: TYPE_FP32 dims: [-1] }
 """
 INFER = "/inference.GRPCInferenceService/ModelInfer"
-ECHO = "/bench.Echo/Echo"
-UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 class Identity(Backend):
@@ -62,49 +62,13 @@ def message(elements: int) -> bytes:
     ).SerializeToString()
 
 
-async def start_echo() -> tuple[grpc.aio.Server, int]:
-    """The baseline."""
-
-    async def echo(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return request
-
-    server = grpc.aio.server(options=UNLIMITED)
-    handler = grpc.unary_unary_rpc_method_handler(echo)
-    server.add_registered_method_handlers("bench.Echo", {"Echo": handler})
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    return server, port
-
-
-async def client(port: int, method: str, concurrency: int, seconds: float, elements: int) -> str:
-    """Requests a second and in all, each of `concurrency` callers waiting for one answer at a time."""
-    payload = message(elements)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=UNLIMITED) as channel:
-        call = channel.unary_unary(method)
-        for _ in range(20):
-            await call(payload)
-        count = 0
-        end = time.perf_counter() + seconds
-
-        async def caller() -> None:
-            nonlocal count
-            while time.perf_counter() < end:
-                await call(payload)
-                count += 1
-
-        start = time.perf_counter()
-        await asyncio.gather(*(caller() for _ in range(concurrency)))
-        return f"{count / (time.perf_counter() - start)} {count}"
-
-
-async def in_a_process(*arguments: object) -> tuple[float, float]:
-    """`client`, in a process of its own: its rate, and the CPU time of this process a request, in microseconds."""
+async def measure(port: int, path: str, data: bytes, options: argparse.Namespace) -> tuple[float, float]:
+    """Requests a second, and the CPU time of this process a request, in microseconds."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await channel.unary_unary(path)(data)  # raises unless it is answered well
+    await asyncio.to_thread(load, port, path, data, options, 200)
     cpu = time.process_time()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--client", *map(str, arguments), stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await process.communicate()
-    rate, count = map(float, output.split())
+    rate, count = await asyncio.to_thread(load, port, path, data, options)
     return rate, (time.process_time() - cpu) / count * 1e6
 
 
@@ -118,18 +82,15 @@ async def compare(options: argparse.Namespace) -> None:
         await core.start()
         front_end = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=0))
         await front_end.start()
-        echo, echo_port = await start_echo()
+        echo = GrpcServer(GrpcServerOptions())
+        echo.add_registered_method_handlers("bench.Echo", {"Echo": DeferredHandler(echo_deferred)})
+        await echo.start()
+        data = message(options.elements)
+        infer, infer_cpu = await measure(front_end.port, INFER, data, options)
+        bare, bare_cpu = await measure(echo.port, PATH, data, options)
         print(f"FP32[{options.elements}], server CPU time in µs a request")
-        print("concurrency   infer/s    echo/s   ratio   infer CPU   echo CPU")
-        for concurrency in options.concurrency:
-            rest = (concurrency, options.seconds, options.elements)
-            infer, infer_cpu = await in_a_process(front_end.port, INFER, *rest)
-            bare, bare_cpu = await in_a_process(echo_port, ECHO, *rest)
-            print(
-                f"{concurrency:11d} {infer:9.0f} {bare:9.0f} {infer / bare:7.2f} "
-                f"{infer_cpu:11.0f} {bare_cpu:10.0f}",
-                flush=True,
-            )
+        print("  infer/s    echo/s   ratio   infer CPU   echo CPU")
+        print(f"{infer:9.0f} {bare:9.0f} {infer / bare:7.2f} {infer_cpu:11.1f} {bare_cpu:10.1f}")
         await front_end.stop(0)
         await echo.stop(0)
         await core.stop()
@@ -139,16 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--elements", type=int, default=16)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--client", nargs=5, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.client:
-        port, method, concurrency, seconds, elements = options.client
-        print(uvloop.run(client(int(port), method, int(concurrency), float(seconds), int(elements))))
-    else:
-        uvloop.run(compare(options))
+    parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=16, help="at a time on each connection")
+    uvloop.run(compare(parser.parse_args()))
 
 
 if __name__ == "__main__":

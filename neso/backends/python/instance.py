@@ -278,7 +278,10 @@ class ModelInstance:
 def _about(stream: RequestStream) -> dict[str, str]:
     """For the log."""
     request = stream.request
-    return {"model": request.model_name, "model_version": request.model_version, "request_id": request.id}
+    fields = {"model": request.model_name, "model_version": request.model_version, "request_id": request.id}
+    if stream.trace is not None:
+        fields["trace_id"] = stream.trace.name
+    return fields
 
 
 def _start_loop(name: str, folder: Path, access: ServerAccess) -> asyncio.AbstractEventLoop:

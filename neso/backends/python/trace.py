@@ -13,6 +13,9 @@ class RequestTrace(Protocol):
     def id(self) -> int: ...
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def context(self) -> dict[str, str] | None: ...
 
 

@@ -4,8 +4,8 @@ It takes the method handlers and interceptors of `grpc` and calls them as `grpc.
 transport, see docs/decisions.md.
 """
 
-from neso.frontends.grpc.call import ServerCall
+from neso.frontends.grpc.deferred import DeferredCall, DeferredHandler
 from neso.frontends.grpc.options import GrpcServerOptions
 from neso.frontends.grpc.server import GrpcServer
 
-__all__ = ["GrpcServer", "GrpcServerOptions", "ServerCall"]
+__all__ = ["DeferredCall", "DeferredHandler", "GrpcServer", "GrpcServerOptions"]

@@ -4,69 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 import grpc
-import grpc.aio
 
 from neso.frontends.grpc import status
-from neso.frontends.grpc.messages import MessageFault, MessageReader, frame_message
+from neso.frontends.grpc.messages import MessageFault, MessageReader, compress_message, message_prefix
 from neso.frontends.grpc.metadata import CallHeaders, Metadata
 from neso.frontends.http2 import Http2Stream
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from neso.frontends.grpc.options import GrpcServerOptions
 
-# So many messages of a streaming call may wait to be read before the client is kept from sending more.
-_MOST_UNREAD = 64
+logger = logging.getLogger("neso.frontends.grpc")
+
+_LARGE = 64 << 10  # bytes; such a message is not copied to be sent with its prefix
 
 
-class ServerCall:
-    """What a method handler gets as its context, by the names of `grpc.aio.ServicerContext`; the stream's events.
+class Call:
+    """The events of the stream, and what all kinds of calls have in common.
 
-    The handler runs in a task of its own, which is cancelled when the client cancels or goes away, or its deadline is
-    over.
+    A subclass says what is done with a message (`_received`), with the end of the messages (`_ended`), and with the
+    end of the call before it is answered (`_given_up`).
     """
 
-    def __init__(
-        self,
-        stream: Http2Stream,
-        headers: CallHeaders,
-        handler: Any,
-        max_message: int,
-        compress_level: int | None,
-        ended: Callable[[ServerCall], None],
-    ) -> None:
+    __slots__ = (
+        "__weakref__",
+        "_compress_level",
+        "_deadline",
+        "_head",
+        "_reader",
+        "_stream",
+        "done",
+        "headers",
+    )
+
+    def __init__(self, stream: Http2Stream, headers: CallHeaders, options: GrpcServerOptions) -> None:
         self._stream = stream
-        self._headers = headers
-        self._handler = handler
-        self._reader = MessageReader(headers.encoding, max_message)
-        self._compress_level = compress_level if headers.accepts_gzip else None
-        self._ended = ended
-        self._messages: deque[bytes] = deque()
-        self._unread = 0  # bytes that came and were not given back to the client's window
-        self._half_closed = False
-        self._wake: asyncio.Future[None] | None = None
+        self.headers = headers
+        self._reader = MessageReader(headers.encoding, options.max_message)
+        self._compress_level = options.compress_level if headers.accepts_gzip else None
         self._head: bytes | None = status.HEAD if self._compress_level is None else status.GZIP_HEAD
-        self._aborted: tuple[grpc.StatusCode, str] | None = None
-        self._done = False
-        self.task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self.done = False  # the status is sent, or nobody wants it any more
+        if headers.timeout is not None:
+            self._deadline = asyncio.get_running_loop().call_later(headers.timeout, self._expire)
 
-    def begin(self) -> None:
-        """Start to serve the call; a unary one when its message is there."""
-        timeout = self._headers.timeout
-        if timeout is not None:
-            self._deadline = asyncio.get_running_loop().call_later(timeout, self._expire)
-        if self._handler.request_streaming:
-            self._start(self._requests())
-
-    # By the names of grpc.aio.
+    # By the names of grpc.aio.ServicerContext.
 
     def invocation_metadata(self) -> Metadata:
         """Names and values that the client sent along."""
-        return self._headers.metadata
+        return self.headers.metadata
 
     def peer(self) -> str:
         """The client's address."""
@@ -78,148 +66,80 @@ class ServerCall:
             return None
         return max(self._deadline.when() - asyncio.get_running_loop().time(), 0.0)
 
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
-        """End the call with a status. Raises `grpc.aio.AbortError`."""
-        if self._aborted is None:
-            self._aborted = (code, details)
-        raise grpc.aio.AbortError
-
-    async def write(self, message: Any) -> None:
-        """Send a message, and wait until there is room for the next. Raises `grpc.aio.UsageError` after the end."""
-        if self._done:
-            raise grpc.aio.UsageError("the call has ended")
-        self._send(self._serialize(message), None)
-        try:
-            await self._stream.drain()
-        except ConnectionResetError:
-            raise grpc.aio.UsageError("the client has given up") from None
-
     # What the stream says.
 
     def on_data(self, data: bytes) -> None:
         try:
             for message in self._reader.feed(data):
-                self._messages.append(message)
+                self._received(message)
         except MessageFault as fault:
-            self._finish(grpc.StatusCode[fault.code], fault.message)
+            self._end_early(fault.code, fault.message)
             return
-        if len(self._messages) < _MOST_UNREAD:
-            self._stream.consumed(len(data))
-        else:
-            self._unread += len(data)
-        self._notify()
+        self._dealt_with(len(data))
 
     def on_end(self) -> None:
-        self._half_closed = True
-        if self._handler.request_streaming:
-            self._notify()
-        elif len(self._messages) == 1 and not self._reader.in_message:
-            self._start_unary(self._messages.popleft())
-        elif not self._done:
-            self._finish(grpc.StatusCode.INTERNAL, f"expected one message, got {len(self._messages)}")
+        if self.done:
+            return
+        if self._reader.in_message:
+            self._end_early(grpc.StatusCode.INTERNAL, "the last message is cut off")
+        else:
+            self._ended()
 
     def on_reset(self) -> None:
-        self._close()
-        if self.task is not None:
-            self.task.cancel()
+        if not self.done:
+            self._close()
+            self._given_up()
 
-    # The rest is the call's own.
+    # What subclasses do.
 
-    def _start(self, request: Any) -> None:
-        if not self._done:
-            self.task = asyncio.get_running_loop().create_task(self._run(request))
+    def _received(self, message: bytes) -> None:
+        """A message has come. Raises `MessageFault`."""
+        raise NotImplementedError
 
-    def _start_unary(self, message: bytes) -> None:
-        try:
-            request = self._deserialize(message)
-        except Exception as error:  # of whatever library reads messages; the connection has other calls
-            self._finish(grpc.StatusCode.INTERNAL, f"Unable to parse request: {error}")
-        else:
-            self._start(request)
+    def _ended(self) -> None:
+        """No more messages will come."""
+        raise NotImplementedError
 
-    async def _run(self, request: Any) -> None:
-        try:
-            await self._answer(request)
-        except grpc.aio.AbortError:
-            code, details = self._aborted or (grpc.StatusCode.UNKNOWN, "")
-            self._finish(code, details)
-        except asyncio.CancelledError:
-            self._finish(grpc.StatusCode.CANCELLED, "the call was cancelled")
-            raise
-        except Exception as error:
-            logger.exception("error in the handler of %s", self._headers.path)
-            self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error).__name__}: {error}")
+    def _given_up(self) -> None:
+        """The call has ended before it was answered."""
+        raise NotImplementedError
 
-    async def _answer(self, request: Any) -> None:
-        handler = self._handler
-        if not handler.response_streaming:
-            method = handler.stream_unary if handler.request_streaming else handler.unary_unary
-            reply = self._serialize(await method(request, self))
-            if not self._done:
-                self._send(reply, status.OK)
-                self._close()
-            return
-        method = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        result = method(request, self)
-        if hasattr(result, "__aiter__"):
-            async for message in result:
-                await self.write(message)
-        else:
-            await result
-        self._finish(grpc.StatusCode.OK, "")
+    def _dealt_with(self, size: int) -> None:
+        """So many bytes have come and are not to be kept back from the client's window."""
+        self._stream.consumed(size)
+
+    # What they call.
 
     def _send(self, message: bytes, trailers: bytes | None) -> None:
         head, self._head = self._head, None
-        self._stream.send(head, frame_message(message, self._compress_level), trailers)
-
-    def _finish(self, code: grpc.StatusCode, details: str) -> None:
-        """Send the status, unless the call has ended."""
-        if self._done:
-            return
-        trailers = status.trailers(code, details)
-        if self._head is not None:
-            # Without a message, head and trailers are one block.
-            self._stream.send(None, b"", self._head + trailers)
+        if self._compress_level is not None:
+            prefix, message = compress_message(message, self._compress_level)
         else:
-            self._stream.send(None, b"", trailers)
+            prefix = message_prefix(message)
+        if len(message) < _LARGE:
+            self._stream.send(head, prefix + message, trailers)
+        else:
+            self._stream.send(head, prefix, None)
+            self._stream.send(None, message, trailers)
+
+    def _finish(self, code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> None:
+        """Send the status, unless the call has ended."""
+        if self.done:
+            return
+        trailers = status.trailers(code, details, metadata)
+        # Without a message, head and trailers are one block.
+        self._stream.send(None, b"", trailers if self._head is None else self._head + trailers)
         self._close()
 
     def _close(self) -> None:
-        if self._done:
-            return
-        self._done = True
+        self.done = True
         if self._deadline is not None:
             self._deadline.cancel()
-        self._notify()
-        self._ended(self)
+
+    def _end_early(self, code: grpc.StatusCode, details: str) -> None:
+        if not self.done:
+            self._finish(code, details)
+            self._given_up()
 
     def _expire(self) -> None:
-        self._finish(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-        if self.task is not None:
-            self.task.cancel()
-
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    async def _requests(self) -> AsyncIterator[Any]:
-        """The messages of a streaming call, as they come."""
-        while True:
-            while self._messages:
-                message = self._messages.popleft()
-                if self._unread and len(self._messages) < _MOST_UNREAD:
-                    self._stream.consumed(self._unread)
-                    self._unread = 0
-                yield self._deserialize(message)
-            if self._half_closed or self._done:
-                return
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-
-    def _serialize(self, message: Any) -> bytes:
-        serializer = self._handler.response_serializer
-        return message if serializer is None else serializer(message)  # type: ignore[no-any-return]
-
-    def _deserialize(self, message: bytes) -> Any:
-        deserializer = self._handler.request_deserializer
-        return message if deserializer is None else deserializer(message)
+        self._end_early(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator
+
+import grpc
 
 ENCODINGS = ("identity", "deflate", "gzip")
 _PREFIX = 5
@@ -12,9 +13,9 @@ _WINDOW_BITS = {"deflate": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
 
 
 class MessageFault(Exception):
-    """What came is no message that can be taken. `code`: the name of the status."""
+    """What came is no message that can be taken."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
@@ -23,59 +24,92 @@ class MessageFault(Exception):
 class MessageReader:
     """Cuts messages out of the pieces of a body."""
 
+    __slots__ = ("_compressed", "_encoding", "_left", "_max_message", "_pieces", "_prefix")
+
     def __init__(self, encoding: str, max_message: int) -> None:
         self._encoding = encoding
         self._max_message = max_message
-        self._pieces: list[bytes] = []
-        self._size = 0
-        self._needed = _PREFIX
+        self._prefix = b""  # as far as it has come
+        self._compressed = False
+        self._pieces: list[bytes] = []  # of the message
+        self._left = 0  # bytes of it that have not come
 
-    def feed(self, piece: bytes) -> Iterator[bytes]:
+    def feed(self, piece: bytes) -> list[bytes]:
         """The messages that are complete now. Raises `MessageFault`."""
-        self._pieces.append(piece)
-        self._size += len(piece)
-        while self._size >= self._needed:
-            data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-            length = int.from_bytes(data[1:_PREFIX], "big")
-            self._needed = _PREFIX + length
-            if length > self._max_message:
-                raise MessageFault(
-                    "RESOURCE_EXHAUSTED",
-                    f"Received message larger than max ({length} vs. {self._max_message})",
-                )
-            if len(data) < self._needed:
-                self._pieces = [data]
-                return
-            message, rest = data[_PREFIX : self._needed], data[self._needed :]
-            self._pieces, self._size, self._needed = [rest], len(rest), _PREFIX
-            yield self._decompress(message) if data[0] else message
+        size = len(piece)
+        if size >= _PREFIX and not self._prefix and not piece[0]:
+            length = int.from_bytes(piece[1:_PREFIX], "big")
+            if length == size - _PREFIX and length <= self._max_message:
+                return [piece[_PREFIX:]]  # as nearly always
+        messages = []
+        at = 0
+        while at < size:
+            missing = _PREFIX - len(self._prefix)
+            if missing:
+                self._prefix += piece[at : at + missing]
+                at += missing
+                if len(self._prefix) < _PREFIX:
+                    break
+                self._begin()
+            part = piece[at : at + self._left]
+            at += len(part)
+            self._left -= len(part)
+            self._pieces.append(part)
+            if not self._left:
+                messages.append(self._complete())
+        return messages
 
     @property
     def in_message(self) -> bool:
         """Whether a part of a message has come."""
-        return self._size > 0
+        return bool(self._prefix)
+
+    def _begin(self) -> None:
+        flag, length = self._prefix[0], int.from_bytes(self._prefix[1:], "big")
+        if flag > 1:
+            raise MessageFault(grpc.StatusCode.INTERNAL, f"a message with the unknown flag {flag}")
+        if length > self._max_message:
+            raise MessageFault(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"Received message larger than max ({length} vs. {self._max_message})",
+            )
+        self._compressed = flag == 1
+        self._left = length
+
+    def _complete(self) -> bytes:
+        message = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._prefix = b""
+        return self._decompress(message) if self._compressed else message
 
     def _decompress(self, message: bytes) -> bytes:
         bits = _WINDOW_BITS.get(self._encoding)
         if bits is None:
-            raise MessageFault("INTERNAL", "a compressed message without grpc-encoding")
+            raise MessageFault(grpc.StatusCode.INTERNAL, "a compressed message without grpc-encoding")
         decompressor = zlib.decompressobj(bits)
         try:
-            plain = decompressor.decompress(message, self._max_message)
+            # With room for one byte more: only then does zlib see that a message of the largest size has ended.
+            plain = decompressor.decompress(message, self._max_message + 1)
         except zlib.error as error:
-            raise MessageFault("INTERNAL", f"a message that cannot be decompressed: {error}") from None
-        if decompressor.unconsumed_tail:
             raise MessageFault(
-                "RESOURCE_EXHAUSTED", f"Decompressed message larger than max ({self._max_message})"
+                grpc.StatusCode.INTERNAL, f"a message that cannot be decompressed: {error}"
+            ) from None
+        if len(plain) > self._max_message:
+            raise MessageFault(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"Decompressed message larger than max ({self._max_message})",
             )
         if not decompressor.eof:
-            raise MessageFault("INTERNAL", "a compressed message that is cut off")
+            raise MessageFault(grpc.StatusCode.INTERNAL, "a compressed message that is cut off")
         return plain
 
 
-def frame_message(message: bytes, compress_level: int | None) -> bytes:
-    """A message with its prefix; compressed by gzip if it has a level."""
-    if compress_level is not None:
-        message = gzip.compress(message, compress_level, mtime=0)
-        return b"\x01" + len(message).to_bytes(4, "big") + message
-    return b"\x00" + len(message).to_bytes(4, "big") + message
+def compress_message(message: bytes, level: int) -> tuple[bytes, bytes]:
+    """The prefix and the message, by gzip."""
+    message = gzip.compress(message, level, mtime=0)
+    return b"\x01" + len(message).to_bytes(4, "big"), message
+
+
+def message_prefix(message: bytes) -> bytes:
+    """The prefix of a message that goes as it is."""
+    return b"\x00" + len(message).to_bytes(4, "big")

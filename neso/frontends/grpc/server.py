@@ -10,16 +10,19 @@ from typing import Any, NamedTuple
 import grpc
 
 from neso.frontends.grpc import status
-from neso.frontends.grpc.call import ServerCall
+from neso.frontends.grpc.call import logger
+from neso.frontends.grpc.deferred import DeferredCall, DeferredHandler
 from neso.frontends.grpc.messages import ENCODINGS
 from neso.frontends.grpc.metadata import CallHeaders
 from neso.frontends.grpc.options import GrpcServerOptions
+from neso.frontends.grpc.task_call import TaskCall
 from neso.frontends.http2 import Http2Connection, Http2Stream, Shared, StreamEvents
 from neso.frontends.http2.headers import Headers
 from neso.frontends.tls import listening_arguments
 
 # Seconds that a client has for TLS before and after the calls.
 _HANDSHAKE_TIMEOUT, _SHUTDOWN_TIMEOUT = 20.0, 2.0
+_LAST_MOMENT = 5.0  # seconds for handlers to do what they do when they are cancelled
 
 
 class CallDetails(NamedTuple):
@@ -30,7 +33,8 @@ class CallDetails(NamedTuple):
 
 
 class GrpcServer:
-    """Serves method handlers of `grpc` (made by `grpc.unary_unary_rpc_method_handler` and its like, of coroutines).
+    """Serves method handlers of `grpc` (made by `grpc.unary_unary_rpc_method_handler` and its like, of coroutines), and
+    `DeferredHandler`s.
 
     `interceptors` are objects with the `intercept_service` of `grpc.aio.ServerInterceptor`; they must answer without
     waiting. Lives on the running event loop.
@@ -41,7 +45,7 @@ class GrpcServer:
         self._interceptors = interceptors
         self._handlers: dict[str, Any] = {}
         self._generic: tuple[Any, ...] = ()
-        self._calls: set[ServerCall] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._shared = Shared(self._accept, options.http2)
         self._server: asyncio.Server | None = None
 
@@ -81,49 +85,42 @@ class GrpcServer:
             return
         shared, self._shared.draining = self._shared, True
         self._server.close()
-        empty = asyncio.get_running_loop().create_future()
-        shared.on_empty = lambda: None if empty.done() else empty.set_result(None)
+        empty = asyncio.Event()
+        shared.on_empty = empty.set
         for connection in list(shared.connections):
             connection.go_away()
         if shared.connections:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(empty), grace)
+            await _wait(empty, grace)
         for connection in list(shared.connections):
             connection.abort()
-        tasks = [call.task for call in self._calls if call.task is not None]
-        for task in tasks:
+        if shared.connections:
+            await _wait(empty, _LAST_MOMENT)
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LAST_MOMENT)
         await self._server.wait_closed()
         self._server = None
 
     def _accept(self, stream: Http2Stream, headers: Headers) -> StreamEvents:
         """A call begins."""
-        call_headers = headers.made
-        if call_headers is None:
-            try:
+        try:
+            call_headers = headers.made
+            if call_headers is None:
                 call_headers = headers.made = CallHeaders.parse(headers)
-            except ValueError:
-                return _refuse(stream, status.http_status(400))
-        if call_headers.method != "POST":
-            return _refuse(stream, status.http_status(405))
-        if not call_headers.content_type.startswith("application/grpc"):
-            return _refuse(stream, status.http_status(415))
-        if call_headers.encoding not in ENCODINGS:
-            message = f"grpc-encoding '{call_headers.encoding}' is not supported"
-            return _refuse(stream, status.HEAD + status.trailers(grpc.StatusCode.UNIMPLEMENTED, message))
-        handler = self._find(call_headers)
+            if (refusal := _refusal(call_headers)) is not None:
+                return _refuse(stream, refusal)
+            handler = self._find(call_headers)
+        except ValueError as error:
+            return _fail(stream, grpc.StatusCode.INTERNAL, str(error))
+        except Exception as error:
+            logger.exception("error in an interceptor")
+            return _fail(stream, grpc.StatusCode.UNKNOWN, f"Unexpected {type(error).__name__}: {error}")
         if handler is None:
-            return _refuse(
-                stream, status.HEAD + status.trailers(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-            )
-        options = self.options
-        call = ServerCall(
-            stream, call_headers, handler, options.max_message, options.compress_level, self._calls.discard
-        )
-        self._calls.add(call)
-        call.begin()
-        return call
+            return _fail(stream, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        if isinstance(handler, DeferredHandler):
+            return DeferredCall(stream, call_headers, self.options, handler.start)
+        return TaskCall(stream, call_headers, self.options, handler, self._tasks)
 
     def _find(self, headers: CallHeaders) -> Any:
         if not self._interceptors and (handler := self._handlers.get(headers.path)) is not None:
@@ -139,6 +136,11 @@ class GrpcServer:
             return handler
         found = (generic.service(details) for generic in self._generic)
         return next((handler for handler in found if handler is not None), None)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
 
 
 def _chain(interceptor: Any, find: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
@@ -165,6 +167,22 @@ class _Refused:
     def on_reset(self) -> None: ...
 
 
+def _refusal(headers: CallHeaders) -> bytes | None:
+    """The header block that answers what is no call, None for a call."""
+    if headers.method != "POST":
+        return status.http_status(405)
+    if not headers.is_grpc:
+        return status.http_status(415)
+    if headers.encoding not in ENCODINGS:
+        message = f"grpc-encoding '{headers.encoding}' is not supported"
+        return status.HEAD + status.trailers(grpc.StatusCode.UNIMPLEMENTED, message)
+    return None
+
+
 def _refuse(stream: Http2Stream, block: bytes) -> StreamEvents:
     stream.send(None, b"", block)
     return _Refused()
+
+
+def _fail(stream: Http2Stream, code: grpc.StatusCode, message: str) -> StreamEvents:
+    return _refuse(stream, status.HEAD + status.trailers(code, message))

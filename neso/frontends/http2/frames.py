@@ -60,6 +60,14 @@ class ConnectionFault(Exception):
         self.code = code
 
 
+class StreamFault(Exception):
+    """The client broke the protocol on one stream: that ends with this code."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def frame_header(length: int, kind: int, flags: int, stream: int) -> bytes:
     """The nine bytes before a frame's payload."""
     return _HEADER.pack(length >> 8, length & 0xFF, kind, flags, stream)
@@ -71,11 +79,14 @@ def settings_frame(settings: dict[int, int]) -> bytes:
     return frame_header(len(payload), SETTINGS, 0, 0) + payload
 
 
-def parse_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Names and values. Raises `ConnectionFault`."""
+SETTINGS_ACK = b"\0\0\0\x04\x01\0\0\0\0"
+
+
+def parse_settings(payload: bytes) -> dict[int, int]:
+    """Names and values; of a name that comes several times the last one. Raises `ConnectionFault`."""
     if len(payload) % _SETTING.size:
         raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a broken length")
-    return list(_SETTING.iter_unpack(payload))
+    return dict(_SETTING.iter_unpack(payload))
 
 
 def window_update(stream: int, increment: int) -> bytes:
@@ -88,6 +99,22 @@ def reset_frame(stream: int, code: ErrorCode) -> bytes:
     return frame_header(4, RST_STREAM, 0, stream) + code.to_bytes(4, "big")
 
 
+def ping_frame(payload: bytes, flags: int = 0) -> bytes:
+    """A PING frame; the payload has eight bytes."""
+    return frame_header(8, PING, flags, 0) + payload
+
+
+def header_frames(stream: int, block: bytes, flags: int, max_frame: int) -> bytes:
+    """A header block as a HEADERS frame, and CONTINUATIONs for what does not fit."""
+    if len(block) <= max_frame:
+        return frame_header(len(block), HEADERS, flags | END_HEADERS, stream) + block
+    pieces = [block[at : at + max_frame] for at in range(0, len(block), max_frame)]
+    frames = [frame_header(len(pieces[0]), HEADERS, flags, stream) + pieces[0]]
+    frames += [frame_header(len(piece), CONTINUATION, 0, stream) + piece for piece in pieces[1:-1]]
+    frames.append(frame_header(len(pieces[-1]), CONTINUATION, END_HEADERS, stream) + pieces[-1])
+    return b"".join(frames)
+
+
 def goaway_frame(last_stream: int, code: ErrorCode, message: str = "") -> bytes:
     """A GOAWAY frame."""
     payload = last_stream.to_bytes(4, "big") + code.to_bytes(4, "big") + message.encode()
@@ -98,7 +125,9 @@ def strip_padding(payload: bytes, flags: int) -> bytes:
     """The payload of a DATA or HEADERS frame without its padding. Raises `ConnectionFault`."""
     if not flags & PADDED:
         return payload
-    if not payload or payload[0] >= len(payload):
+    if not payload:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "no length of the padding")
+    if payload[0] >= len(payload):
         raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "more padding than payload")
     return payload[1 : len(payload) - payload[0]]
 

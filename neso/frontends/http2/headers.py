@@ -7,7 +7,8 @@ from typing import Any
 
 import hpack
 
-from neso.frontends.http2.frames import ConnectionFault, ErrorCode
+from neso.frontends.http2.frames import ConnectionFault, ErrorCode, StreamFault
+from neso.frontends.http2.request_headers import content_length, request_fault
 
 _MOST_REMEMBERED = 64
 
@@ -15,11 +16,27 @@ _MOST_REMEMBERED = 64
 class Headers(list[tuple[bytes, bytes]]):
     """Names and values, in order. Requests with the same block share them, and what the application `made` of them."""
 
-    __slots__ = ("made",)
+    __slots__ = ("_length", "_verdict", "made")
 
     def __init__(self, fields: Iterable[tuple[bytes, bytes]]) -> None:
         super().__init__(fields)
         self.made: Any = None
+        self._verdict: str | None = (
+            None  # what is wrong with the request; empty: nothing is; None: not looked at
+        )
+        self._length: int | None = None
+
+    def check_request(self) -> int | None:
+        """How long the body is said to be. Raises `StreamFault` if these are not the headers of a request."""
+        if self._verdict is None:
+            try:
+                self._length = content_length(self)
+                self._verdict = request_fault(self) or ""
+            except ValueError as error:
+                self._verdict = str(error)
+        if self._verdict:
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR, self._verdict)
+        return self._length
 
 
 class HeaderDecoder:
@@ -38,7 +55,7 @@ class HeaderDecoder:
         found = self._remembered.get(block)
         if found is not None:
             return found
-        before = self._table_state()
+        newest, size = self._table_state()
         try:
             fields = self._decoder.decode(block, raw=True)
             headers = Headers((bytes(name), bytes(value)) for name, value in fields)
@@ -46,17 +63,18 @@ class HeaderDecoder:
             raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "header list too large") from None
         except (hpack.HPACKError, UnicodeDecodeError, IndexError, ValueError) as error:
             raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, f"broken header block: {error}") from None
-        if self._table_state() != before or len(self._remembered) >= _MOST_REMEMBERED:
+        newest_now, size_now = self._table_state()
+        if newest_now is not newest or size_now != size or len(self._remembered) >= _MOST_REMEMBERED:
             self._remembered.clear()
         else:
             self._remembered[block] = headers
         return headers
 
-    def _table_state(self) -> tuple[int, int, int]:
-        """Differs once something has entered or left the dynamic table."""
+    def _table_state(self) -> tuple[Any, tuple[int, int]]:
+        """Differs once something has entered or left the dynamic table: its newest entry, and its sizes."""
         table = self._decoder.header_table
         entries = table.dynamic_entries
-        return len(entries), id(entries[0]) if entries else 0, table.maxsize
+        return entries[0] if entries else None, (len(entries), table.maxsize)
 
 
 def encode_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import TYPE_CHECKING
 
-from neso.frontends.http2.frames import PING, ErrorCode, frame_header
+from neso.frontends.http2.frames import ConnectionFault, ErrorCode, ping_frame
 from neso.frontends.http2.options import Http2Options
 
 if TYPE_CHECKING:
     from neso.frontends.http2.connection import Http2Connection
 
-_PING = frame_header(8, PING, 0, 0) + b"neso\0\0\0\0"
+_PING = ping_frame(b"neso\0\0\0\0")
 _INTERVAL_WITHOUT_STREAMS = 7200.0
+_JITTER = 0.1
 
 
 class Keepalive:
-    """Timers of one connection: PINGs to a silent client, the connection's age, and strikes for PINGs from it.
+    """Timers of one connection: its greeting, PINGs to a silent client, its age; strikes for PINGs from the client.
 
     After gRPC's proposals A8 (client side) and A9 (server side).
     """
@@ -26,13 +28,14 @@ class Keepalive:
         self._options = options
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
-        self._asked_at: float | None = None
+        self._asked = False
         self._pinged_at: float | None = None
         self._strikes = 0
-        self._timer = self._loop.call_later(options.keepalive_time, self._check)
-        self._age = (
-            None if options.max_age is None else self._loop.call_later(options.max_age, self._grow_old)
-        )
+        self._timer = self._loop.call_later(options.greeting_timeout, connection.abort)
+        self._age: asyncio.TimerHandle | None = None
+        if options.max_age is not None:
+            age = options.max_age * random.uniform(1 - _JITTER, 1 + _JITTER)
+            self._age = self._loop.call_later(age, self._grow_old)
 
     def stop(self) -> None:
         """The connection has ended."""
@@ -40,18 +43,23 @@ class Keepalive:
         if self._age is not None:
             self._age.cancel()
 
+    def greeted(self) -> None:
+        """The client speaks HTTP/2."""
+        self._timer.cancel()
+        self._timer = self._loop.call_later(self._options.keepalive_time, self._check)
+
     def heard(self) -> None:
         """Something came from the client."""
         self._heard_at = self._loop.time()
-        self._asked_at = None
+        self._asked = False
 
     def sent_data(self) -> None:
-        """Data went to the client: it may ask anew whether it arrives."""
+        """Headers, data or a window went to the client: it may ask anew whether they arrive."""
         self._strikes = 0
         self._pinged_at = None
 
     def pinged(self) -> None:
-        """The client sent a PING."""
+        """The client sent a PING. Raises `ConnectionFault` for one too many."""
         options = self._options
         interval = options.min_ping_interval
         if not self._connection.streams and not options.pings_without_streams:
@@ -62,20 +70,21 @@ class Keepalive:
             return
         self._strikes += 1
         if options.max_ping_strikes and self._strikes > options.max_ping_strikes:
-            self._connection.cut_off(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
 
     def _check(self) -> None:
-        options, now = self._options, self._loop.time()
-        if self._asked_at is not None:
+        options = self._options
+        silent = self._loop.time() - self._heard_at
+        if self._asked:
             self._connection.abort()
-            return
-        silent = now - self._heard_at
-        if silent >= options.keepalive_time:
-            self._asked_at = now
-            self._connection.write(_PING)
+        elif silent < options.keepalive_time:
+            self._timer = self._loop.call_later(options.keepalive_time - silent, self._check)
+        elif self._connection.streams or options.pings_without_streams:
+            self._asked = True
+            self._connection.output.write(_PING)
             self._timer = self._loop.call_later(options.keepalive_timeout, self._check)
         else:
-            self._timer = self._loop.call_later(options.keepalive_time - silent, self._check)
+            self._timer = self._loop.call_later(options.keepalive_time, self._check)
 
     def _grow_old(self) -> None:
         self._connection.go_away()

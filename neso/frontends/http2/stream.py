@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from neso.frontends.http2.frames import (
     DATA,
-    END_HEADERS,
     END_STREAM,
-    HEADERS,
+    MAX_WINDOW,
     ErrorCode,
+    StreamFault,
     frame_header,
     reset_frame,
     window_update,
 )
 from neso.frontends.http2.headers import Headers
+from neso.frontends.http2.receive_window import ReceiveWindow
 
 if TYPE_CHECKING:
     from neso.frontends.http2.connection import Http2Connection
@@ -42,37 +43,38 @@ class Application(Protocol):
 
 
 class Http2Stream:
-    """Sends what the application gives it as the client's windows allow. Made by the connection."""
+    """Sends what the application gives it as the client's windows allow. Made by the connection.
+
+    `closed_here`: nothing can be sent any more. `closed_there`: nothing more comes.
+    """
 
     __slots__ = (
         "_connection",
         "_end_block",
+        "_expected",
         "_queue",
-        "_queued",
         "_sent",
-        "_unacknowledged",
+        "_window",
         "closed_here",
         "closed_there",
         "events",
         "number",
-        "receive_window",
         "send_window",
     )
 
     events: StreamEvents
 
-    def __init__(
-        self, connection: Http2Connection, number: int, send_window: int, receive_window: int
-    ) -> None:
+    def __init__(self, connection: Http2Connection, number: int, length: int | None) -> None:
         self._connection = connection
         self.number = number
-        self.send_window = send_window
-        self.receive_window = receive_window
+        self.send_window = connection.peer_settings.initial_window
         self.closed_here = False
         self.closed_there = False
-        self._unacknowledged = 0  # bytes dealt with that the client has not been told of
-        self._queue: deque[memoryview] = deque()
-        self._queued = 0
+        self._window = ReceiveWindow(connection.options.stream_window)
+        self._expected = length  # bytes of the body that are still to come, if the client has said how many
+        self._queue: deque[memoryview] | None = (
+            None  # waits for windows, or for room in the transport's buffer
+        )
         self._end_block: bytes | None = None  # the trailers, once they are known but data waits before them
         self._sent: asyncio.Future[None] | None = None
 
@@ -80,59 +82,36 @@ class Http2Stream:
     def connection(self) -> Http2Connection:
         return self._connection
 
+    # What the application calls.
+
     def send(self, head: bytes | None, data: bytes, trailers: bytes | None) -> None:
         """Send a header block, data, and the block that ends the stream; each may be left out (b"" for data)."""
-        if self.closed_here:
+        if self.closed_here or self._end_block is not None:
             return
-        self._connection.keepalive.sent_data()
-        frames = b""
-        if head is not None:
-            frames = frame_header(len(head), HEADERS, END_HEADERS, self.number) + head
         connection = self._connection
+        connection.keepalive.sent_data()
+        frames = b"" if head is None else connection.header_frames(self.number, head, 0)
         size = len(data)
-        plain = not self._queue and size <= connection.max_frame
-        if plain and size <= self.send_window and size <= connection.send_window:
+        if not self._queue and connection.can_send(size) and size <= self.send_window:
             if size:
                 self.send_window -= size
                 connection.send_window -= size
                 frames += frame_header(size, DATA, 0, self.number) + data
             if trailers is None:
-                connection.write(frames)
+                connection.output.write(frames)
             else:
                 self._end(frames, trailers)
             return
+        if not size and not self._queue and trailers is not None:
+            self._end(frames, trailers)
+            return
         if frames:
-            connection.write(frames)
+            connection.output.write(frames)
         if size:
-            self._queue.append(memoryview(data))
-            self._queued += size
+            self._enqueue(data)
         self._end_block = trailers
-        self.flush()
-
-    def flush(self) -> None:
-        """Send of what waits as much as the windows allow."""
-        connection = self._connection
-        queue = self._queue
-        while queue:
-            size = min(len(queue[0]), self.send_window, connection.send_window, connection.max_frame)
-            if size <= 0:
-                connection.blocked.add(self)
-                return
-            piece = queue[0][:size]
-            if size == len(queue[0]):
-                queue.popleft()
-            else:
-                queue[0] = queue[0][size:]
-            self.send_window -= size
-            connection.send_window -= size
-            self._queued -= size
-            connection.write_all([frame_header(size, DATA, 0, self.number), piece])
-        connection.blocked.discard(self)
-        if self._sent is not None and not self._sent.done():
-            self._sent.set_result(None)
-        if self._end_block is not None:
-            block, self._end_block = self._end_block, None
-            self._end(b"", block)
+        if self.send_window > 0:
+            connection.send_later(self)
 
     async def drain(self) -> None:
         """Wait until all that was given is on its way. Raises `ConnectionResetError` when the client is gone."""
@@ -140,7 +119,7 @@ class Http2Stream:
             if self._sent is None or self._sent.done():
                 self._sent = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._sent)
-        await self._connection.drain()
+        await self._connection.output.room()
         if self.closed_here:
             raise ConnectionResetError("the client has given up")
 
@@ -148,33 +127,99 @@ class Http2Stream:
         """So much of the body has been dealt with: let as much come."""
         if self.closed_there or self.closed_here:
             return
-        self._unacknowledged += size
-        if self._unacknowledged * 2 >= self._connection.options.stream_window:
-            self.receive_window += self._unacknowledged
-            self._connection.write(window_update(self.number, self._unacknowledged))
-            self._unacknowledged = 0
+        increment = self._window.give_back(size)
+        if increment:
+            self._connection.keepalive.sent_data()
+            self._connection.output.write(window_update(self.number, increment))
 
     def reset(self, code: ErrorCode) -> None:
         """End the stream at once."""
         if not self.closed_here:
-            self._connection.write(reset_frame(self.number, code))
-            self.closed_there = True
+            self._connection.output.write(reset_frame(self.number, code))
             self.abandon()
+
+    # What the connection calls.
+
+    def take(self, size: int, body: int, last: bool) -> None:
+        """A DATA frame of so many bytes came, so many of them the body's. Raises `StreamFault`."""
+        if self.closed_there:
+            raise StreamFault(ErrorCode.STREAM_CLOSED, "data after the end")
+        if not self._window.take(size):
+            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "more data than the stream's window")
+        if self._expected is not None:
+            self._expected -= body
+            if self._expected < 0:
+                raise StreamFault(ErrorCode.PROTOCOL_ERROR, "more data than content-length")
+        if last:
+            self.end_there()
+        elif size != body:
+            self.consumed(size - body)
+
+    def end_there(self) -> None:
+        """The client sends nothing more. Raises `StreamFault` if it should have."""
+        self.closed_there = True
+        if self._expected:
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR, "less data than content-length")
+
+    def widen(self, increment: int) -> None:
+        """The client takes so much more, or less if it is negative. Raises `StreamFault`."""
+        self.send_window += increment
+        if self.send_window > MAX_WINDOW:
+            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, "window out of range")
+        if self._queue and self.send_window > 0:
+            self._connection.send_later(self)
+
+    def send_some(self, most: int) -> bool:
+        """Send of what waits as much as the windows allow, up to `most` bytes. Whether it can go on."""
+        connection, queue = self._connection, self._queue
+        while queue:
+            first = queue[0]
+            size = min(len(first), self.send_window, connection.send_window, connection.max_frame, most)
+            if size <= 0:
+                return self.send_window > 0
+            if size == len(first):
+                queue.popleft()
+            else:
+                queue[0] = first[size:]
+            most -= size
+            self.send_window -= size
+            connection.send_window -= size
+            connection.queued -= size
+            connection.keepalive.sent_data()
+            connection.output.write_large(frame_header(size, DATA, 0, self.number), first[:size])
+        self._wake()
+        if self._end_block is not None:
+            self._end(b"", self._end_block)
+        return False
 
     def abandon(self) -> None:
         """Send nothing more, and forget what waits."""
-        self.closed_here = True
-        self._queue.clear()
+        self.closed_here = self.closed_there = True
+        if self._queue:
+            self._connection.queued -= sum(map(len, self._queue))
+            self._queue = None
         self._end_block = None
+        self._wake()
+        self._connection.stream_ended(self)
+
+    # The rest is the stream's own.
+
+    def _enqueue(self, data: bytes) -> None:
+        if self._queue is None:
+            self._queue = deque()
+        self._queue.append(memoryview(data))
+        self._connection.queued += len(data)
+
+    def _wake(self) -> None:
         if self._sent is not None and not self._sent.done():
             self._sent.set_result(None)
-        self._connection.stream_ended(self)
 
     def _end(self, frames: bytes, trailers: bytes) -> None:
         """Send frames and the trailers. A client that still sends is told that it need not."""
-        frames += frame_header(len(trailers), HEADERS, END_HEADERS | END_STREAM, self.number) + trailers
+        connection = self._connection
+        frames += connection.header_frames(self.number, trailers, END_STREAM)
         if not self.closed_there:
             frames += reset_frame(self.number, ErrorCode.NO_ERROR)
         self.closed_here = True
-        self._connection.write(frames)
-        self._connection.stream_ended(self)
+        connection.output.write(frames)
+        connection.stream_ended(self)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -24,12 +26,22 @@ class HasCalls(Protocol):
     calls: Calls
 
 
+class Evictable(Protocol):
+    """A call that waits for its response without a task."""
+
+    def evict(self) -> None:
+        """End it with UNAVAILABLE."""
+
+
 class Calls:
-    """Knows the tasks that answer RPCs, and which streams to tell when the server begins to stop."""
+    """Knows the tasks that answer RPCs, the calls that wait without one, and which streams to tell when the server
+    begins to stop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._evicted: set[asyncio.Task[Any]] = set()
+        self._waiting: set[Evictable] = set()
+        self._none_waits: asyncio.Event | None = None  # set then; there is one while the server stops
         self._drains: set[Callable[[], None]] = set()
         self.stopping = False
 
@@ -43,13 +55,31 @@ class Calls:
         """Undo `on_stop`."""
         self._drains.discard(drain)
 
+    def begin_waiting(self, call: Evictable) -> None:
+        """A call begins to wait for its response, without a task."""
+        self._waiting.add(call)
+
+    def end_waiting(self, call: Evictable) -> None:
+        """It has ended."""
+        self._waiting.discard(call)
+        if self._none_waits is not None and not self._waiting:
+            self._none_waits.set()
+
     async def finish(self, grace: float) -> None:
         """Let RPCs end by themselves for `grace` seconds, then end those that are left with UNAVAILABLE."""
         self.stopping = True
         for drain in list(self._drains):
             drain()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=grace)
+        end = time.monotonic() + grace
+        while (self._waiting or self._tasks) and (left := end - time.monotonic()) > 0:
+            if self._waiting:
+                self._none_waits = asyncio.Event()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._none_waits.wait(), left)
+            else:
+                await asyncio.wait(self._tasks, timeout=left)
+        for call in list(self._waiting):
+            call.evict()
         if self._tasks:
             self._evicted = set(self._tasks)
             for task in self._evicted:

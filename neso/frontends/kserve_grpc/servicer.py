@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,12 +10,10 @@ import grpc.aio
 from grpc.aio import ServicerContext as Context
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from neso.frontends.grpc import GrpcServer
+from neso.frontends.grpc import DeferredHandler, GrpcServer
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.kserve_grpc.calls import Calls, metadata_texts, rpc
-from neso.frontends.kserve_grpc.decoding import decode_infer_message
-from neso.frontends.kserve_grpc.encoding import encode_response
-from neso.frontends.kserve_grpc.infer import only_response, read_request
+from neso.frontends.kserve_grpc.calls import Calls, rpc
+from neso.frontends.kserve_grpc.model_infer import ModelInfer
 from neso.frontends.kserve_grpc.repository import (
     read_load_parameters,
     read_unload_dependents,
@@ -25,9 +22,7 @@ from neso.frontends.kserve_grpc.repository import (
 from neso.frontends.kserve_grpc.settings import SettingMethods
 from neso.frontends.kserve_grpc.shared_memory import SharedMemoryMethods
 from neso.frontends.kserve_grpc.stream import InferStream
-from neso.frontends.kserve_grpc.tracing import begin_trace, end_with_reply
 from neso.server.core import Core
-from neso.server.errors import Unsupported
 
 
 def add_to_server(servicer: Servicer, server: GrpcServer) -> None:
@@ -36,7 +31,7 @@ def add_to_server(servicer: Servicer, server: GrpcServer) -> None:
     server.add_registered_method_handlers(
         "inference.GRPCInferenceService",
         {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(servicer.ModelInfer),
+            "ModelInfer": DeferredHandler(ModelInfer(servicer.core, servicer.calls, servicer.forwarding)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(servicer.ModelStreamInfer),
         },
     )
@@ -47,7 +42,7 @@ class Servicer(SharedMemoryMethods, SettingMethods, service_pb2_grpc.GRPCInferen
 
     def __init__(self, core: Core, forwarding: HeaderForwarding | None = None) -> None:
         self.core = core
-        self._forwarding = forwarding
+        self.forwarding = forwarding
         self.calls = Calls()
 
     @rpc
@@ -119,32 +114,8 @@ class Servicer(SharedMemoryMethods, SettingMethods, service_pb2_grpc.GRPCInferen
         return service_pb2.RepositoryModelUnloadResponse()
 
     @rpc
-    async def ModelInfer(self, data: bytes, context: Context) -> bytes:
-        tracing = self.core.tracing
-        began = time.monotonic_ns() if tracing.enabled else 0
-        message = decode_infer_message(data)
-        model = self.core.model(message.request.model_name, message.request.model_version)
-        if model.decoupled:
-            raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        trace = begin_trace(self.core, model.name, context, began) if began else None
-        try:
-            request, parameters = read_request(message, self.core.shared_memory)
-            if self._forwarding is not None:
-                request.parameters.update(self._forwarding.parameters(metadata_texts(context)))
-            request.trace = trace
-            responses = model.submit(request)
-            try:
-                response = await only_response(responses)
-            finally:
-                responses.cancel()  # the client is gone, or the model broke its promise; else it does nothing
-            return encode_response(response, parameters.output_windows)
-        finally:
-            if trace is not None:
-                end_with_reply(trace)
-
-    @rpc
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        stream = InferStream(self.core, context, self._forwarding)
+        stream = InferStream(self.core, context, self.forwarding)
         self.calls.on_stop(stream.drain)
         try:
             await stream.run(requests)

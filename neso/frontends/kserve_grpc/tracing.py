@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-
-from grpc.aio import ServicerContext
+from typing import Any, Protocol
 
 from neso.server.core import Core
 from neso.server.tracing import Trace
@@ -12,7 +11,13 @@ from neso.server.tracing import Trace
 PROTOCOL = "GRPC"
 
 
-def begin_trace(core: Core, model: str, context: ServicerContext, read_start: int) -> Trace | None:
+class HasMetadata(Protocol):
+    """The context of a call."""
+
+    def invocation_metadata(self) -> Any: ...
+
+
+def begin_trace(core: Core, model: str, context: HasMetadata, read_start: int) -> Trace | None:
     """A trace if the request, which began to be read at `read_start` (ns), is to have one. Only while enabled."""
     metadata = dict(context.invocation_metadata() or ())
     trace = core.tracing.sample(model, metadata.get, read_start)

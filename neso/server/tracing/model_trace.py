@@ -81,6 +81,11 @@ class ModelTrace:
         self.span: Any = None
 
     @property
+    def name(self) -> str:
+        """The id by which people find the trace."""
+        return self.trace.name
+
+    @property
     def context(self) -> dict[str, str] | None:
         """W3C's headers, for others to make their own part of the trace. From any thread."""
         return self.trace.context(self)

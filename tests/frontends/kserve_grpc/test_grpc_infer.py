@@ -234,7 +234,7 @@ async def test_unknown_model_and_version(client):
 
 
 @pytest.mark.parametrize(
-    ("parameter", "words"), [("fail", "by intent"), ("raise", "a bug"), ("twice", "more than one")]
+    ("parameter", "words"), [("fail", "by intent"), ("raise", "a bug"), ("twice", "a single response")]
 )
 async def test_errors_of_the_backend_are_internal(client, parameter, words):
     inputs = [tensor("FP32", NUMBERS["FP32"])]

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from core_requests import ask, collect
+from repository_builder import IDENTITY_TENSORS
 from test_trace_files import BROKEN, CALLER, add_ensemble
 
 from neso.server.errors import Unsupported
@@ -35,6 +36,10 @@ CONTEXT_TENSORS = """
 input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
 output { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] }
 """
+
+
+IN_PROCESS = 'parameters { key: "EXECUTION_MODE" value { string_value: "process" } }'
+modes = pytest.mark.parametrize("mode", ["", IN_PROCESS], ids=["thread", "process"])
 
 
 def config(collector, *settings: str) -> TraceConfig:
@@ -131,9 +136,11 @@ async def test_off_is_off(collector, start_core, repository):
     assert core.tracing.sample("m", {"traceparent": PARENT}.get) is None
 
 
-async def test_an_ensemble_and_calls_are_one_tree(collector, start_core, repository):
+@modes
+async def test_an_ensemble_and_calls_are_one_tree(collector, start_core, repository, mode):
     repository.add("identity")
-    repository.add("second", CALLER.replace("assert request.trace().get_context() is None", "pass"))
+    caller = CALLER.replace("assert request.trace().get_context() is None", "pass")
+    repository.add("second", caller, IDENTITY_TENSORS + mode)
     add_ensemble(repository)
     core = await start_core(trace=config(collector))
     await ask_traced(core, "both", {"traceparent": PARENT})
@@ -149,8 +156,9 @@ async def test_an_ensemble_and_calls_are_one_tree(collector, start_core, reposit
     }
 
 
-async def test_the_context_that_a_python_model_sees(collector, start_core, repository):
-    repository.add("context", CONTEXT, CONTEXT_TENSORS)
+@modes
+async def test_the_context_that_a_python_model_sees(collector, start_core, repository, mode):
+    repository.add("context", CONTEXT, CONTEXT_TENSORS + mode)
     core = await start_core(trace=config(collector, "rate=0"))
     response, _ = await ask_traced(core, "context", {"traceparent": PARENT, "tracestate": "a=b"})
     (text,) = response.output("OUT").strings()

@@ -12,7 +12,6 @@ import threading
 import traceback
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
 
 from neso.backends.python.errors import describe
 from neso.backends.python.instance import ModelInstance, Work, WorkQueue
@@ -38,6 +37,7 @@ from neso.backends.python.process.messages import (
     ResponseData,
     Started,
     Stop,
+    TraceData,
 )
 from neso.backends.python.process.remote_server import RemoteServer
 from neso.backends.python.process.server_log import ServerLog
@@ -131,8 +131,7 @@ class Child:
     def _make_work(self, message: Execute) -> Work:
         streams = []
         for number, data in message.requests:
-            trace = None if data.trace is None else ChildTrace(data.trace.id, data.trace.context)
-            stream = ChildStream(number, self._channel.exchange.unpack_request(data), trace)
+            stream = ChildStream(number, self._channel.exchange.unpack_request(data), data.trace)
             self._streams[number] = stream
             streams.append(stream)
         return Work(
@@ -172,18 +171,11 @@ class Child:
 class ChildStream:
     """Stands for a request in flight, which the server knows by its number."""
 
-    def __init__(self, number: int, request: InferenceRequest, trace: ChildTrace | None) -> None:
+    def __init__(self, number: int, request: InferenceRequest, trace: TraceData | None) -> None:
         self.number = number
         self.request = request
         self.timeline = Timeline()
         self.trace = trace
-
-
-class ChildTrace(NamedTuple):
-    """Stands for the trace of a request, which the server knows by its id."""
-
-    id: int
-    context: dict[str, str] | None
 
 
 def _complete(message: Complete) -> Completed:

@@ -78,7 +78,7 @@ class Exchange:
             request.sequence_id if isinstance(request.sequence_id, str) else int(request.sequence_id),
             request.sequence_start,
             request.sequence_end,
-            None if trace is None else TraceData(trace.id, trace.context),
+            None if trace is None else TraceData(trace.id, trace.name, trace.context),
         )
 
     def unpack_request(self, data: RequestData) -> InferenceRequest:

@@ -35,9 +35,10 @@ class TensorData(NamedTuple):
 
 
 class TraceData(NamedTuple):
-    """The trace of a request: the number by which the server knows it, and W3C's headers for it."""
+    """The trace of a request: the number by which the server knows it, the name for people, and W3C's headers."""
 
     id: int
+    name: str
     context: dict[str, str] | None
 
 
