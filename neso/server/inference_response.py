@@ -172,8 +172,11 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             self.fail(Cancelled(NEVER_EXECUTED))
 
     def _deliver(self, response: InferenceResponse) -> None:
-        if self._sink is not None:
-            self._sink(response)
+        sink = self._sink
+        if sink is not None:
+            if response.final:
+                self._sink = None  # it may know this stream: neither shall keep the other
+            sink(response)
             return
         self._responses.append(response)
         if self._waiter is not None and not self._waiter.done():

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from fuzz_oracle import check_message
 from fuzz_server import BATCHED, ECHO, EVERY_TYPE, PIPELINE, SEQUENCE, FuzzServer
 from google.protobuf import json_format, text_format
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle import check_message
 from protobuf_messages import filled
 from repository_builder import REPEAT_TENSORS
 from tritonclient.grpc.model_config_pb2 import ModelConfig

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fuzz_oracle import check_message
 from fuzz_server import MODELS, TYPES, FuzzServer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle import check_message
 from protobuf_messages import filled
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 

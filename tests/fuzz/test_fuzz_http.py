@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+from fuzz_oracle import check_message
 from fuzz_server import FuzzServer
 from http_exchange import Reply, exchange
 from http_messages import HEADER_NAMES, Message, generate_messages, infer_messages, messages
 from hypothesis import example, given
 from hypothesis import strategies as st
-from oracle import check_message
 
 CLOSE = [(b"Connection", b"close")]
 # What a client may be told to be its own fault or somebody else's. 500 would be ours: no model here fails.

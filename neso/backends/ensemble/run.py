@@ -7,9 +7,11 @@ responses, and a tensor beside it is there for all of them.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from neso.backends.ensemble.graph import EnsembleGraph, Step
 from neso.server.errors import Cancelled, InternalError, ServerError
@@ -19,6 +21,8 @@ from neso.server.tensor import Tensor
 
 if TYPE_CHECKING:
     from neso.server.model import Model
+
+logger = logging.getLogger(__name__)
 
 FindModel = Callable[[str, str], "Model"]
 
@@ -49,7 +53,7 @@ class Scope:
 
 
 class EnsembleRun:
-    """Made and run on the core's loop."""
+    """Made and run on the core's loop; the responses of the steps drive it, without a task."""
 
     def __init__(
         self, graph: EnsembleGraph, stream: ResponseStream, find_model: FindModel, decoupled: bool
@@ -57,18 +61,35 @@ class EnsembleRun:
         self._graph, self._stream, self._find_model, self._decoupled = graph, stream, find_model, decoupled
         self._wanted = stream.request.requested_outputs or graph.outputs
         self._needed = graph.steps_for(self._wanted)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._streams: set[ResponseStream] = set()
-        self._slots: dict[int, asyncio.Semaphore] = {}
+        self._running: Counter[int] = Counter()  # executions of each step
+        self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}  # for fewer of them
         self._answers = 0
+        self._depth = 0  # a step may answer while another is being started
 
     def start(self) -> None:
         """Start the steps that need only the request."""
         self._stream.request.on_cancel(self._cancel)
         scope = Scope()
         scope.tensors.update(self._stream.request.inputs)
-        self._advance(scope, list(self._graph.steps))
-        self._end_if_done()
+        with self._at_work():
+            self._advance(scope, list(self._graph.steps))
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """What goes wrong within ends the request; so does the end of all steps, once the outermost is left."""
+        self._depth += 1
+        try:
+            yield
+        except ServerError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("ensemble '%s' failed", self._graph.name)
+            self._fail(InternalError(f"{type(error).__name__}: {error}"))
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self._end_if_done()
 
     def _advance(self, scope: Scope, steps: list[Step]) -> None:
         """Start those of the steps that have all their tensors, in a scope and those below; answer if it can be."""
@@ -80,48 +101,43 @@ class EnsembleRun:
                 # An optional input that the client left out will never come.
                 if given and all(name in self._graph.inputs for name in missing):
                     scope.started.add(step.index)
-                    self._run(self._execute(step, scope, given))
+                    self._begin(step, scope, given)
         self._answer(scope)
         for child in scope.children:
             self._advance(child, steps)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+    def _begin(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
+        """Execute a step, or have it wait while as many executions of it run as there may."""
+        limit = self._graph.max_inflight
+        if limit and self._running[step.index] >= limit:
+            self._waiting.setdefault(step.index, deque()).append((scope, inputs))
+        elif not self._stream.closed:
+            self._execute(step, scope, inputs)
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(
-                error if isinstance(error, ServerError) else InternalError(f"{type(error).__name__}: {error}")
-            )
-        self._end_if_done()
-
-    async def _execute(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
-        if not self._graph.max_inflight:
-            await self._consume(step, scope, inputs)
-            return
-        async with self._slots.setdefault(step.index, asyncio.Semaphore(self._graph.max_inflight)):
-            await self._consume(step, scope, inputs)
-
-    async def _consume(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
-        """Run one step; its tensors go to the scope, or each response of a decoupled step to one of its own."""
+    def _execute(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
+        """Its tensors go to the scope, or each response of a decoupled step to one of its own."""
         model = self._find_model(step.model, step.version)
         stream = model.submit(self._request(step, inputs))
+        self._running[step.index] += 1
         self._streams.add(stream)
-        try:
-            async for response in stream:
+
+        def receive(response: InferenceResponse) -> None:
+            with self._at_work():
                 if response.error is not None:
                     raise response.error
-                if response.outputs:
-                    target = Scope(scope) if model.decoupled else scope
-                    self._take(step, target, response)
-                    await self._back_pressure(step)
-        finally:
-            self._streams.discard(stream)
-            if not stream.closed:
-                stream.cancel()
+                if response.outputs and not self._stream.closed:
+                    self._take(step, Scope(scope) if model.decoupled else scope, response)
+                if response.final:
+                    self._streams.discard(stream)
+                    self._ended(step)
+
+        stream.consume(receive)
+
+    def _ended(self, step: Step) -> None:
+        self._running[step.index] -= 1
+        waiting = self._waiting.get(step.index)
+        if waiting:
+            self._begin(step, *waiting.popleft())
 
     def _request(self, step: Step, inputs: dict[str, Tensor]) -> InferenceRequest:
         source = self._stream.request
@@ -150,16 +166,6 @@ class EnsembleRun:
         readers = {s.index: s for name in fresh for s in self._graph.consumers.get(name, ())}
         self._advance(scope, [readers[index] for index in sorted(readers)])
 
-    async def _back_pressure(self, step: Step) -> None:
-        """Take no more responses of a step while too many of those before are on their way through the next."""
-        if not self._graph.max_inflight:
-            return
-        for name in step.outputs.values():
-            for reader in self._graph.consumers.get(name, ()):
-                slots = self._slots.setdefault(reader.index, asyncio.Semaphore(self._graph.max_inflight))
-                async with slots:
-                    pass
-
     def _answer(self, scope: Scope) -> None:
         """Send the response of a scope that has something of its own to tell, once all that is wanted is there."""
         if scope.answered or self._stream.closed:
@@ -175,7 +181,7 @@ class EnsembleRun:
         self._stream.send(response, final=not self._decoupled)
 
     def _end_if_done(self) -> None:
-        if self._tasks or self._stream.closed:
+        if self._streams or self._stream.closed:
             return
         if self._decoupled:
             self._stream.finish()
@@ -196,7 +202,6 @@ class EnsembleRun:
         self._stream.fail(Cancelled("the request was cancelled"))
 
     def _cancel_steps(self) -> None:
+        self._waiting.clear()
         for stream in tuple(self._streams):
             stream.cancel()
-        for task in tuple(self._tasks):
-            task.cancel()
