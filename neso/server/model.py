@@ -64,6 +64,7 @@ class Model:
         self._backend = backend
         self._limited = context.limited
         self._batcher = self._make_batcher()
+        self._sequences = self._batcher if isinstance(self._batcher, SequenceBatcher) else None
         self._cached = open_cached_model(context, self._start, self._left)
         self._in_flight: set[ResponseStream] = set()
         self._generating = 0
@@ -282,10 +283,11 @@ class Model:
         """Every response passes here on its way to the consumer."""
         if not response.model_name:
             response.model_name, response.model_version = self.name, self.version
-        if isinstance(self._batcher, SequenceBatcher):
-            self._batcher.observe(stream, response)
-        if response.outputs:
-            self._shape_outputs(stream, response)
+        if self._sequences is not None:
+            self._sequences.observe(stream, response)
+        request = stream.request
+        if request.requested_outputs or request.classification or self.signature.reshapes_outputs:
+            self._shape_outputs(request, response)
         if self._cached is not None:
             self._cached.observe(stream.request, response)
         if response.error is not None and stream.failure is None:
@@ -299,14 +301,14 @@ class Model:
             self._in_flight.discard(stream)
             self._count(stream.timeline, stream.batch_size, stream.failure)
 
-    def _shape_outputs(self, stream: ResponseStream, response: InferenceResponse) -> None:
-        wanted = stream.request.requested_outputs
+    def _shape_outputs(self, request: InferenceRequest, response: InferenceResponse) -> None:
+        wanted = request.requested_outputs
         if wanted:
             response.outputs = [tensor for tensor in response.outputs if tensor.name in wanted]
         try:
             response.outputs = self.signature.restore(response.outputs)
-            if stream.request.classification:
-                response.outputs = self._classifier.classify(response.outputs, stream.request.classification)
+            if request.classification:
+                response.outputs = self._classifier.classify(response.outputs, request.classification)
         except ServerError as error:
             response.outputs, response.error = [], InternalError(error.message)
 

@@ -73,6 +73,11 @@ class Signature:
         self._reshaped_inputs = [name for name, spec in self.inputs.items() if spec.reshape is not None]
         self._reshaped_outputs = {name for name, spec in self.outputs.items() if spec.reshape is not None}
 
+    @property
+    def reshapes_outputs(self) -> bool:
+        """Whether `restore` has anything to do."""
+        return bool(self._reshaped_outputs)
+
     def metadata(self, specs: dict[str, TensorSpec]) -> list[TensorMetadata]:
         """`specs` as clients see them, with the batch dimension."""
         batch = (-1,) if self.max_batch_size else ()

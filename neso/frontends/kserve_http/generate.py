@@ -10,7 +10,7 @@ from neso.frontends.http import Request, Response, StreamingResponse
 from neso.frontends.http.response import error_body
 from neso.frontends.kserve_http.errors import status_of
 from neso.frontends.kserve_http.json_body import read_object, write_json
-from neso.frontends.kserve_http.json_tensor import is_finite, read_tensor, write_values
+from neso.frontends.kserve_http.json_tensor import read_tensor, write_values
 from neso.frontends.kserve_http.load_metrics import load_headers
 from neso.frontends.kserve_http.parameters import read_parameter, read_string
 from neso.frontends.kserve_http.tracing import PROTOCOL
@@ -123,12 +123,10 @@ def write_generate_response(response: InferenceResponse) -> bytes:
     document["model_version"] = response.model_version
     for name, value in response.parameters.items():
         document.setdefault(name, value)
-    finite = True
     for tensor in response.outputs:
         values = write_values(tensor, lossy=True)
-        finite = finite and is_finite(tensor)
         document.setdefault(tensor.name, values[0] if len(values) == 1 else values)
-    return write_json(document, finite=finite)
+    return write_json(document)
 
 
 def _body(response: InferenceResponse) -> tuple[bytes | None, int]:

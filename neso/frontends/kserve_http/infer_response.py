@@ -7,7 +7,7 @@ from typing import Any
 from neso.frontends.http import Response
 from neso.frontends.kserve_http.infer_request import HEADER_LENGTH, OutputFormat
 from neso.frontends.kserve_http.json_body import write_json
-from neso.frontends.kserve_http.json_tensor import is_finite, write_values
+from neso.frontends.kserve_http.json_tensor import write_values
 from neso.server.inference_response import InferenceResponse
 from neso.server.tensor import Tensor
 
@@ -15,7 +15,6 @@ from neso.server.tensor import Tensor
 def write_infer_response(response: InferenceResponse, output_format: OutputFormat) -> Response:
     """The response for a client. Raises `ServerError` for an output that the form asked for cannot hold."""
     blobs: list[bytes | memoryview] = []
-    finite = True
     outputs: list[dict[str, Any]] = []
     binary, default = output_format.binary, output_format.default
     for tensor in response.outputs:
@@ -28,7 +27,6 @@ def write_infer_response(response: InferenceResponse, output_format: OutputForma
             _add_blob(tensor, entry, blobs)
         else:
             entry["data"] = write_values(tensor)
-            finite = finite and is_finite(tensor)
         outputs.append(entry)
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
@@ -36,7 +34,7 @@ def write_infer_response(response: InferenceResponse, output_format: OutputForma
     if response.parameters:
         document["parameters"] = response.parameters
     document["outputs"] = outputs
-    text = write_json(document, finite=finite)
+    text = write_json(document)
     if not blobs:
         return Response(text)
     headers = ((HEADER_LENGTH, str(len(text))),)

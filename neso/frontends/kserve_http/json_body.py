@@ -34,11 +34,12 @@ def read_optional_object(body: bytes) -> dict[str, Any]:
     return read_object(body) if body else {}
 
 
-def write_json(value: Any, *, finite: bool = True) -> bytes:
-    """Serialize; `finite=False` when there may be NaN or infinite numbers, which the fast writer nulls."""
-    if finite:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+def write_json(value: Any) -> bytes:
+    """Serialize."""
+    text = orjson.dumps(value)
+    if b"null" in text:  # what the fast writer makes of NaN and infinite numbers
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    return text
 
 
 def _read_not_finite(text: bytes) -> Any:

@@ -86,11 +86,6 @@ def write_values(tensor: Tensor, *, lossy: bool = False) -> list[Any]:
         ) from None
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds no NaN or infinite number."""
-    return tensor.datatype not in _FLOATS or _all_finite(tensor.array)
-
-
 def _flatten(name: str, data: list[Any]) -> list[Any]:
     """Level by level: as fast as it gets in Python, and deep nesting needs no stack."""
     while data and type(data[0]) is list:
