@@ -104,16 +104,3 @@ def _datatype_of(name: str, array: npt.NDArray[Any]) -> DataType:
     if len(_DATATYPES) < 256:  # text has a dtype for each length
         _DATATYPES[array.dtype] = datatype
     return datatype
-
-
-class _Capsule:
-    """Gives a bare capsule the methods that numpy asks for; the capsule is taken to be in CPU memory."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_options: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
