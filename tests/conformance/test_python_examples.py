@@ -56,7 +56,8 @@ def test_all_are_ready(client, server, mode):
         assert client.is_model_ready(model), model
     assert client.is_server_ready()
     children = psutil.Process(server.process.pid).children()
-    assert len(children) == (len(MODELS) + 2 if mode == "process" else 0)
+    # One of the models is an ensemble, another has four instances.
+    assert len(children) == (len(MODELS) + 1 if mode == "process" else 0)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,27 @@ def test_add_sub(client, model, shape):
     result = client.infer(model, pair(*shape))
     assert np.array_equal(result.as_numpy("OUTPUT0"), (A + B).reshape(shape))
     assert np.array_equal(result.as_numpy("OUTPUT1"), (A - B).reshape(shape))
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize(
+    ("model", "inputs", "outputs", "expected"),
+    [
+        ("simple_string", ("INPUT0", "INPUT1"), ("OUTPUT0", "OUTPUT1"), (lambda a, b: (a + b, a - b))),
+        ("simple_ensemble", ("A", "B"), ("TWICE_A", "TWICE_B"), (lambda a, b: (2 * a, 2 * b))),
+    ],
+)
+def test_text_and_an_ensemble_of_it(client, model, inputs, outputs, expected, binary):
+    a, b = np.arange(32).reshape(2, 16), np.full((2, 16), -7)
+    given = []
+    for name, array in zip(inputs, (a, b), strict=True):
+        made = http_client.InferInput(name, [2, 16], "BYTES")
+        made.set_data_from_numpy(array.astype(np.bytes_).astype(np.object_), binary_data=binary)
+        given.append(made)
+    wanted = [http_client.InferRequestedOutput(name, binary_data=binary) for name in outputs]
+    result = client.infer(model, given, outputs=wanted)
+    for name, array in zip(outputs, expected(a, b), strict=True):
+        assert np.array_equal(result.as_numpy(name).astype(np.int64), array)
 
 
 def test_what_was_completed(client):
