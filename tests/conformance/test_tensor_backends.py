@@ -93,6 +93,7 @@ def served(tmp_path_factory):
         "--backend-config=onnxruntime,enable-global-threadpool=1",
         "--backend-config=onnxruntime,intra_op_thread_count=1",
     ) as server:
+        assert "failed   onnx_plain" not in server.output, server.output
         yield server
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from neso.server.log.fields import FIELDS
 from neso.server.log.options import LogFormat
+from neso.server.request_fields import FIELDS
 
 
 class TritonFormatter(logging.Formatter):

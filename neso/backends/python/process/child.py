@@ -109,6 +109,7 @@ class Child:
     def _handle(self, message: Message) -> None:
         match message:
             case Execute():
+                logging.getLogger().setLevel(message.log_level)
                 self._work.put(self._make_work(message))
             case Cancel(number):
                 if (stream := self._streams.get(number)) is not None:

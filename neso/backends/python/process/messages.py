@@ -95,10 +95,11 @@ class Complete(NamedTuple):
 
 
 class Execute(NamedTuple):
-    """One call of `execute`; each request has a number."""
+    """One call of `execute`; each request has a number. `log_level`: of the server's log now, which may change."""
 
     work: int
     requests: tuple[tuple[int, RequestData], ...]
+    log_level: int
 
 
 class Cancel(NamedTuple):
@@ -202,13 +203,14 @@ class Drop(NamedTuple):
 
 
 class Log(NamedTuple):
-    """A line for the server's log."""
+    """A line for the server's log. `fields`: what it is about."""
 
     logger: str
     level: int
     message: str
     path: str
     line: int
+    fields: dict[str, str]
 
 
 class Ended(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from neso.backends.python.process.messages import (
     Stop,
 )
 from neso.backends.python.process.model_process import ModelProcess
-from neso.backends.python.process.server_log import write
+from neso.backends.python.process.server_log import log_level, write
 from neso.backends.python.process.services import ModelServices
 from neso.backends.python.settings import PythonSettings
 from neso.server.errors import Cancelled, InternalError, ServerError
@@ -102,7 +101,7 @@ class RunningModel:
                 {name: datatype.value for name, datatype in description.datatypes.items()},
                 description.states,
                 description.iterative,
-                logging.getLogger("neso.model").getEffectiveLevel(),
+                log_level(),
                 settings.shm_default_size,
                 settings.shm_growth_size,
             )
@@ -141,6 +140,7 @@ class RunningModel:
             lambda: Execute(
                 sent.number,
                 tuple((request, pack(stream.request, stream.trace)) for request, stream in streams.items()),
+                log_level(),
             ),
             sum(payload(stream.request.inputs.values()) for stream in streams.values()),
             failed,

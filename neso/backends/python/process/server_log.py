@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from neso.backends.python.process.messages import Log
+from neso.server.request_fields import FIELDS
 
 
 class ServerLog(logging.Handler):
@@ -17,13 +18,17 @@ class ServerLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._send(
-                Log(
-                    str(record.name), int(record.levelno), self.format(record), record.pathname, record.lineno
-                )
-            )
+            text = self.format(record)
+            fields = {name: str(getattr(record, name)) for name in FIELDS if hasattr(record, name)}
+            name, level = str(record.name), int(record.levelno)
+            self._send(Log(name, level, text, record.pathname, record.lineno, fields))
         except Exception:
             self.handleError(record)
+
+
+def log_level() -> int:
+    """The lowest level that the server's log takes of models."""
+    return logging.getLogger("neso.model").getEffectiveLevel()
 
 
 def write(line: Log) -> None:
@@ -31,5 +36,7 @@ def write(line: Log) -> None:
     logger = logging.getLogger(line.logger)
     if logger.isEnabledFor(line.level):
         logger.handle(
-            logger.makeRecord(line.logger, line.level, line.path, line.line, "%s", (line.message,), None)
+            logger.makeRecord(
+                line.logger, line.level, line.path, line.line, "%s", (line.message,), None, extra=line.fields
+            )
         )

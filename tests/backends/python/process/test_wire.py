@@ -25,10 +25,11 @@ MESSAGES = [
     Free(3),
     Ask(1, "load_model", ("m", None, {"file:1/model.py": b"\0\xff"})),
     Answer(2, math.inf, ("no", "INTERNAL")),
-    Log("a", 30, "ü\ud800", "/p", 3),
+    Log("a", 30, "ü\ud800", "/p", 3, {"model": "m"}),
     Execute(
         7,
         ((1, RequestData("m", (TENSOR,), "1", "", (), {}, 0, 0, 2**63, True, False, None)),),
+        20,
     ),
 ]  # fmt: skip
 
