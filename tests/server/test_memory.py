@@ -1,0 +1,42 @@
+"""What the garbage collector is told of a server."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from neso.server.memory import release_memory, settle_memory
+
+
+class Node:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def test_what_is_there_is_left_alone_until_memory_is_released() -> None:
+    node = Node()
+    gone = weakref.ref(node)
+    settle_memory()
+    del node
+    gc.collect()
+    assert gone() is not None
+    release_memory()
+    assert gone() is None
+    assert gc.get_freeze_count() > 0
+
+
+def test_memory_of_other_programs_is_not_settled() -> None:
+    gc.unfreeze()
+    release_memory()
+    assert gc.get_freeze_count() == 0
