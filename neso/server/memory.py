@@ -24,20 +24,29 @@ def release_memory() -> None:
 
 
 def settle_memory() -> None:
-    """Let the garbage collector leave alone what there is now: modules and models, which stay.
+    """Let the garbage collector leave alone what there is now (modules and models, which stay), keep large buffers.
 
     For a process that is a server and nothing else. Without it, every so many requests wait some 20 ms while hundreds
     of thousands of objects are looked at in vain.
     """
     gc.collect()
     gc.freeze()
+    if _mallopt is not None:
+        # Else glibc gives the memory of each large tensor back, and has it zeroed again, page by page, for the next.
+        _mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+        _mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
 
 
-def _find_malloc_trim() -> Any:
-    """glibc's; others keep no free pages, or have no way to ask."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT = 32 << 20  # bytes; the most that glibc allows
+_MOST_KEPT = 256 << 20
+
+
+def _find(function: str) -> Any:
+    """One of glibc's; others keep no free pages, or have no way to ask."""
     if sys.platform != "linux":
         return None
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return getattr(ctypes.CDLL(None), function, None)
 
 
-_malloc_trim = _find_malloc_trim()
+_malloc_trim, _mallopt = _find("malloc_trim"), _find("mallopt")
