@@ -7,6 +7,7 @@ import ctypes
 import json
 import logging
 import queue
+import re
 import subprocess
 import sys
 import warnings
@@ -551,6 +552,16 @@ def test_metrics(server, options):
         tritonserver.MetricFamily(tritonserver.MetricKind.COUNTER, "compat_gauge", "A gauge")
 
 
+def test_what_is_measured(options):
+    options.cpu_metrics = False
+    options.metrics_configuration = {"": {"summary_latencies": "true"}}
+    with tritonserver.Server(options) as server:
+        list(server.model("echo").infer(inputs={"text_input": ["x"]}))
+        text = server.metrics()
+    assert "nv_inference_request_summary_us" in text
+    assert "nv_cpu_utilization" not in text
+
+
 def test_logs(options, tmp_path, capfd):
     before = (logging.getLogger("neso").level, list(logging.getLogger("neso").handlers))
     options.log_file, options.log_verbose = str(tmp_path / "log"), 1
@@ -561,7 +572,7 @@ def test_logs(options, tmp_path, capfd):
     options.log_format = tritonserver.LogFormat.ISO8601
     with tritonserver.Server(options):
         pass
-    assert "INFO loaded version 1" in capfd.readouterr().err
+    assert re.search(r'^\d{4}-\d\d-\d\dT[\d:]+Z I \d+ .*"loaded version 1', capfd.readouterr().err)
     options.log_info = False
     with tritonserver.Server(options):
         logging.getLogger("neso.test").error("hidden")

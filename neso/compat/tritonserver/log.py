@@ -6,6 +6,8 @@ import logging
 
 from neso.compat.tritonserver.enums import LogFormat
 from neso.compat.tritonserver.options import Options
+from neso.server.log import LogFormat as NesoFormat
+from neso.server.log.formats import make_formatter
 
 _logger = logging.getLogger("neso")
 
@@ -17,10 +19,7 @@ class Log:
         self._level = _level(options)
         self._file = options.log_file
         iso = options.log_format is LogFormat.ISO8601
-        self._format = logging.Formatter(
-            "%(asctime)s %(levelname)s %(message)s" if iso else "%(levelname).1s%(asctime)s %(message)s",
-            "%Y-%m-%dT%H:%M:%SZ" if iso else "%m%d %H:%M:%S",
-        )
+        self._format = make_formatter(NesoFormat.ISO8601 if iso else NesoFormat.DEFAULT)
         self._handler: logging.Handler | None = None
         self._before = logging.NOTSET
 

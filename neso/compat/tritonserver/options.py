@@ -9,6 +9,7 @@ from typing import Any
 
 from neso.compat.tritonserver.enums import InstanceGroupKind, LogFormat, ModelControlMode, RateLimitMode
 from neso.server.errors import InvalidArgument
+from neso.server.metrics.config import MetricsConfig
 from neso.server.options import ModelControlMode as NesoControlMode
 from neso.server.options import ServerOptions
 from neso.server.rate_limiter.options import RateLimitMode as NesoRateLimit
@@ -109,6 +110,7 @@ class Options:
             model_load_thread_count=self.model_load_thread_count,
             model_load_retry_count=self.model_load_retry_count,
             model_namespacing=self.model_namespacing,
+            metrics=self._metrics(),
             repository_poll_secs=0,  # when poll_model_repository() says so
         )
 
@@ -128,6 +130,18 @@ class Options:
                 values = json.loads(values)
             settings += [f"{name},{key}={value}" for key, value in values.items()]
         return CacheConfig.parse(settings)
+
+    def _metrics(self) -> MetricsConfig:
+        # By the name of a backend, or "" for all: there is one registry.
+        settings = [
+            f"{name}={value}" for some in self.metrics_configuration.values() for name, value in some.items()
+        ]
+        return MetricsConfig.parse(
+            settings,
+            cpu=self.metrics and self.cpu_metrics,
+            gpu=self.metrics and self.gpu_metrics,
+            interval_ms=self.metrics_interval,
+        )
 
     def _check_type(self, option: Field[Any]) -> None:
         value, default = getattr(self, option.name), _default(option)
@@ -163,6 +177,11 @@ _USED = {
     "exit_on_error",
     "strict_readiness",
     "exit_timeout",
+    "metrics",
+    "gpu_metrics",
+    "cpu_metrics",
+    "metrics_interval",
+    "metrics_configuration",
     "log_file",
     "log_info",
     "log_warn",
