@@ -556,7 +556,7 @@ def test_what_is_measured(options):
     options.cpu_metrics = False
     options.metrics_configuration = {"": {"summary_latencies": "true"}}
     with tritonserver.Server(options) as server:
-        list(server.model("echo").infer(inputs={"text_input": ["x"]}))
+        list(server.model("echo").infer(inputs={"text_input": [["x"]]}))
         text = server.metrics()
     assert "nv_inference_request_summary_us" in text
     assert "nv_cpu_utilization" not in text
