@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from neso.frontends.http.connection import Answer
+from neso.frontends.http.handler import Answer
 from neso.frontends.http.options import HttpServerOptions
 from neso.frontends.http.request import Request
 from neso.frontends.http.response import Response, StreamingResponse

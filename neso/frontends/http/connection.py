@@ -6,12 +6,11 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
-from neso.frontends.http.clock import Clock
 from neso.frontends.http.deferred import DeferredResponse
-from neso.frontends.http.options import HttpServerOptions
+from neso.frontends.http.handler import Answer
 from neso.frontends.http.parser import BODY, HEAD, IDLE, Refusal, RequestParser
 from neso.frontends.http.request import Request
 from neso.frontends.http.response import (
@@ -22,48 +21,13 @@ from neso.frontends.http.response import (
     error_response,
     response_head,
 )
-
-Answer = Response | StreamingResponse | None
-Handler = Callable[[Request], Response | DeferredResponse | Awaitable[Answer]]
-"""Answers a request: at once, from a callback, or as a coroutine. None (and a `StreamingResponse`) say that it wrote
-by itself.
-
-The coroutine's task is cancelled when the client goes away before the answer is complete.
-"""
+from neso.frontends.http.shared import Shared
 
 logger = logging.getLogger(__name__)
 
 _SMALL = 64 << 10
 _BODYLESS = (204, 304)
 _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
-
-
-class Shared:
-    """What the connections of one server have in common."""
-
-    def __init__(self, handler: Handler, options: HttpServerOptions, loop: asyncio.AbstractEventLoop) -> None:
-        self.handler = handler
-        self.options = options
-        self.loop = loop
-        self.clock = Clock()
-        self.connections: set[HttpConnection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.draining = False
-        self.idle = asyncio.Event()  # set when the last connection ends while draining
-        self._heads: dict[tuple[int, str | None], bytes] = {}
-
-    def tick(self) -> None:
-        """Advance the clock; the heads made so far tell an old time."""
-        self.clock.tick()
-        self._heads.clear()
-
-    def plain_head(self, status: int, content_type: str | None) -> bytes:
-        """The head of a response without further headers, up to the number of its Content-Length."""
-        head = self._heads.get((status, content_type))
-        if head is None:
-            whole = response_head(status, content_type, (("content-length", ""),), None, self.clock.date, "")
-            head = self._heads[status, content_type] = whole.removesuffix(b"\r\n\r\n")
-        return head
 
 
 class HttpConnection(asyncio.Protocol):

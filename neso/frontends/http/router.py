@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
-from neso.frontends.http.connection import Answer, Handler
 from neso.frontends.http.deferred import DeferredResponse
+from neso.frontends.http.handler import Answer, Handler
 from neso.frontends.http.request import Request, decode_path
 from neso.frontends.http.response import Response, error_response
 

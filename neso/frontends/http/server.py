@@ -7,8 +7,10 @@ import contextlib
 import errno
 import socket
 
-from neso.frontends.http.connection import Handler, HttpConnection, Shared
+from neso.frontends.http.connection import HttpConnection
+from neso.frontends.http.handler import Handler
 from neso.frontends.http.options import HttpServerOptions
+from neso.frontends.http.shared import Shared
 from neso.frontends.tls import listening_arguments
 
 
