@@ -82,7 +82,10 @@ _MODELS = {
         max_batch_size: 4
         input { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }
         output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
-        sequence_batching { state { input_name: "SUM" output_name: "NEXT" data_type: TYPE_INT32 dims: [ 1 ] } }
+        sequence_batching {
+          max_sequence_idle_microseconds: 60000000  # on a busy machine a second passes between two requests
+          state { input_name: "SUM" output_name: "NEXT" data_type: TYPE_INT32 dims: [ 1 ] }
+        }
         """,
     ),
     "crasher": (

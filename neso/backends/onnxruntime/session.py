@@ -90,7 +90,7 @@ def _open(path: Path, options: onnxruntime.SessionOptions, providers: list[Any])
         raise InvalidArgument(f"unable to find '{path}' for the model")
     options.log_severity_level = 3  # what goes wrong is raised
     try:
-        runtime = onnxruntime.InferenceSession(str(path), options, providers=providers)
+        runtime = _start(path, options, providers)
     except Exception as error:  # ONNX Runtime has no common class for its errors
         raise InternalError(f"onnx runtime error: failed to load '{path.name}': {error}") from None
     wanted = [name if isinstance(name, str) else name[0] for name in providers]
@@ -106,6 +106,19 @@ def _open(path: Path, options: onnxruntime.SessionOptions, providers: list[Any])
         _tensors(runtime.get_outputs()),
     )
     return Session(runtime, signature)
+
+
+def _start(
+    path: Path, options: onnxruntime.SessionOptions, providers: list[Any]
+) -> onnxruntime.InferenceSession:
+    # Once there are threads for all, sessions with their own are refused; another model's may come at any moment.
+    options.use_per_session_threads = not _global_threads
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    except Exception:
+        if not (options.use_per_session_threads and _global_threads):
+            raise
+    return _start(path, options, providers)
 
 
 def _tensors(nodes: Iterable[Any]) -> dict[str, OnnxTensor]:
@@ -131,7 +144,6 @@ def _options(config: Any, settings: Parameters) -> onnxruntime.SessionOptions:
     options.graph_optimization_level = GRAPH_LEVELS[level]
     if settings.boolean("enable-global-threadpool", False):
         _use_global_threads(settings)
-        options.use_per_session_threads = False
     else:
         options.intra_op_num_threads = settings.integer("intra_op_thread_count", 0)
         options.inter_op_num_threads = settings.integer("inter_op_thread_count", 0)
