@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from neso.layouts.trtllm.options import SchedulerPolicy
-
-if TYPE_CHECKING:
-    from neso.layouts.trtllm.options import TrtllmOptions
 
 repo = typer.Typer(help="Write model repositories.", no_args_is_help=True)
 
@@ -28,14 +25,16 @@ class Layout(str, Enum):
 def init(
     directory: Annotated[Path, typer.Argument(help="The repository; it is made if it is not there.")],
     model: Annotated[
-        str, typer.Option(help="A checkpoint directory, a GGUF file, or a Hugging Face id.", show_default=False)
+        str,
+        typer.Option(help="A checkpoint directory, a GGUF file, or a Hugging Face id.", show_default=False),
     ],
     layout: Annotated[
         Layout,
         typer.Option(help="neso, vllm: one model; trtllm: TensorRT-LLM's five models around tensorrt_llm."),
     ] = Layout.trtllm,
     name: Annotated[
-        str | None, typer.Option(help="Of the model, in layouts neso and vllm; by default as MODEL is called.")
+        str | None,
+        typer.Option(help="Of the model, in layouts neso and vllm; by default as MODEL is called."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
     tokenizer: Annotated[
@@ -43,7 +42,8 @@ def init(
         typer.Option(help="Directory of the tokenizer; MODEL's by default.", rich_help_panel=TRTLLM),
     ] = None,
     decoupled: Annotated[
-        bool, typer.Option(help="Any number of responses to a request: for streaming.", rich_help_panel=TRTLLM)
+        bool,
+        typer.Option(help="Any number of responses to a request: for streaming.", rich_help_panel=TRTLLM),
     ] = True,
     max_batch_size: Annotated[
         int, typer.Option(min=0, help="Rows of a request; 0: no batch dimension.", rich_help_panel=TRTLLM)

@@ -153,7 +153,9 @@ class Tokenizer:
         bytes of their own (`token_bytes`).
         """
         if continues and self._pieces is not None:
-            return self._pieces.join(token_ids, skip_special_tokens=skip_special_tokens).decode("utf-8", "replace")
+            return self._pieces.join(token_ids, skip_special_tokens=skip_special_tokens).decode(
+                "utf-8", "replace"
+            )
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 

@@ -101,9 +101,7 @@ def bls(options: TrtllmOptions) -> str:
                 "postprocessing_model_name": POSTPROCESSING,
             }
         )
-        + pbtxt.tensors(
-            "input", [*(given.field for given in tensors.TEXT_INPUTS), *tensors.DRAFT_INPUTS]
-        )
+        + pbtxt.tensors("input", [*(given.field for given in tensors.TEXT_INPUTS), *tensors.DRAFT_INPUTS])
         + pbtxt.tensors("output", tensors.TEXT_OUTPUTS)
     )
 

@@ -19,8 +19,9 @@ class TrtllmOptions:
     """Settings of the five models.
 
     `model`, `draft_model`, `tokenizer`: absolute paths, or names on the hub. `max_batch_size` 0: requests have no batch
-    dimension. `instances`: of preprocessing and of postprocessing. `kv_cache_tokens` and `kv_cache_free_gpu_mem_fraction`
-    limit the key-value cache; None leaves that to the engine. `parameters`: more of tensorrt_llm's, by their names.
+    dimension. `instances`: of preprocessing and of postprocessing. `kv_cache_tokens` and
+    `kv_cache_free_gpu_mem_fraction` limit the key-value cache; None leaves that to the engine. `parameters`: more of
+    tensorrt_llm's, by their names.
     """
 
     model: str

@@ -95,7 +95,9 @@ class TritonPythonModel:
         if words is None and weights is None:
             return np.broadcast_to(NO_BIAS, (rows, 0))
         if words is None or weights is None or words.size != weights.size:
-            raise ValueError("embedding_bias_words and embedding_bias_weights must come together, one for one")
+            raise ValueError(
+                "embedding_bias_words and embedding_bias_weights must come together, one for one"
+            )
         biases = np.zeros((rows, self.vocab_size), np.float32)
         for bias, row, values in zip(biases, words.reshape(rows, -1), weights.reshape(rows, -1), strict=True):
             for word, weight in zip(row, values, strict=True):

@@ -39,7 +39,9 @@ async def merged(runs):
 
 def joined(responses):
     """Several responses as one: their rows, in the order of texts and of the sequences of each."""
-    responses = sorted(responses, key=lambda outputs: (index(outputs, "batch_index"), index(outputs, "sequence_index")))
+    responses = sorted(
+        responses, key=lambda outputs: (index(outputs, "batch_index"), index(outputs, "sequence_index"))
+    )
     if len(responses) == 1:
         return responses[0]
     names = dict.fromkeys(name for outputs in responses for name in outputs)
@@ -53,5 +55,7 @@ def index(outputs, name):
 def concatenated(arrays):
     """Along the first dimension; where others differ, filled up with zeros."""
     shape = np.max([array.shape[1:] for array in arrays], axis=0)
-    filled = [np.pad(a, [(0, 0), *((0, n - m) for n, m in zip(shape, a.shape[1:], strict=True))]) for a in arrays]
+    filled = [
+        np.pad(a, [(0, 0), *((0, n - m) for n, m in zip(shape, a.shape[1:], strict=True))]) for a in arrays
+    ]
     return np.concatenate(filled) if arrays[0].ndim > 1 else np.concatenate(arrays)

@@ -122,7 +122,9 @@ class TritonPythonModel:
             [word.decode() for word in words if word],
             streams=flag(inputs, "stream"),
             accumulates=self.accumulates,
-            num_sequences=int(inputs["num_return_sequences"].flat[0]) if "num_return_sequences" in inputs else 1,
+            num_sequences=int(inputs["num_return_sequences"].flat[0])
+            if "num_return_sequences" in inputs
+            else 1,
         )
 
     def outputs(self, shown, outputs, marks):

@@ -11,28 +11,28 @@ from chain import RequestError
 
 
 async def speculate(chain, inputs, prepared, request_id):
-    """The outputs of tensorrt_llm as if it had answered at once. Raises `RequestError` for what does not go together."""
+    """The outputs of tensorrt_llm as if it had answered at once. `RequestError` for what does not go together."""
     check(chain, inputs)
     rounds = Rounds(chain, prepared, request_id, bool(inputs.get("use_draft_logits", np.zeros(1)).any()))
     wanted = int(prepared["request_output_len"].flat[0])
     guesses = int(inputs["num_draft_tokens"].flat[0])
-    generated, drafted, accepted = [], 0, 0
-    while len(generated) < wanted and not rounds.ended(generated):
+    generated, drafted, accepted, ended = [], 0, 0, False
+    while len(generated) < wanted and not ended:
         number = min(guesses, wanted - len(generated) - 1)
         draft, logits = await rounds.guess(generated, number) if number else ([], None)
         new = await rounds.verify(generated, draft, logits)
-        if not new:
-            break
-        generated += new
         drafted += len(draft)
         accepted += common(draft, new)
+        generated, ended = rounds.joined(generated, new)
     return rounds.outputs(generated, drafted, accepted)
 
 
 def check(chain, inputs):
     """What cannot be had beside speculative decoding."""
     if not chain.draft:
-        raise RequestError.invalid("num_draft_tokens: needs a draft model, tensorrt_llm_draft_model_name names none")
+        raise RequestError.invalid(
+            "num_draft_tokens: needs a draft model, tensorrt_llm_draft_model_name names none"
+        )
     if int(inputs["num_draft_tokens"].flat[0]) < 0:
         raise RequestError.invalid("num_draft_tokens: must be at least 0")
     for name in ("stream", "return_context_logits", "return_generation_logits", "return_log_probs"):
@@ -51,6 +51,7 @@ class Rounds:
         length = int(prepared["input_lengths"].flat[0])
         self.prompt = prepared["input_ids"][0, :length].tolist()
         self.stop_words = words_of(prepared.get("stop_words_list"))
+        self.shows_prompt = False
 
     async def guess(self, generated, number):
         """Tokens of the draft model, and the logits that it drew them from where those are to be used."""
@@ -68,7 +69,10 @@ class Rounds:
             inputs["draft_input_ids"] = np.array([draft], np.int32)
             if logits is not None:
                 inputs["draft_logits"] = logits[None].astype(np.float32)
-        return self.new_tokens(generated, await self.run(inputs, self.chain.generation))
+        outputs = await self.run(inputs, self.chain.generation)
+        new = self.new_tokens(generated, outputs)
+        self.shows_prompt = int(outputs["sequence_length"].flat[0]) > len(new)
+        return new
 
     async def run(self, inputs, model):
         async with self.chain.generation_of(inputs, self.request_id, model) as responses:
@@ -96,15 +100,17 @@ class Rounds:
         given = self.prompt + generated
         return ids[len(given) :] if ids[: len(given)] == given else ids
 
-    def ended(self, generated):
-        """Whether a stop word is complete that came in several rounds."""
-        return any(generated[-len(word) :] == word for word in self.stop_words)
+    def joined(self, generated, new):
+        """All tokens up to a stop word, which may have begun in an earlier round, and whether this is the end."""
+        known = generated + new
+        for end in range(len(generated) + 1, len(known) + 1):
+            for word in self.stop_words:
+                if known[max(end - len(word), 0) : end] == word:
+                    return known[: end - len(word)], True
+        return known, not new
 
     def outputs(self, generated, drafted, accepted):
-        for word in self.stop_words:
-            if generated[-len(word) :] == word:
-                generated = generated[: -len(word)]
-        ids = generated if self.excludes_input else self.prompt + generated
+        ids = self.prompt + generated if self.shows_prompt else generated
         return {
             "output_ids": np.array([[ids]], np.int32),
             "sequence_length": np.array([[len(ids)]], np.int32),

@@ -60,8 +60,8 @@ class GrowingText:
     """Tells what each new token adds to the text: whole characters, with the spaces between words.
 
     Postprocessing knows only the tokens that it is given, and the text of a token may depend on the one before it. So
-    it is given a few tokens more, with and without the new ones, and what differs is new. Nothing that is shown is taken
-    back; stop words are not shown, nor is what comes after them.
+    it is given a few tokens more, with and without the new ones, and what differs is new. Nothing that is shown is
+    taken back; stop words are not shown, nor is what comes after them.
     """
 
     def __init__(self, decode, prompt, stop_words):
@@ -95,7 +95,9 @@ class GrowingText:
         if self.stopped:
             return ""
         shown, self.stopped = cut(self.held + text, self.stop_words)
-        begun = 0 if last or self.stopped else max((begins(word, shown) for word in self.stop_words), default=0)
+        begun = (
+            0 if last or self.stopped else max((begins(word, shown) for word in self.stop_words), default=0)
+        )
         self.held = shown[len(shown) - begun :]
         shown = shown[: len(shown) - begun]
         self.shown += shown
