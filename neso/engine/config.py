@@ -19,7 +19,9 @@ _OTHER_NAMES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to run one model.
 
-    `model` is a checkpoint directory or a GGUF file. `max_model_len` None takes the model's own limit.
+    `model` is a checkpoint directory or a GGUF file, `tokenizer` another one whose tokenizer is taken.
+    `skip_tokenizer_init`: there is none, token ids go in and come out.
+    `max_model_len` None takes the model's own limit.
     `max_attention_window_size` and `sink_token_length` narrow what tokens see: see `limit_attention`.
     `kv_cache_memory` is in bytes. How the size of the cache follows from it and the options beside it: see
     `num_cache_blocks`. Without any, it is what `max_num_seqs` sequences of full length need, at most a quarter of the
@@ -33,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     runner: str = "auto"
     dtype: DType = "auto"
     quantization: Quantization | None = None
@@ -57,6 +61,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.step_timeout >= 0:
             raise ValueError(f"step_timeout must be at least 0, got {self.step_timeout}")
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.tokenizer or self.model
 
     @property
     def runner_options(self) -> RunnerOptions:

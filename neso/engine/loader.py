@@ -63,7 +63,7 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
     num_blocks = num_cache_blocks(config, runner, max_model_len, draft_runner)
     block_size = config.scheduler.block_size
     host_blocks = num_host_blocks(config, runner)
-    guides = Guides(GrammarSource(config.model, runner.vocab_size, config.grammar_timeout))
+    guides = Guides(GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout))
     layout = CacheLayout(num_blocks, block_size)
     speculator = make_speculator(config, runner, draft_runner, layout)
     if config.prepare_grammars:
