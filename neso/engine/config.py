@@ -42,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Quantization | None = None
     num_threads: int | None = None
     max_model_len: int | None = None
-    max_attention_window_size: int | None = None
+    max_attention_window_size: int | list[int] | None = None
     sink_token_length: int = 0
     kv_cache_memory: int | None = None
     kv_cache_free_gpu_mem_fraction: float | None = None
@@ -77,26 +77,35 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
+    def option_names(cls) -> frozenset[str]:
+        """The names that `from_options` knows."""
+        grouped = (name for group in _GROUPS.values() for name in _fields(group))
+        return frozenset({*(_fields(cls).keys() - {"model", *_GROUPS}), *grouped, *_OTHER_NAMES})
+
+    @classmethod
     def from_options(cls, model: str, options: dict[str, object]) -> EngineConfig:
         """Make from flat options (a model's `parameters`, keyword arguments); those of its parts go to them.
 
         Values may be strings, objects in JSON. Raises `ValueError` that names an unknown or bad option.
         """
-        groups: dict[str, type[msgspec.Struct]] = {
-            "scheduler": SchedulerConfig,
-            "speculation": SpeculationConfig,
-            "lora": LoraConfig,
-            "scores": ScoreLimits,
-        }
-        fields = {name: _fields(group) for name, group in groups.items()}
-        own = {name: kind for name, kind in _fields(cls).items() if name != "model" and name not in groups}
+        fields = {name: _fields(group) for name, group in _GROUPS.items()}
+        own = {name: kind for name, kind in _fields(cls).items() if name != "model" and name not in _GROUPS}
         known = [*own, *(name for group in fields.values() for name in group)]
         options = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ValueError(f"unknown engine option '{unknown[0]}', known are {', '.join(known)}")
-        made = {name: group(**_convert(fields[name], options)) for name, group in groups.items()}
+        made = {name: group(**_convert(fields[name], options)) for name, group in _GROUPS.items()}
         return cls(model=model, **made, **_convert(own, options))  # type: ignore[arg-type]
+
+
+_GROUPS: dict[str, type[msgspec.Struct]] = {
+    "scheduler": SchedulerConfig,
+    "speculation": SpeculationConfig,
+    "lora": LoraConfig,
+    "scores": ScoreLimits,
+}
+"""Fields of `EngineConfig` whose own fields are options."""
 
 
 def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.guided.guides import GrammarSource, Guides
 from neso.engine.ipc.messages import EngineInfo
+from neso.engine.lora.config import LoraConfig
 from neso.engine.lora.startup import open_adapters
 from neso.engine.pooling.pooler import Pooler
 from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
@@ -98,7 +99,7 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
         hidden_size=runner.hidden_size,
         enable_prefix_caching=config.scheduler.enable_prefix_caching,
         in_flight_batching=config.scheduler.in_flight_batching,
-        lora=config.lora,
+        lora=LoraConfig() if lora is None else config.lora,
         scores=config.scores,
         generates=generates,
         vision=None if tower is None else _vision_info(tower),

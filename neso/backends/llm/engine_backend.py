@@ -170,12 +170,20 @@ class EngineBackend(Backend):
 
     # -- requests as tensors ------------------------------------------------------------------------------------
 
-    def run_task(self, request: ResponseStream, work: Coroutine[Any, Any, None]) -> None:
+    def run_task(self, request: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do `work` on a request; what it raises becomes the response."""
         task = asyncio.get_running_loop().create_task(self._answer(request, work))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():  # before it began: no code of it has run
+                work.close()
+                request.fail(Cancelled("request was cancelled"))
+
+        task.add_done_callback(done)
         request.request.on_cancel(lambda: _cancel(task))
+        return task
 
     async def _answer(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> None:
         try:
