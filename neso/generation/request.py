@@ -21,6 +21,7 @@ class GenerationRequest:
     template has already furnished with them. `request_id` must be unique among the requests in flight; an empty
     one is replaced by the engine. Lower `priority` goes first. `queue_timeout_ms`: how long the request may wait until
     it is begun with; it is refused then. `lora`: the adapter to apply. `draft` is what the client guesses will follow.
+    `detokenize` False: nobody needs the text of the tokens, it is empty.
 
     Vectors in place of tokens, for models whose runner takes them (numpy, any float dtype):
 
@@ -45,3 +46,4 @@ class GenerationRequest:
     prompt_vocab_size: int | None = None
     images: tuple[Any, ...] = ()
     draft: DraftTokens | None = None
+    detokenize: bool = True
