@@ -50,7 +50,11 @@ class Case:
     def body(self, prompt: str, ids: list[int]) -> bytes:
         """What the client asks for; nothing but the length ends it."""
         if self.model == "tensorrt_llm":
-            given: dict[str, Any] = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": TOKENS}
+            given: dict[str, Any] = {
+                "input_ids": ids,
+                "input_lengths": len(ids),
+                "request_output_len": TOKENS,
+            }
             given["streaming"] = self.streams
         else:
             given = {"text_input": prompt, "max_tokens": TOKENS, "stream": self.streams}
@@ -94,7 +98,9 @@ def served(repository: Path) -> Iterator[Server]:
         process.wait()
 
 
-async def measure(server: Server, case: Case, texts: list[str], ids: dict[str, list[int]], concurrency: int) -> float:
+async def measure(
+    server: Server, case: Case, texts: list[str], ids: dict[str, list[int]], concurrency: int
+) -> float:
     """Tokens per second; takes note of the CPU time."""
     operation = "generate_stream" if case.streams else "generate"
     url = f"http://127.0.0.1:{server.port}/v2/models/{case.model}/{operation}"
@@ -114,7 +120,9 @@ async def measure(server: Server, case: Case, texts: list[str], ids: dict[str, l
     return measured.tokens_per_second
 
 
-def compare(checkpoint: str, repository: Path, cases: list[Case], concurrency: int, rounds: int) -> list[float]:
+def compare(
+    checkpoint: str, repository: Path, cases: list[Case], concurrency: int, rounds: int
+) -> list[float]:
     """Fills in the cases; the rates of the bare engine."""
     texts = prompts(2 * concurrency)
     tokenizer = load_tokenizer(checkpoint)

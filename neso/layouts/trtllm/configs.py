@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from neso.layouts import pbtxt
-from neso.layouts.trtllm import generation_tensors, tensors
+from neso.layouts.trtllm import tensors
 from neso.layouts.trtllm.options import TrtllmOptions
 
 PREPROCESSING, POSTPROCESSING = "preprocessing", "postprocessing"
@@ -57,7 +57,8 @@ def generation(options: TrtllmOptions, *, draft: bool = False) -> str:
     }
     values = {
         "gpt_model_type": "inflight_fused_batching",
-        "gpt_model_path": options.draft_model or "" if draft else options.model,
+        "gpt_model_path": (options.draft_model or "") if draft else options.model,
+        "tokenizer_dir": options.tokenizer,
         "batch_scheduler_policy": options.batch_scheduler_policy.value,
         "max_beam_width": str(options.max_beam_width),
         "exclude_input_in_output": pbtxt.truth(options.exclude_input_in_output),
@@ -70,8 +71,8 @@ def generation(options: TrtllmOptions, *, draft: bool = False) -> str:
         + pbtxt.decoupled(options.decoupled and not draft)
         + pbtxt.instances(1)
         + pbtxt.parameters(values)
-        + pbtxt.tensors("input", generation_tensors.INPUTS)
-        + pbtxt.tensors("output", generation_tensors.OUTPUTS)
+        + pbtxt.tensors("input", tensors.generation_inputs(batches=options.max_batch_size > 0))
+        + pbtxt.tensors("output", tensors.GENERATION_OUTPUTS)
     )
 
 

@@ -1,9 +1,10 @@
-"""The tensors of the layout's models that have text on one side."""
+"""The tensors of the layout's models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from neso.backends.tensorrtllm import signature
 from neso.layouts.pbtxt import TensorField
 
 PREPROCESSING_INPUTS = (
@@ -65,11 +66,8 @@ def _word(name: str, becomes: str, data_type: str = "STRING", *, dims: tuple[int
     return TextInput(TensorField(name, data_type, dims, optional=True), preprocessing=becomes)
 
 
-def _value(
-    name: str, data_type: str, becomes: str = "", *, dims: tuple[int, ...] = (1,), ragged: bool = False
-) -> TextInput:
-    field = TensorField(name, data_type, dims, optional=True, ragged=ragged)
-    return TextInput(field, generation=becomes or name)
+def _value(name: str, data_type: str, becomes: str = "", *, dims: tuple[int, ...] = (1,)) -> TextInput:
+    return TextInput(TensorField(name, data_type, dims, optional=True), generation=becomes or name)
 
 
 TEXT_INPUTS = (
@@ -107,8 +105,8 @@ TEXT_INPUTS = (
     _value("prompt_embedding_table", "FP16", dims=(-1, -1)),
     _value("prompt_vocab_size", "INT32"),
     _value("lora_task_id", "UINT64"),
-    _value("lora_weights", "FP16", dims=(-1, -1), ragged=True),
-    _value("lora_config", "INT32", dims=(-1, 3), ragged=True),
+    _value("lora_weights", "FP16", dims=(-1, -1)),
+    _value("lora_config", "INT32", dims=(-1, 3)),
     _value("guided_decoding_guide_type", "STRING"),
     _value("guided_decoding_guide", "STRING"),
 )
@@ -119,25 +117,23 @@ DRAFT_INPUTS = (
 )
 """What tensorrt_llm_bls has beside them, for speculative decoding."""
 
-PASSED_OUTPUTS = (
-    TensorField("cum_log_probs", "FP32", (-1,)),
-    TensorField("output_log_probs", "FP32", (-1, -1)),
-    TensorField("context_logits", "FP32", (-1, -1)),
-    TensorField("generation_logits", "FP32", (-1, -1, -1)),
-    TensorField("batch_index", "INT32"),
-    TensorField("sequence_index", "INT32"),
-    TensorField("kv_cache_alloc_new_blocks", "INT32"),
-    TensorField("kv_cache_reused_blocks", "INT32"),
-    TensorField("kv_cache_alloc_total_blocks", "INT32"),
-    TensorField("arrival_time_ns", "INT64"),
-    TensorField("first_scheduled_time_ns", "INT64"),
-    TensorField("first_token_time_ns", "INT64"),
-    TensorField("last_token_time_ns", "INT64"),
-    TensorField("acceptance_rate", "FP32"),
-    TensorField("total_accepted_draft_tokens", "INT32"),
-    TensorField("total_draft_tokens", "INT32"),
-    TensorField("num_input_tokens", "INT32"),
-    TensorField("num_output_tokens", "INT32"),
+_TOKEN_OUTPUTS = ("output_ids", "sequence_length")
+
+
+def _field(field: signature.TensorField, *, batches: bool) -> TensorField:
+    ragged, scalar = batches and field.ragged, batches and field.scalar
+    data_type = field.data_type.removeprefix("TYPE_")
+    return TensorField(field.name, data_type, field.dims, field.optional, ragged, scalar)
+
+
+def generation_inputs(*, batches: bool) -> tuple[TensorField, ...]:
+    """Of tensorrt_llm."""
+    return tuple(_field(field, batches=batches) for field in signature.INPUTS)
+
+
+GENERATION_OUTPUTS = tuple(
+    TensorField(field.name, field.data_type.removeprefix("TYPE_"), field.dims) for field in signature.OUTPUTS
 )
+PASSED_OUTPUTS = tuple(field for field in GENERATION_OUTPUTS if field.name not in _TOKEN_OUTPUTS)
 """Outputs of tensorrt_llm that ensemble and tensorrt_llm_bls hand on, where they were asked for."""
 TEXT_OUTPUTS = (TensorField("text_output", "STRING", (-1,)), *PASSED_OUTPUTS)
