@@ -144,18 +144,8 @@ class Tokenizer:
         """A copy of its own for those who cut: how long is a property of the library's tokenizer."""
         return Backend.from_str(self._backend.to_str())
 
-    def decode(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, continues: bool = False
-    ) -> str:
-        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing.
-
-        `continues`: the text goes on from another and keeps the space before its first word, where tokens have
-        bytes of their own (`token_bytes`).
-        """
-        if continues and self._pieces is not None:
-            return self._pieces.join(token_ids, skip_special_tokens=skip_special_tokens).decode(
-                "utf-8", "replace"
-            )
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 

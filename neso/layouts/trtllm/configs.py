@@ -41,7 +41,6 @@ def postprocessing(options: TrtllmOptions) -> str:
                 "tokenizer_dir": options.tokenizer,
                 "tokenizer_type": "auto",
                 "skip_special_tokens": pbtxt.truth(options.skip_special_tokens),
-                "exclude_input_in_output": pbtxt.truth(options.exclude_input_in_output),
             }
         )
         + pbtxt.tensors("input", tensors.POSTPROCESSING_INPUTS)
@@ -121,6 +120,12 @@ _FROM_PREPROCESSING: Mapping[str, str] = {
     "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
 }
 """Inputs of tensorrt_llm, and the outputs of preprocessing that they are."""
+_TO_POSTPROCESSING = {
+    "TOKENS_BATCH": ("output_ids", "_TOKENS_BATCH"),
+    "SEQUENCE_LENGTH": ("sequence_length", "_SEQUENCE_LENGTH"),
+    "PRECEDING_IDS": ("preceding_ids", "_PRECEDING_IDS"),
+}
+"""Inputs of postprocessing: the outputs of tensorrt_llm that they are, and the ensemble's names of those."""
 
 
 def _preprocessing_step() -> pbtxt.EnsembleStep:
@@ -133,19 +138,12 @@ def _preprocessing_step() -> pbtxt.EnsembleStep:
 def _generation_step() -> pbtxt.EnsembleStep:
     given = {name: f"_{output}" for name, output in _FROM_PREPROCESSING.items()}
     given |= {text.generation: text.field.name for text in tensors.TEXT_INPUTS if text.generation}
-    made = {"output_ids": "_TOKENS_BATCH", "sequence_length": "_SEQUENCE_LENGTH"}
-    return pbtxt.EnsembleStep(
-        GENERATION, given, made | {field.name: field.name for field in tensors.PASSED_OUTPUTS}
-    )
+    made = dict(_TO_POSTPROCESSING.values()) | {field.name: field.name for field in tensors.PASSED_OUTPUTS}
+    return pbtxt.EnsembleStep(GENERATION, given, made)
 
 
 def _postprocessing_step() -> pbtxt.EnsembleStep:
-    given = {
-        "TOKENS_BATCH": "_TOKENS_BATCH",
-        "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH",
-        "STREAMING": "stream",
-        "EXCLUDE_INPUT_IN_OUTPUT": "exclude_input_in_output",
-    }
+    given = {name: tensor for name, (_, tensor) in _TO_POSTPROCESSING.items()}
     return pbtxt.EnsembleStep(POSTPROCESSING, given, {"OUTPUT": "text_output"})
 
 

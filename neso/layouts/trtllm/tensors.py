@@ -43,8 +43,7 @@ _PASSED_ON = (
 POSTPROCESSING_INPUTS = (
     TensorField("TOKENS_BATCH", "INT32", (-1, -1)),
     TensorField("SEQUENCE_LENGTH", "INT32", (-1,)),
-    TensorField("STREAMING", "BOOL", optional=True),
-    TensorField("EXCLUDE_INPUT_IN_OUTPUT", "BOOL", optional=True),
+    TensorField("PRECEDING_IDS", "INT32", (-1,), optional=True),
     *(TensorField(name, "FP32", dims, optional=True) for name, dims in _PASSED_ON),
 )
 POSTPROCESSING_OUTPUTS = (
@@ -117,7 +116,7 @@ DRAFT_INPUTS = (
 )
 """What tensorrt_llm_bls has beside them, for speculative decoding."""
 
-_TOKEN_OUTPUTS = ("output_ids", "sequence_length")
+_TOKEN_OUTPUTS = ("output_ids", "sequence_length", "preceding_ids")
 
 
 def _field(field: signature.TensorField, *, batches: bool) -> TensorField:

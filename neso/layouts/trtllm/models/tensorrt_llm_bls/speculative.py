@@ -101,12 +101,12 @@ class Rounds:
         return ids[len(given) :] if ids[: len(given)] == given else ids
 
     def joined(self, generated, new):
-        """All tokens up to a stop word, which may have begun in an earlier round, and whether this is the end."""
+        """All tokens to the end of a stop word, which may begin in an earlier round, and whether this is the end."""
         known = generated + new
         for end in range(len(generated) + 1, len(known) + 1):
             for word in self.stop_words:
                 if known[max(end - len(word), 0) : end] == word:
-                    return known[: end - len(word)], True
+                    return known[:end], True
         return known, not new
 
     def outputs(self, generated, drafted, accepted):

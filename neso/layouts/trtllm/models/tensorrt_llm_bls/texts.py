@@ -61,14 +61,13 @@ class GrowingText:
 
     Postprocessing knows only the tokens that it is given, and the text of a token may depend on the one before it. So
     it is given a few tokens more, with and without the new ones, and what differs is new. Nothing that is shown is
-    taken back; stop words are not shown, nor is what comes after them.
+    taken back; what comes behind a stop word is not shown.
     """
 
     def __init__(self, decode, prompt, stop_words):
         self.decode, self.stop_words = decode, stop_words
         self.known = prompt[-CONTEXT:]  # their text is out, or the prompt's
         self.pending = []
-        self.held = ""  # may be the beginning of a stop word
         self.shown = ""
         self.stopped = False
 
@@ -85,23 +84,21 @@ class GrowingText:
         """What was held back."""
         text = await self.new_text() if self.pending else ""
         self.pending = []
-        return self.show(text, last=True)
+        return self.show(text)
 
     async def new_text(self):
         before, after = await self.decode([self.known, self.known + self.pending])
         return difference(before, after)
 
-    def show(self, text, last=False):
-        if self.stopped:
+    def show(self, text):
+        """Up to the end of the first stop word."""
+        if self.stopped or not text:
             return ""
-        shown, self.stopped = cut(self.held + text, self.stop_words)
-        begun = (
-            0 if last or self.stopped else max((begins(word, shown) for word in self.stop_words), default=0)
-        )
-        self.held = shown[len(shown) - begun :]
-        shown = shown[: len(shown) - begun]
-        self.shown += shown
-        return shown
+        longest = max(map(len, self.stop_words), default=1) - 1
+        before = self.shown[-longest:] if longest else ""  # a stop word may begin there
+        until, self.stopped = cut(before + text, self.stop_words, len(before))
+        self.shown += until[len(before) :]
+        return until[len(before) :]
 
 
 def difference(before, after):
@@ -112,13 +109,11 @@ def difference(before, after):
     return after[same:]
 
 
-def cut(text, stop_words):
-    """The text before the first stop word, and whether there is one."""
-    ends = [text.find(word) for word in stop_words if word in text]
+def cut(text, stop_words, start=0):
+    """The text with the first stop word that ends behind `start`, and whether there is one."""
+    ends = []
+    for word in stop_words:
+        found = text.find(word, max(start - len(word) + 1, 0))
+        if found >= 0:
+            ends.append(found + len(word))
     return (text[: min(ends)], True) if ends else (text, False)
-
-
-def begins(word, text):
-    """How many characters at the end of a text may be the beginning of a word."""
-    longest = min(len(text), len(word) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)
