@@ -98,8 +98,9 @@ class Answer:
 
         `images` are those of every prompt.
         """
-        model = self._target.model
-        outputs = merge([model.generate(r, trace) for r in self._generations(prompts, sampling, images)])
+        outputs = merge(
+            [self._target.generate(r, trace) for r in self._generations(prompts, sampling, images)]
+        )
         if self._request.stream:
             return await EventStream.open(self._events(outputs))
         return await self._gather(outputs)

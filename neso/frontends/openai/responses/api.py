@@ -28,12 +28,11 @@ from neso.frontends.openai.responses.truncation import truncated_prompt
 from neso.frontends.openai.sampling import chat_sampling
 from neso.frontends.openai.schemas import ChatCompletionRequest
 from neso.frontends.openai.sse import EventStream
-from neso.frontends.openai.targets import Target, find_target
+from neso.frontends.openai.targets import Target, Targets
 from neso.frontends.openai.tool_parsers import find_tool_parser
 from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:
-    from neso.server.core import Core
     from neso.server.tracing import Trace
 
 MAX_BACKGROUND = 256
@@ -43,8 +42,8 @@ MAX_BACKGROUND = 256
 class ResponsesApi:
     """Makes responses, and keeps them: in the memory of this process, for as long as there is room."""
 
-    def __init__(self, core: Core, options: OpenAIOptions) -> None:
-        self._core = core
+    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+        self._targets = targets
         self._tool_parser = find_tool_parser(options.tool_call_parser)
         self._store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
 
@@ -53,7 +52,7 @@ class ResponsesApi:
         context = self._context(request)
         chat = chat_request(request, context)
         try:
-            run = self._prepare(request, chat, trace)
+            run = await self._prepare(request, chat, trace)
             stored = StoredResponse(run.response, context)
             if request.background:
                 return await self._in_background(request, run, stored)
@@ -66,12 +65,12 @@ class ResponsesApi:
     async def count_input(self, request: ResponseRequest, trace: Trace | None = None) -> HttpResponse:
         """How many tokens the request's prompt has. Raises as `create`."""
         chat = chat_request(request, self._context(request))
-        target = find_target(self._core, request.model)
+        target = await self._targets.find(request.model)
         try:
             prompt, _ = self._prompt(request, chat, target)
         except InvalidParameter as error:
             raise renamed_here(explain(error, chat, target, "")) from None
-        tokens = target.language_model.text.encode(prompt, add_special_tokens=bool(chat.add_special_tokens))
+        tokens = target.text.encode(prompt, add_special_tokens=bool(chat.add_special_tokens))
         return _json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     def retrieve(self, response_id: str, query: Mapping[str, str]) -> Any:
@@ -135,13 +134,13 @@ class ResponsesApi:
             raise invalid("previous_response_id", f"Response '{name}' is still being made.")
         return [*previous.context, *previous.response.items, *own]
 
-    def _prepare(
+    async def _prepare(
         self, request: ResponseRequest, chat: ChatCompletionRequest, trace: Trace | None
     ) -> ResponseRun:
         refuse_what_cannot_be_honoured(chat)
         if request.background and not request.is_stored:
             raise invalid("background", "'background' needs 'store': nobody could fetch the response.")
-        target = find_target(self._core, request.model)
+        target = await self._targets.find(request.model)
         try:
             prompt, images = self._prompt(request, chat, target)
         except InvalidParameter as error:
@@ -169,7 +168,7 @@ class ResponsesApi:
     def _prompt(
         self, request: ResponseRequest, chat: ChatCompletionRequest, target: Target
     ) -> tuple[str, tuple[Any, ...]]:
-        text = target.language_model.text
+        text = target.text
         if request.truncation == "auto":
             return truncated_prompt(chat, text, target.language_model.max_model_len)
         return chat_prompt(chat, text)

@@ -69,7 +69,7 @@ class ResponseRun:
         return [*events, self._state("failed")]
 
     def _outputs(self) -> AsyncGenerator[GenerationOutput, None]:
-        return self._target.model.generate(self._generation, self._trace)
+        return self._target.generate(self._generation, self._trace)
 
     def _begin(self) -> list[Event]:
         """What to tell before the first output's events."""
