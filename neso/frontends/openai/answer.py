@@ -119,6 +119,7 @@ class Answer:
                 add_special_tokens=self._kind.adds_special_tokens if special is None else special,
                 cache_salt=request.cache_salt or "",
                 images=images,
+                stream=bool(request.stream),
                 lora=LoraRequest(name=self._target.adapter) if self._target.adapter else None,
             )
             for number, prompt in enumerate(prompts)
