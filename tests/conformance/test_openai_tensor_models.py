@@ -1,4 +1,4 @@
-"""Models whose text comes and goes as tensors, asked by the `openai` package: the openai front end for every backend."""
+"""Models whose text comes and goes as tensors, asked by the `openai` package."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def test_whole_and_streamed_answers_agree(client: openai.OpenAI, model: str) -> 
     whole = complete(client, model, max_tokens=99)
     assert whole.choices[0].text == "".join(WORDS)
     assert whole.choices[0].finish_reason == "stop"
-    chunks = list(
-        complete(client, model, max_tokens=99, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(complete(client, model, max_tokens=99, stream=True, stream_options={"include_usage": True}))
     texts = [chunk.choices[0].text for chunk in chunks[:-1]]
     assert [text for text in texts if text] == WORDS
     assert chunks[-2].choices[0].finish_reason == "stop"

@@ -30,6 +30,13 @@ OPENAI = Topic(
         ),
         Option("tool-call-parser", "Format in which the models write tool calls.", default="hermes"),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
+        Option("max-stored-responses", "Responses kept for the Responses API.", integer(0), 1000),
+        Option(
+            "max-stored-response-bytes",
+            "Memory that responses kept for the Responses API may take.",
+            integer(0),
+            256 * 1024 * 1024,
+        ),
     ),
 )
 
@@ -46,6 +53,8 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         tool_call_parser=values["tool-call-parser"],
         tokenizer=values["tokenizer"] or "",
         chat_template=values["chat-template"] or "",
+        max_stored_responses=values["max-stored-responses"],
+        max_stored_response_bytes=values["max-stored-response-bytes"],
         restrictions=restrictions(values),
     )
 

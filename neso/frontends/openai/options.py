@@ -15,6 +15,8 @@ class OpenAIOptions:
     with OpenAI), and for chats with models of unknown context length. `tokenizer`, a directory or a name on the hub, is
     that of models which take text as tensors and have none of their own. `chat_template`: jinja2, in place of those of
     all models. `tool_call_parser` names the format in which the models write tool calls.
+    The last `max_stored_responses` of the Responses API are kept, as long as they take no more than
+    `max_stored_response_bytes`.
     `restrictions` of the groups inference, model-repository (the list of models) and health.
     """
 
@@ -23,4 +25,6 @@ class OpenAIOptions:
     tokenizer: str = ""
     chat_template: str = ""
     tool_call_parser: str = "hermes"
+    max_stored_responses: int = 1000
+    max_stored_response_bytes: int = 256 * 1024 * 1024
     restrictions: Restrictions = field(default_factory=Restrictions)

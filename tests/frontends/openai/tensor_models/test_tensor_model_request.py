@@ -35,9 +35,7 @@ def signature(more: str = "") -> Signature:
 
 
 def declared(name: str, data_type: str, dims: str = "1", optional: bool = True) -> str:
-    return (
-        f'input {{ name: "{name}" data_type: TYPE_{data_type} dims: [ {dims} ] optional: {str(optional).lower()} }} '
-    )
+    return f'input {{ name: "{name}" data_type: TYPE_{data_type} dims: [ {dims} ] optional: {str(optional).lower()} }} '
 
 
 def tensors(more: str, sampling: SamplingParams | None = None, **request: Any) -> dict[str, Any]:
@@ -137,7 +135,11 @@ def test_what_a_model_needs_and_nobody_gives() -> None:
         ("", SamplingParams(logprobs=1), "logprobs"),
         ("", SamplingParams(stop_token_ids=(3,)), "stop_token_ids"),
         ("", SamplingParams(skip_special_tokens=False), "skip_special_tokens"),
-        ("", SamplingParams(guided_decoding=GuidedDecoding(regex="a", asked_as="guided_regex")), "guided_regex"),
+        (
+            "",
+            SamplingParams(guided_decoding=GuidedDecoding(regex="a", asked_as="guided_regex")),
+            "guided_regex",
+        ),
         (declared("stop_words", "STRING"), SamplingParams(stop=("a", "b")), "stop"),
         (declared("temperature", "INT32"), SamplingParams(temperature=0.5), "temperature"),
         (declared("seed", "INT32"), SamplingParams(seed=2**40), "seed"),
@@ -171,7 +173,10 @@ def test_adapters() -> None:
 def test_sampling_parameters_as_json() -> None:
     more = declared("sampling_parameters", "STRING")
     sampling = SamplingParams(
-        max_tokens=5, stop=("a",), logit_bias={3: 1.0}, guided_decoding=GuidedDecoding(json={"type": "object"})
+        max_tokens=5,
+        stop=("a",),
+        logit_bias={3: 1.0},
+        guided_decoding=GuidedDecoding(json={"type": "object"}),
     )
     (text,) = tensors(more, sampling, lora=LoraRequest(name="mine"))["sampling_parameters"]
     assert orjson.loads(text) == {
@@ -187,7 +192,9 @@ def test_sampling_parameters_as_json() -> None:
 
 
 def test_images() -> None:
-    assert tensors(declared("image", "STRING", "-1"), images=("data:image/png;base64,AAAA",)) == {"image": ["AAAA"]}
+    assert tensors(declared("image", "STRING", "-1"), images=("data:image/png;base64,AAAA",)) == {
+        "image": ["AAAA"]
+    }
     assert tensors(declared("image_url_input", "STRING", "-1"), images=("http://x/y",)) == {
         "image_url_input": ["http://x/y"]
     }

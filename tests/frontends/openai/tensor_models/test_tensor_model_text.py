@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +59,6 @@ def test_how_the_text_is_cut_into_parts_makes_no_difference(
 ) -> None:
     data = ((prompt if repeats else "") + text).encode()
     places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
-    parts = [data[start:end] for start, end in zip(places, places[1:], strict=False)]
+    parts = [data[start:end] for start, end in pairwise(places)]
     whole = "".join(read(AnswerText(["zz"], prompts=[prompt]), data))
     assert "".join(read(AnswerText(["zz"], prompts=[prompt]), *parts)) == whole

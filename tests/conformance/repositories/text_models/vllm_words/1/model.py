@@ -52,7 +52,9 @@ class TritonPythonModel:
 
 def logprob(i, word, top):
     entry = {str(100 + i): {"logprob": -1.5, "rank": 2, "decoded_token": word}}
-    others = {str(200 + j): {"logprob": -1.0 - j, "rank": j + 1, "decoded_token": f" o{j}"} for j in range(top)}
+    others = {
+        str(200 + j): {"logprob": -1.0 - j, "rank": j + 1, "decoded_token": f" o{j}"} for j in range(top)
+    }
     return entry | others
 
 
