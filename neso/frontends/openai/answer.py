@@ -192,6 +192,7 @@ def generation_request(
         add_special_tokens=add_special_tokens if special is None else special,
         cache_salt=request.cache_salt or "",
         images=images,
+        stream=bool(request.stream),
         lora=LoraRequest(name=target.adapter) if target.adapter else None,
     )
 
