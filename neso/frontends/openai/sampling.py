@@ -92,6 +92,8 @@ def _common(request: GenerationFields) -> dict[str, Any]:
         values["allowed_token_ids"] = tuple(request.allowed_token_ids)
     if request.embedding_bias is not None:
         values["embedding_bias"] = np.asarray(request.embedding_bias, np.float32).tobytes()
+    if request.best_of == (request.n or 1):
+        del values["best_of"]  # which says nothing, and not every model can be told
     if request.use_beam_search:
         values |= _beams(request)
     try:
