@@ -21,7 +21,9 @@ class GenerationRequest:
     template has already furnished with them. `request_id` must be unique among the requests in flight; an empty
     one is replaced by the engine. Lower `priority` goes first. `queue_timeout_ms`: how long the request may wait until
     it is begun with; it is refused then. `lora`: the adapter to apply. `draft` is what the client guesses will follow.
-    `detokenize` False: nobody needs the text of the tokens, it is empty.
+
+    `detokenize` False: nobody needs the text of the tokens, it is empty. `stream` False: nobody waits for parts of the
+    text; a model may give it as a whole.
 
     Vectors in place of tokens, for models whose runner takes them (numpy, any float dtype):
 
@@ -47,3 +49,4 @@ class GenerationRequest:
     images: tuple[Any, ...] = ()
     draft: DraftTokens | None = None
     detokenize: bool = True
+    stream: bool = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -24,9 +25,13 @@ from neso.frontends.openai.errors import ApiError, to_api_error
 from neso.frontends.openai.models import ModelsApi
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from neso.frontends.openai.responses import ResponsesApi
+from neso.frontends.openai.responses.routes import response_routes
 from neso.frontends.openai.restricted import restrict
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
 from neso.frontends.openai.scores import ScoresApi
+from neso.frontends.openai.targets import Targets
+from neso.frontends.openai.tokens import DetokenizeRequest, TokenizeRequest, TokensApi
 
 if TYPE_CHECKING:
     from neso.server.core import Core
@@ -39,10 +44,19 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
     through as it is, and would describe themselves in an OpenAPI document at start. That one is made when
     somebody reads it.
     """
-    app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False)
+    targets = Targets(core, options)
+    responses = ResponsesApi(targets, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await responses.close()
+
+    app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
     for group, routes in (
-        ("inference", _generation_routes(core, options)),
-        ("model-repository", [*_model_routes(core), *_adapter_routes(core, options)]),
+        ("inference", _generation_routes(core, targets, options)),
+        ("inference", response_routes(core, responses, options.max_body_size)),
+        ("model-repository", [*_model_routes(targets), *_adapter_routes(targets, options)]),
         ("health", _health_routes(core)),
     ):
         required = options.restrictions.get(group)
@@ -52,8 +66,8 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
     return app
 
 
-def _generation_routes(core: Core, options: OpenAIOptions) -> list[Route]:
-    completions, chat = CompletionsApi(core, options), ChatApi(core, options)
+def _generation_routes(core: Core, targets: Targets, options: OpenAIOptions) -> list[Route]:
+    completions, chat = CompletionsApi(targets, options), ChatApi(targets, options)
     limit = options.max_body_size
     return [
         Route(
@@ -66,12 +80,13 @@ def _generation_routes(core: Core, options: OpenAIOptions) -> list[Route]:
             GenerationEndpoint(core, CompletionRequest, completions.create, limit),
             methods=["POST"],
         ),
-        *_pooling_routes(core, options),
+        *_pooling_routes(core, targets, options),
+        *_token_routes(targets, options),
     ]
 
 
-def _pooling_routes(core: Core, options: OpenAIOptions) -> list[Route]:
-    embeddings, scores = EmbeddingsApi(core), ScoresApi(core)
+def _pooling_routes(core: Core, targets: Targets, options: OpenAIOptions) -> list[Route]:
+    embeddings, scores = EmbeddingsApi(targets), ScoresApi(targets)
     limit = options.max_body_size
 
     def route(path: str, endpoint: GenerationEndpoint[Any]) -> Route:
@@ -90,8 +105,25 @@ def _pooling_routes(core: Core, options: OpenAIOptions) -> list[Route]:
     ]
 
 
-def _model_routes(core: Core) -> list[Route]:
-    models = ModelsApi(core, created=int(time.time()))
+def _token_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
+    tokens = TokensApi(targets)
+
+    async def tokenize(request: Request) -> Response:
+        return await _change(request, TokenizeRequest, tokens.tokenize, options.max_body_size)
+
+    async def detokenize(request: Request) -> Response:
+        return await _change(request, DetokenizeRequest, tokens.detokenize, options.max_body_size)
+
+    # Under /v1, too: the port of the tensor protocols has that only.
+    return [
+        Route(prefix + path, endpoint, methods=["POST"])
+        for prefix in ("", "/v1")
+        for path, endpoint in (("/tokenize", tokenize), ("/detokenize", detokenize))
+    ]
+
+
+def _model_routes(targets: Targets) -> list[Route]:
+    models = ModelsApi(targets, created=int(time.time()))
 
     async def list_models(request: Request) -> Response:
         return _answer(models.list_all)
@@ -105,8 +137,8 @@ def _model_routes(core: Core) -> list[Route]:
     ]
 
 
-def _adapter_routes(core: Core, options: OpenAIOptions) -> list[Route]:
-    adapters = AdaptersApi(core)
+def _adapter_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
+    adapters = AdaptersApi(targets)
 
     async def load(request: Request) -> Response:
         return await _change(request, LoadAdapterRequest, adapters.load, options.max_body_size)
@@ -121,12 +153,18 @@ def _adapter_routes(core: Core, options: OpenAIOptions) -> list[Route]:
 
 
 async def _change(
-    request: Request, schema: type[Body], change: Callable[[Body], Awaitable[str]], limit: int
+    request: Request,
+    schema: type[Body],
+    change: Callable[[Body], Awaitable[str | dict[str, Any]]],
+    limit: int,
 ) -> Response:
-    """Do what a body asks for; the answer is a line of text."""
+    """Do what a body asks for; the answer is a line of text, or an object."""
     try:
         body = parse_body(await read_body(request.scope, request.receive, limit), schema)
-        return Response(await change(body), media_type="text/plain")
+        answer = await change(body)
+        if isinstance(answer, str):
+            return Response(answer, media_type="text/plain")
+        return Response(orjson.dumps(answer), media_type="application/json")
     except Exception as error:
         return error_response(to_api_error(error))
 
@@ -138,10 +176,15 @@ def _health_routes(core: Core) -> list[Route]:
     async def ready(request: Request) -> Response:
         return Response(status_code=200 if core.ready() else 503)
 
+    async def version(request: Request) -> Response:
+        return _answer(lambda: {"version": neso.__version__})
+
     return [
         Route("/health/live", live, methods=["GET"]),
         Route("/health/ready", ready, methods=["GET"]),
         Route("/health", ready, methods=["GET"]),
+        Route("/ping", ready, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
     ]
 
 
