@@ -120,7 +120,7 @@ class DocReader:
         """What it printed; None for a server."""
         code = self._with_stand_ins(block.text)
         if block.language == "bash" and code.startswith("neso serve"):
-            self._serve(shlex.split(code, comments=True)[2:])
+            self._serve(shlex.split(code.replace("\\\n", " "), comments=True)[2:])
             return None
         if self._server is not None:
             code = at_addresses(code, self._server)

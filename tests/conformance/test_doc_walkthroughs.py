@@ -13,7 +13,13 @@ from doc_reader import DocReader, sections
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("quick-deployment.md", "lora.md", "speculative-decoding.md")
+PAGES = (
+    "quick-deployment.md",
+    "lora.md",
+    "speculative-decoding.md",
+    "from-tritonserver.md",
+    "from-vllm-serve.md",
+)
 OPTIONAL = {"torch", "transformers", "peft", "onnx", "onnxruntime", "PIL", "vllm"}
 """Packages without which a section cannot be followed."""
 
