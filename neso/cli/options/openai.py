@@ -19,8 +19,24 @@ OPENAI = Topic(
         Option("allow-openai", "Serve OpenAI's API, on its own port and under /v1 of HTTP.", BOOLEAN, True),
         Option("openai-address", "Where OpenAI's API listens.", metavar="HOST", default_text="that of HTTP"),
         Option("openai-port", "OpenAI's API.", PORT, 9000),
+        Option(
+            "tokenizer",
+            "Of models that take text as tensors and name no tokenizer_dir: a directory, or an org/name on the hub.",
+        ),
+        Option(
+            "chat-template",
+            "Jinja2 file in place of the chat templates of all models.",
+            metavar="FILE",
+        ),
         Option("tool-call-parser", "Format in which the models write tool calls.", default="hermes"),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
+        Option("max-stored-responses", "Responses kept for the Responses API.", integer(0), 1000),
+        Option(
+            "max-stored-response-bytes",
+            "Memory that responses kept for the Responses API may take.",
+            integer(0),
+            256 * 1024 * 1024,
+        ),
     ),
 )
 
@@ -35,6 +51,10 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         max_body_size=values["http-max-input-size"],
         default_max_tokens=values["default-max-tokens"],
         tool_call_parser=values["tool-call-parser"],
+        tokenizer=values["tokenizer"] or "",
+        chat_template=values["chat-template"] or "",
+        max_stored_responses=values["max-stored-responses"],
+        max_stored_response_bytes=values["max-stored-response-bytes"],
         restrictions=restrictions(values),
     )
 

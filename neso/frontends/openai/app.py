@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -24,6 +25,8 @@ from neso.frontends.openai.errors import ApiError, to_api_error
 from neso.frontends.openai.models import ModelsApi
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from neso.frontends.openai.responses import ResponsesApi
+from neso.frontends.openai.responses.routes import response_routes
 from neso.frontends.openai.restricted import restrict
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
 from neso.frontends.openai.scores import ScoresApi
@@ -40,10 +43,18 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
     through as it is, and would describe themselves in an OpenAPI document at start. That one is made when
     somebody reads it.
     """
-    app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False)
     targets = Targets(core, options)
+    responses = ResponsesApi(targets, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await responses.close()
+
+    app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
     for group, routes in (
         ("inference", _generation_routes(core, targets, options)),
+        ("inference", response_routes(core, responses, options.max_body_size)),
         ("model-repository", [*_model_routes(targets), *_adapter_routes(targets, options)]),
         ("health", _health_routes(core)),
     ):

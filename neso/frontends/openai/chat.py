@@ -43,7 +43,7 @@ class ChatApi:
             request,
             target,
             self._choices(request),
-            lambda error: _explain(error, request, target, prompt),
+            lambda error: explain(error, request, target, prompt),
         )
         return await answer.respond([prompt], sampling, trace, images)
 
@@ -60,10 +60,8 @@ class ChatApi:
         ]
 
 
-def _explain(
-    error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str
-) -> ApiError:
-    """The engine knows a prompt where the client wrote messages."""
+def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:
+    """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
     if error.field in CHAT_NAMES:
         return renamed(error, CHAT_NAMES)
     if error.field not in ("prompt", "messages", "images"):

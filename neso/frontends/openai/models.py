@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from neso.frontends.openai.targets import Target, Targets
+from neso.frontends.openai.tensor_models.model import NO_LIMIT
 
 if TYPE_CHECKING:
     from neso.server.model import Model
@@ -43,5 +44,5 @@ class ModelsApi:
             "object": "model",
             "created": self._created,
             "owned_by": "neso",
-            "max_model_len": max_model_len,
+            "max_model_len": None if max_model_len >= NO_LIMIT else max_model_len,
         }
