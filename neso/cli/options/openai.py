@@ -19,7 +19,19 @@ OPENAI = Topic(
         Option("allow-openai", "Serve OpenAI's API, on its own port and under /v1 of HTTP.", BOOLEAN, True),
         Option("openai-address", "Where OpenAI's API listens.", metavar="HOST", default_text="that of HTTP"),
         Option("openai-port", "OpenAI's API.", PORT, 9000),
-        Option("tool-call-parser", "Format in which the models write tool calls.", default="hermes"),
+        Option(
+            "tool-call-parser",
+            "Format in which the models write tool calls; auto: their chat templates tell.",
+            metavar="NAME",
+            default="auto",
+        ),
+        Option(
+            "reasoning-parser",
+            "Format in which the models write what they think before they answer; none: it is content.",
+            metavar="NAME",
+            default="auto",
+        ),
+        Option("max-tool-call-parse-bytes", "Longest tool call that is read.", integer(1), 131072),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
     ),
 )
@@ -35,6 +47,8 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         max_body_size=values["http-max-input-size"],
         default_max_tokens=values["default-max-tokens"],
         tool_call_parser=values["tool-call-parser"],
+        reasoning_parser=values["reasoning-parser"],
+        max_tool_call_parse_bytes=values["max-tool-call-parse-bytes"],
         restrictions=restrictions(values),
     )
 

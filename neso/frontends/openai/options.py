@@ -12,11 +12,14 @@ class OpenAIOptions:
     """Options of the OpenAI front end.
 
     `default_max_tokens` is for completions that name no `max_tokens` (chats go on to the model's limit, as
-    with OpenAI). `tool_call_parser` names the format in which the models write tool calls.
+    with OpenAI). `tool_call_parser` and `reasoning_parser` name the formats in which the models write tool calls and
+    reasoning, "auto": their chat templates tell. `max_tool_call_parse_bytes`: the longest call that is read.
     `restrictions` of the groups inference, model-repository (the list of models) and health.
     """
 
     max_body_size: int = 64 * 1024 * 1024
     default_max_tokens: int = 16
-    tool_call_parser: str = "hermes"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    max_tool_call_parse_bytes: int = 131072
     restrictions: Restrictions = field(default_factory=Restrictions)

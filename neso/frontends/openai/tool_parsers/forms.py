@@ -25,7 +25,7 @@ def text_before(end: str) -> Form:
 
 def properties(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
     """The parameters of a function: name, schema with the definitions that it may refer to, whether it is required."""
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    definitions: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     required = schema.get("required", ())
     members = schema.get("properties", {})
     if not isinstance(members, dict):
