@@ -57,6 +57,8 @@ class Model:
     def __init__(self, context: ModelContext, backend: Backend) -> None:
         self.name = context.name
         self.version = context.version
+        self.directory = context.directory
+        self.version_directory = context.version_directory
         self.versions = [context.version]
         self.config: Any = context.config
         self.decoupled = bool(context.config.model_transaction_policy.decoupled)

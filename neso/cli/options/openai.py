@@ -32,7 +32,23 @@ OPENAI = Topic(
             default="auto",
         ),
         Option("max-tool-call-parse-bytes", "Longest tool call that is read.", integer(1), 131072),
+        Option(
+            "tokenizer",
+            "Of models that take text as tensors and name no tokenizer_dir: a directory, or an org/name on the hub.",
+        ),
+        Option(
+            "chat-template",
+            "Jinja2 file in place of the chat templates of all models.",
+            metavar="FILE",
+        ),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
+        Option("max-stored-responses", "Responses kept for the Responses API.", integer(0), 1000),
+        Option(
+            "max-stored-response-bytes",
+            "Memory that responses kept for the Responses API may take.",
+            integer(0),
+            256 * 1024 * 1024,
+        ),
     ),
 )
 
@@ -49,6 +65,10 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         tool_call_parser=values["tool-call-parser"],
         reasoning_parser=values["reasoning-parser"],
         max_tool_call_parse_bytes=values["max-tool-call-parse-bytes"],
+        tokenizer=values["tokenizer"] or "",
+        chat_template=values["chat-template"] or "",
+        max_stored_responses=values["max-stored-responses"],
+        max_stored_response_bytes=values["max-stored-response-bytes"],
         restrictions=restrictions(values),
     )
 

@@ -163,12 +163,11 @@ class Tokenizer:
     ) -> Detokenizer:
         """A detokenizer for one sequence, whose texts joined are what `decode` gives.
 
-        Special tokens that are not skipped are all shown, or those of `shown_special_tokens`. With `prompt_token_ids`
-        the text continues that of the prompt: it keeps the space before its first word, and a character that began in
-        the prompt.
+        Those of `shown_special_tokens` are not skipped. With `prompt_token_ids` the text continues that of the prompt:
+        it keeps the space before its first word, and a character that began in the prompt.
         """
-        if shown_special_tokens and not skip_special_tokens:
-            shown = {self._backend.token_to_id(token) for token in shown_special_tokens}
+        shown = self._special_ids.intersection(map(self._backend.token_to_id, shown_special_tokens))
+        if shown and skip_special_tokens:
             every = self.detokenizer(skip_special_tokens=False, prompt_token_ids=prompt_token_ids)
             return DetokenizerWithout(every, self._special_ids - shown)
         if self._pieces is not None:

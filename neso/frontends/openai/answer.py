@@ -103,8 +103,9 @@ class Answer:
 
         `images` are those of every prompt.
         """
-        model = self._target.model
-        outputs = merge([model.generate(r, trace) for r in self._generations(prompts, sampling, images)])
+        outputs = merge(
+            [self._target.generate(r, trace) for r in self._generations(prompts, sampling, images)]
+        )
         if self._request.stream:
             return await EventStream.open(self._events(outputs))
         return await self._gather(outputs)
@@ -112,18 +113,15 @@ class Answer:
     def _generations(
         self, prompts: Sequence[str | list[int]], sampling: SamplingParams, images: tuple[Any, ...]
     ) -> list[GenerationRequest]:
-        request = self._request
-        special = request.add_special_tokens
         return [
-            GenerationRequest(
-                prompt=prompt,
-                sampling=sampling,
-                request_id=self.id if len(prompts) == 1 else f"{self.id}-{number}",
-                priority=request.priority or 0,
-                add_special_tokens=self._kind.adds_special_tokens if special is None else special,
-                cache_salt=request.cache_salt or "",
+            generation_request(
+                self._request,
+                self._target,
+                prompt,
+                sampling,
+                self.id if len(prompts) == 1 else f"{self.id}-{number}",
+                add_special_tokens=self._kind.adds_special_tokens,
                 images=images,
-                lora=LoraRequest(name=self._target.adapter) if self._target.adapter else None,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -178,6 +176,31 @@ class Answer:
         if reasoning:
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         return usage
+
+
+def generation_request(
+    request: GenerationFields,
+    target: Target,
+    prompt: str | list[int],
+    sampling: SamplingParams,
+    request_id: str,
+    *,
+    add_special_tokens: bool,
+    images: tuple[Any, ...] = (),
+) -> GenerationRequest:
+    """What the engine is asked for one prompt. `add_special_tokens` is for a client that does not say."""
+    special = request.add_special_tokens
+    return GenerationRequest(
+        prompt=prompt,
+        sampling=sampling,
+        request_id=request_id,
+        priority=request.priority or 0,
+        add_special_tokens=add_special_tokens if special is None else special,
+        cache_salt=request.cache_salt or "",
+        images=images,
+        stream=bool(request.stream),
+        lora=LoraRequest(name=target.adapter) if target.adapter else None,
+    )
 
 
 def finish_name(reason: FinishReason | None) -> str | None:

@@ -6,21 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from neso.frontends.openai.answer import Answer, AnswerKind
 from neso.frontends.openai.chat_choice import ChatChoice
-from neso.frontends.openai.dialects import Dialects
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
 from neso.frontends.openai.message_format import MessageFormat
+from neso.frontends.openai.message_formats import MessageFormats
 from neso.frontends.openai.messages import chat_prompt
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.prompts import is_too_long
 from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
-from neso.frontends.openai.sampling import CHAT_NAMES, chat_sampling, renamed, wanted_form
+from neso.frontends.openai.sampling import CHAT_NAMES, chat_sampling, renamed
 from neso.frontends.openai.schemas import ChatCompletionRequest
-from neso.frontends.openai.targets import Target, find_target
-from neso.frontends.openai.tool_use import ToolUse
+from neso.frontends.openai.targets import Target, Targets
 from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:
-    from neso.server.core import Core
     from neso.server.tracing import Trace
 
 KIND = AnswerKind(
@@ -31,32 +29,24 @@ KIND = AnswerKind(
 class ChatApi:
     """Answers chats."""
 
-    def __init__(self, core: Core, options: OpenAIOptions) -> None:
+    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
         """Raises `ValueError` for options that name parsers that there are not."""
-        self._core = core
-        self._options = options
-        self._dialects = Dialects(options)
+        self._targets = targets
+        self._formats = MessageFormats(options)
 
     async def create(self, request: ChatCompletionRequest, trace: Trace | None = None) -> Any:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
-        target = find_target(self._core, request.model)
-        tool_use = ToolUse.of_chat(request)
-        prompt, images = chat_prompt(request, tool_use, target.language_model.text)
-        message_format = MessageFormat(
-            self._dialects.of(target),
-            tool_use,
-            prompt,
-            wanted_form(request),
-            self._options.max_tool_call_parse_bytes,
-        )
+        target = await self._targets.find(request.model)
+        prompt, images = chat_prompt(request, target.text)
+        message_format = self._formats.of(request, target, prompt)
         sampling = chat_sampling(request, message_format)
         answer = Answer(
             KIND,
             request,
             target,
             [self._choice(index, request, message_format) for index in range(request.n or 1)],
-            lambda error: _explain(error, request, target, prompt),
+            lambda error: explain(error, request, target, prompt),
         )
         return await answer.respond([prompt], sampling, trace, images)
 
@@ -71,16 +61,14 @@ class ChatApi:
         )
 
 
-def _explain(
-    error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str
-) -> ApiError:
-    """The engine knows a prompt where the client wrote messages."""
+def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:
+    """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
     if error.field in CHAT_NAMES:
         return renamed(error, CHAT_NAMES)
     if error.field not in ("prompt", "messages", "images"):
         return to_api_error(error)
     limit = target.language_model.max_model_len
-    if is_too_long(prompt, target.language_model.text, limit, bool(request.add_special_tokens)):
+    if is_too_long(prompt, target.text, limit, bool(request.add_special_tokens)):
         return invalid(
             "messages",
             f"This model's maximum context length is {limit} tokens: {error.message}",

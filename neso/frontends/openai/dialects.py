@@ -45,7 +45,7 @@ class Dialects:
             parameters = target.model.config.parameters
             names.append(parameters[parameter].string_value if parameter in parameters else default)
         try:
-            return _make(names[0], names[1], target.language_model.text.chat_template_source)
+            return _make(names[0], names[1], target.text.chat_template_source)
         except ValueError as error:
             raise ApiError(500, f"model '{target.model.name}': {error}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from neso.frontends.openai.errors import invalid
 from neso.frontends.openai.schemas import CompletionRequest
+from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TextTools
 
 MAX_PROMPTS = 2048
@@ -36,6 +37,8 @@ def prompt_text(prompt: Prompt, text: TextTools) -> str:
 
 def is_too_long(prompt: Prompt, text: TextTools, max_model_len: int, add_special_tokens: bool) -> bool:
     """Whether the prompt leaves no room for an answer. Tokenizes: for the error path only."""
+    if max_model_len >= NO_LIMIT:
+        return False
     if isinstance(prompt, str):
         prompt = text.encode(prompt, add_special_tokens=add_special_tokens)
     return len(prompt) >= max_model_len

@@ -59,10 +59,7 @@ def chat_sampling(request: ChatCompletionRequest, message_format: MessageFormat)
     if request.logprobs:
         values["logprobs"] = request.top_logprobs or 0
     values["guided_decoding"] = message_format.guided_decoding
-    shown = message_format.shown_special_tokens
-    if shown and request.skip_special_tokens is not False:
-        values["skip_special_tokens"] = False
-        values["shown_special_tokens"] = shown
+    values["shown_special_tokens"] = message_format.shown_special_tokens
     return _make(values, {"max_tokens": limit_name, **CHAT_NAMES})
 
 
