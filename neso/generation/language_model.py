@@ -38,6 +38,14 @@ class TextTools(Protocol):
         """The text of the chat template, by which is known how the model writes calls and reasoning; "" for none."""
 
 
+@runtime_checkable
+class TokenBytes(Protocol):
+    """`TextTools` that know their tokens to the byte."""
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token; None if the tokenizer has none for single tokens."""
+
+
 class LanguageModel(Protocol):
     """A model that generates text. Engines implement it; OpenAI's front end and the `llm` backend use it."""
 
