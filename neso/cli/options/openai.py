@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neso.cli.options.http import restrictions, tls_files
+from neso.cli.options.http import http_address, restrictions, tls_files
 from neso.cli.options.kinds import BOOLEAN, PORT, integer
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
@@ -79,7 +79,7 @@ def openai_http_options(values: Values) -> HttpServerOptions:
 
     tls = tls_files(values)
     return HttpServerOptions(
-        host=values["openai-address"] or values["http-address"],
+        host=values["openai-address"] or http_address(values),
         port=values["openai-port"],
         max_body=values["http-max-input-size"],
         reuse_port=values["reuse-http-port"],
