@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from neso.frontends.openai.access.token_meter import TOKENS_USED, metered
 from neso.frontends.openai.chat_template import UNKNOWN_TEXT, TemplatedText, read_chat_template
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.model_texts import ModelTexts, open_tokenizer
 from neso.frontends.openai.tensor_models import TensorLanguageModel, missing_for_text
 from neso.generation import AdaptableModel, LanguageModel, PoolingModel, TextTools
+from neso.generation.pooling_batch import pool_together
 from neso.server.errors import NotFound
 
 if TYPE_CHECKING:
     from neso.frontends.openai.options import OpenAIOptions
-    from neso.generation import GenerationOutput, GenerationRequest
+    from neso.generation import GenerationOutput, GenerationRequest, PooledOutput, PoolingRequest
     from neso.server.core import Core
     from neso.server.model import Model
     from neso.server.tracing import Trace
@@ -35,8 +37,8 @@ class Target:
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Generate text, as `LanguageModel.generate` does."""
         if isinstance(self.language_model, TensorLanguageModel):
-            return self.language_model.generate(request, trace)
-        return self.model.generate(request, trace)
+            return metered(self.language_model.generate(request, trace))
+        return metered(self.model.generate(request, trace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,14 @@ class PoolingTarget:
 
     model: Model
     pooling_model: PoolingModel
+
+    async def pool(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
+        """The vectors of all of them, in their order. Raises as `Model.pool`."""
+        pooled = await pool_together(self.model.pool, requests)
+        tell = TOKENS_USED.get()
+        if tell is not None:
+            tell(sum(output.num_prompt_tokens for output in pooled))
+        return pooled
 
 
 class Targets:
