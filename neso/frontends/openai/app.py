@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import neso
-from neso.frontends.openai.access.protection import protect
+from neso.frontends.openai.access.protection import limit_rates, protect
 from neso.frontends.openai.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
 from neso.frontends.openai.chat import ChatApi
 from neso.frontends.openai.completions import CompletionsApi
@@ -54,9 +54,12 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
         await responses.close()
 
     app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
+    inference = [
+        *_generation_routes(core, targets, options),
+        *response_routes(core, responses, options.max_body_size),
+    ]
     for group, routes in (
-        ("inference", _generation_routes(core, targets, options)),
-        ("inference", response_routes(core, responses, options.max_body_size)),
+        ("inference", limit_rates(inference, options.access)),
         ("model-repository", [*control_routes(core, options.max_body_size), *_model_routes(targets)]),
         ("model-repository", _adapter_routes(targets, options)),
         ("metrics", [metrics_route(core)] if options.metrics else []),

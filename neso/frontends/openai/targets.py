@@ -13,7 +13,8 @@ from neso.frontends.openai.model_texts import ModelTexts, open_tokenizer
 from neso.frontends.openai.tensor_models import TensorLanguageModel, missing_for_text
 from neso.generation import AdaptableModel, LanguageModel, PoolingModel, TextTools
 from neso.generation.pooling_batch import pool_together
-from neso.server.errors import NotFound
+from neso.server.errors import NotFound, Unavailable
+from neso.server.metadata import ModelState
 
 if TYPE_CHECKING:
     from neso.frontends.openai.options import OpenAIOptions
@@ -145,10 +146,19 @@ class Targets:
     def _find(self, name: str) -> Model:
         try:
             return self._core.model(name)
-        except NotFound:
+        except (NotFound, Unavailable) as error:
+            if not self._core.live() or self._is_loading(name):
+                raise  # it is worth trying again
+            what = "does not exist" if isinstance(error, NotFound) else "is not loaded"
             raise ApiError(
-                404, f"The model '{name}' does not exist.", param="model", code="model_not_found"
+                404, f"The model '{name}' {what}.", param="model", code="model_not_found"
             ) from None
+
+    def _is_loading(self, name: str) -> bool:
+        return any(
+            entry.name == name and entry.state is ModelState.LOADING
+            for entry in self._core.repository_index()
+        )
 
 
 def _check_text_face(model: Model) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from starlette.routing import Route
+
 from neso.frontends.openai.access.authentication import Authentication
 from neso.frontends.openai.access.options import AccessOptions
 from neso.frontends.openai.access.request_ids import RequestIds
@@ -23,12 +25,20 @@ _EXPOSED = (
 )
 
 
+def limit_rates(routes: list[Route], options: AccessOptions) -> list[Route]:
+    """The same routes, for those who do not ask too much."""
+    if not options.quota and options.keys is None:  # keys may have quotas of their own
+        return routes
+    from neso.frontends.openai.access.rate_limiting import RateLimiting
+
+    limiting = RateLimiting(options.quota)
+    for route in routes:
+        route.app = limiting.around(route.app)
+    return routes
+
+
 def protect(app: FastAPI, options: AccessOptions) -> None:
     """Add them, from the inside out: what is added last sees a request first."""
-    if options.quota or options.keys is not None:  # keys may have quotas of their own
-        from neso.frontends.openai.access.rate_limiting import RateLimiting
-
-        app.add_middleware(RateLimiting, quota=options.quota)
     if options.keys is not None:
         app.add_middleware(Authentication, keys=options.keys, open_groups=options.open_groups)
     if options.origins:

@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
 
 class RateLimiting:
-    """ASGI middleware: 429 for POST requests beyond the quota of their key; without keys, of their address.
+    """429 for POST requests beyond the quota of their key; without keys, of their address.
 
     Every response to such a request tells how its client stands, in the headers that OpenAI has for it.
     """
 
-    def __init__(self, app: ASGIApp, quota: Quota) -> None:
-        self._app = app
+    def __init__(self, quota: Quota) -> None:
         self._quota = quota
         if quota:
             self._quotas  # noqa: B018  it takes a moment to import, which no request should wait for
@@ -38,11 +37,19 @@ class RateLimiting:
 
         return Quotas()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The application for those who do not ask too much; of all that it is around, together."""
+
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(app, scope, receive, send)
+
+        return limited
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         key = key_of(scope)
         quota = self._quota if key is None else key.quota(self._quota)
-        if scope["type"] != "http" or scope["method"] != "POST" or not quota:
-            await self._app(scope, receive, send)
+        if scope["method"] != "POST" or not quota:
+            await app(scope, receive, send)
             return
         client = f"key {key.name}" if key is not None else f"address {(scope.get('client') or ('',))[0]}"
         standings, refused = await self._quotas.take(client, quota)
@@ -59,7 +66,7 @@ class RateLimiting:
             return
         token = TOKENS_USED.set(lambda tokens: self._quotas.charge(client, quota, tokens))
         try:
-            await self._app(scope, receive, send_with_headers)
+            await app(scope, receive, send_with_headers)
         finally:
             TOKENS_USED.reset(token)
 

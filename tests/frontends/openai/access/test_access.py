@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from asgi_client import AsgiClient, Answer
+from asgi_client import Answer, AsgiClient
 
 from neso.frontends.openai import OpenAIOptions, create_app
 from neso.frontends.openai.access import AccessOptions, ApiKeys, Quota
@@ -49,13 +49,26 @@ async def test_only_who_has_a_key_may_ask(core: Core) -> None:
     ):
         error = answer.json()["error"]
         assert answer.status == 401
-        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_api_key")
+        assert (error["type"], error["param"], error["code"]) == (
+            "invalid_request_error",
+            None,
+            "invalid_api_key",
+        )
         assert "wrong" not in error["message"]
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
 async def test_what_is_open_without_a_key(core: Core) -> None:
-    paths = ("/health/ready", "/health", "/metrics", "/docs", "/openapi.json", "/v1/models", "/nowhere", "/healthy")
+    paths = (
+        "/health/ready",
+        "/health",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/v1/models",
+        "/nowhere",
+        "/healthy",
+    )
 
     async def open_paths(*groups: str) -> list[str]:
         client = client_of(core, keys=ApiKeys(["right"]), open_groups=groups)
@@ -70,7 +83,11 @@ async def test_requests_a_minute(core: Core) -> None:
     client = client_of(core, keys=ApiKeys(["a", "b"]), quota=Quota(requests=2))
     first, second, third = [await ask(client, "a") for _ in range(3)]
     assert [first.status, second.status, third.status] == [200, 200, 429]
-    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (first, second, third)] == ["1", "0", "0"]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (first, second, third)] == [
+        "1",
+        "0",
+        "0",
+    ]
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert third.json()["error"]["code"] == "rate_limit_exceeded"
     assert third.json()["error"]["type"] == "requests"
@@ -117,7 +134,14 @@ async def test_keys_may_have_quotas_of_their_own(core: Core, tmp_path: Any) -> N
 
 
 def test_durations() -> None:
-    assert [duration(s) for s in (0, 0.25, 1, 59.5, 60, 360)] == ["0ms", "250ms", "1s", "1m0s", "1m0s", "6m0s"]
+    assert [duration(s) for s in (0, 0.25, 1, 59.5, 60, 360)] == [
+        "0ms",
+        "250ms",
+        "1s",
+        "1m0s",
+        "1m0s",
+        "6m0s",
+    ]
 
 
 async def test_pages_of_other_origins(core: Core) -> None:

@@ -46,14 +46,19 @@ def test_keys_that_were_given() -> None:
 
 def test_a_file_of_keys(file: Path) -> None:
     keys = ApiKeys(["given"], file)
-    names = [name_of(keys, secret) for secret in ("given", "sk-alice", "sk:with:colons", "sk-nameless", "alice")]
+    names = [
+        name_of(keys, secret) for secret in ("given", "sk-alice", "sk:with:colons", "sk-nameless", "alice")
+    ]
     assert names == ["key-1", "alice", "bob", "line-6", None]
 
 
 def test_quotas_of_keys(file: Path) -> None:
     keys = ApiKeys(file=file)
     default = Quota(requests=5, tokens=100)
-    quotas = {name: keys.find(name.encode()).quota(default) for name in ("sk-alice", "sk:with:colons", "sk-nameless")}
+    quotas = {
+        name: keys.find(name.encode()).quota(default)
+        for name in ("sk-alice", "sk:with:colons", "sk-nameless")
+    }
     assert quotas == {"sk-alice": Quota(10, 100), "sk:with:colons": Quota(0, 500), "sk-nameless": default}
 
 
