@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neso.cli.options.access import access_options, openai_restrictions
-from neso.cli.options.http import restrictions, tls_files
+from neso.cli.options.http import http_address, restrictions, tls_files
 from neso.cli.options.kinds import BOOLEAN, PATH, PORT, integer
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
@@ -82,7 +82,7 @@ def openai_http_options(values: Values) -> HttpServerOptions:
 
     tls = tls_files(values, "openai") or tls_files(values)
     return HttpServerOptions(
-        host=values["openai-address"] or values["http-address"],
+        host=values["openai-address"] or http_address(values),
         port=values["openai-port"],
         max_body=values["http-max-input-size"],
         reuse_port=values["reuse-http-port"],
