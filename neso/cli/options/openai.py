@@ -33,6 +33,19 @@ OPENAI = Topic(
             PATH,
         ),
         Option(
+            "tool-call-parser",
+            "Format in which the models write tool calls; auto: their chat templates tell.",
+            metavar="NAME",
+            default="auto",
+        ),
+        Option(
+            "reasoning-parser",
+            "Format in which the models write what they think before they answer; none: it is content.",
+            metavar="NAME",
+            default="auto",
+        ),
+        Option("max-tool-call-parse-bytes", "Longest tool call that is read.", integer(1), 131072),
+        Option(
             "tokenizer",
             "Of models that take text as tensors and name no tokenizer_dir: a directory, or an org/name on the hub.",
         ),
@@ -41,7 +54,6 @@ OPENAI = Topic(
             "Jinja2 file in place of the chat templates of all models.",
             metavar="FILE",
         ),
-        Option("tool-call-parser", "Format in which the models write tool calls.", default="hermes"),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
         Option("max-stored-responses", "Responses kept for the Responses API.", integer(0), 1000),
         Option(
@@ -64,6 +76,8 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         max_body_size=values["http-max-input-size"],
         default_max_tokens=values["default-max-tokens"],
         tool_call_parser=values["tool-call-parser"],
+        reasoning_parser=values["reasoning-parser"],
+        max_tool_call_parse_bytes=values["max-tool-call-parse-bytes"],
         tokenizer=values["tokenizer"] or "",
         chat_template=values["chat-template"] or "",
         max_stored_responses=values["max-stored-responses"],
