@@ -28,8 +28,9 @@ BUILTIN = {
     "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
     "python": "neso.backends.python.backend:PythonBackend",
     "pytorch": "neso.backends.pytorch:PyTorchBackend",
+    "vllm": "neso.backends.vllm:VllmBackend",
 }
-EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch"}
+EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 """The extras of the `neso` package that backends need."""
 ENTRY_POINT_GROUP = "neso.backends"
 
