@@ -16,6 +16,7 @@ PAGES = (
     "README.md",
     "docs/quickstart.md",
     "docs/openai.md",
+    "docs/responses.md",
     "docs/kserve-http.md",
     "docs/kserve-grpc.md",
     "docs/guided-decoding.md",

@@ -21,6 +21,13 @@ OPENAI = Topic(
         Option("openai-port", "OpenAI's API.", PORT, 9000),
         Option("tool-call-parser", "Format in which the models write tool calls.", default="hermes"),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
+        Option("max-stored-responses", "Responses kept for the Responses API.", integer(0), 1000),
+        Option(
+            "max-stored-response-bytes",
+            "Memory that responses kept for the Responses API may take.",
+            integer(0),
+            256 * 1024 * 1024,
+        ),
     ),
 )
 
@@ -35,6 +42,8 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         max_body_size=values["http-max-input-size"],
         default_max_tokens=values["default-max-tokens"],
         tool_call_parser=values["tool-call-parser"],
+        max_stored_responses=values["max-stored-responses"],
+        max_stored_response_bytes=values["max-stored-response-bytes"],
         restrictions=restrictions(values),
     )
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import BaseModel, ConfigDict
 
 from neso.frontends.openai.errors import ApiError, invalid
-from neso.frontends.openai.targets import text_models
+from neso.frontends.openai.targets import Targets
 from neso.generation import AdaptableModel, LoraRequest
-
-if TYPE_CHECKING:
-    from neso.server.core import Core
 
 
 class LoadAdapterRequest(BaseModel):
@@ -37,8 +32,8 @@ class UnloadAdapterRequest(BaseModel):
 class AdaptersApi:
     """`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, for models that allow it."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
 
     async def load(self, request: LoadAdapterRequest) -> str:
         """Raises `ApiError` and `ServerError`."""
@@ -64,7 +59,7 @@ class AdaptersApi:
     def _model(self, name: str | None) -> AdaptableModel:
         """The model of that name, or the only one that allows it."""
         allowed: dict[str, AdaptableModel] = {}
-        for model, _ in text_models(self._core):
+        for model, _ in self._targets.text_models():
             face = model.language_model
             if isinstance(face, AdaptableModel) and face.allows_runtime_lora:
                 allowed[model.name] = face

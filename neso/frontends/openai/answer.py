@@ -98,8 +98,9 @@ class Answer:
 
         `images` are those of every prompt.
         """
-        model = self._target.model
-        outputs = merge([model.generate(r, trace) for r in self._generations(prompts, sampling, images)])
+        outputs = merge(
+            [self._target.generate(r, trace) for r in self._generations(prompts, sampling, images)]
+        )
         if self._request.stream:
             return await EventStream.open(self._events(outputs))
         return await self._gather(outputs)
@@ -107,18 +108,15 @@ class Answer:
     def _generations(
         self, prompts: Sequence[str | list[int]], sampling: SamplingParams, images: tuple[Any, ...]
     ) -> list[GenerationRequest]:
-        request = self._request
-        special = request.add_special_tokens
         return [
-            GenerationRequest(
-                prompt=prompt,
-                sampling=sampling,
-                request_id=self.id if len(prompts) == 1 else f"{self.id}-{number}",
-                priority=request.priority or 0,
-                add_special_tokens=self._kind.adds_special_tokens if special is None else special,
-                cache_salt=request.cache_salt or "",
+            generation_request(
+                self._request,
+                self._target,
+                prompt,
+                sampling,
+                self.id if len(prompts) == 1 else f"{self.id}-{number}",
+                add_special_tokens=self._kind.adds_special_tokens,
                 images=images,
-                lora=LoraRequest(name=self._target.adapter) if self._target.adapter else None,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -169,6 +167,30 @@ class Answer:
 
     def _total_usage(self) -> dict[str, Any]:
         return self._usage.as_dict(count_completion=self._count_completion)
+
+
+def generation_request(
+    request: GenerationFields,
+    target: Target,
+    prompt: str | list[int],
+    sampling: SamplingParams,
+    request_id: str,
+    *,
+    add_special_tokens: bool,
+    images: tuple[Any, ...] = (),
+) -> GenerationRequest:
+    """What the engine is asked for one prompt. `add_special_tokens` is for a client that does not say."""
+    special = request.add_special_tokens
+    return GenerationRequest(
+        prompt=prompt,
+        sampling=sampling,
+        request_id=request_id,
+        priority=request.priority or 0,
+        add_special_tokens=add_special_tokens if special is None else special,
+        cache_salt=request.cache_salt or "",
+        images=images,
+        lora=LoraRequest(name=target.adapter) if target.adapter else None,
+    )
 
 
 def finish_name(reason: FinishReason | None) -> str | None:

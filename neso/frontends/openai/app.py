@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -24,9 +25,12 @@ from neso.frontends.openai.errors import ApiError, to_api_error
 from neso.frontends.openai.models import ModelsApi
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from neso.frontends.openai.responses import ResponsesApi
+from neso.frontends.openai.responses.routes import response_routes
 from neso.frontends.openai.restricted import restrict
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
 from neso.frontends.openai.scores import ScoresApi
+from neso.frontends.openai.targets import Targets
 
 if TYPE_CHECKING:
     from neso.server.core import Core
@@ -39,10 +43,19 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
     through as it is, and would describe themselves in an OpenAPI document at start. That one is made when
     somebody reads it.
     """
-    app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False)
+    targets = Targets(core, options)
+    responses = ResponsesApi(targets, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await responses.close()
+
+    app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
     for group, routes in (
-        ("inference", _generation_routes(core, options)),
-        ("model-repository", [*_model_routes(core), *_adapter_routes(core, options)]),
+        ("inference", _generation_routes(core, targets, options)),
+        ("inference", response_routes(core, responses, options.max_body_size)),
+        ("model-repository", [*_model_routes(targets), *_adapter_routes(targets, options)]),
         ("health", _health_routes(core)),
     ):
         required = options.restrictions.get(group)
@@ -52,8 +65,8 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
     return app
 
 
-def _generation_routes(core: Core, options: OpenAIOptions) -> list[Route]:
-    completions, chat = CompletionsApi(core, options), ChatApi(core, options)
+def _generation_routes(core: Core, targets: Targets, options: OpenAIOptions) -> list[Route]:
+    completions, chat = CompletionsApi(targets, options), ChatApi(targets, options)
     limit = options.max_body_size
     return [
         Route(
@@ -66,12 +79,12 @@ def _generation_routes(core: Core, options: OpenAIOptions) -> list[Route]:
             GenerationEndpoint(core, CompletionRequest, completions.create, limit),
             methods=["POST"],
         ),
-        *_pooling_routes(core, options),
+        *_pooling_routes(core, targets, options),
     ]
 
 
-def _pooling_routes(core: Core, options: OpenAIOptions) -> list[Route]:
-    embeddings, scores = EmbeddingsApi(core), ScoresApi(core)
+def _pooling_routes(core: Core, targets: Targets, options: OpenAIOptions) -> list[Route]:
+    embeddings, scores = EmbeddingsApi(targets), ScoresApi(targets)
     limit = options.max_body_size
 
     def route(path: str, endpoint: GenerationEndpoint[Any]) -> Route:
@@ -90,8 +103,8 @@ def _pooling_routes(core: Core, options: OpenAIOptions) -> list[Route]:
     ]
 
 
-def _model_routes(core: Core) -> list[Route]:
-    models = ModelsApi(core, created=int(time.time()))
+def _model_routes(targets: Targets) -> list[Route]:
+    models = ModelsApi(targets, created=int(time.time()))
 
     async def list_models(request: Request) -> Response:
         return _answer(models.list_all)
@@ -105,8 +118,8 @@ def _model_routes(core: Core) -> list[Route]:
     ]
 
 
-def _adapter_routes(core: Core, options: OpenAIOptions) -> list[Route]:
-    adapters = AdaptersApi(core)
+def _adapter_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
+    adapters = AdaptersApi(targets)
 
     async def load(request: Request) -> Response:
         return await _change(request, LoadAdapterRequest, adapters.load, options.max_body_size)

@@ -13,12 +13,11 @@ from neso.frontends.openai.prompts import is_too_long
 from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.sampling import CHAT_NAMES, chat_sampling, renamed
 from neso.frontends.openai.schemas import ChatCompletionRequest
-from neso.frontends.openai.targets import Target, find_target
+from neso.frontends.openai.targets import Target, Targets
 from neso.frontends.openai.tool_parsers import find_tool_parser
 from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:
-    from neso.server.core import Core
     from neso.server.tracing import Trace
 
 KIND = AnswerKind(
@@ -29,22 +28,22 @@ KIND = AnswerKind(
 class ChatApi:
     """Answers chats."""
 
-    def __init__(self, core: Core, options: OpenAIOptions) -> None:
-        self._core = core
+    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+        self._targets = targets
         self._tool_parser = find_tool_parser(options.tool_call_parser)
 
     async def create(self, request: ChatCompletionRequest, trace: Trace | None = None) -> Any:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
-        target = find_target(self._core, request.model)
-        prompt, images = chat_prompt(request, target.language_model.text)
+        target = await self._targets.find(request.model)
+        prompt, images = chat_prompt(request, target.text)
         sampling = chat_sampling(request, self._tool_parser)
         answer = Answer(
             KIND,
             request,
             target,
             self._choices(request),
-            lambda error: _explain(error, request, target, prompt),
+            lambda error: explain(error, request, target, prompt),
         )
         return await answer.respond([prompt], sampling, trace, images)
 
@@ -61,16 +60,14 @@ class ChatApi:
         ]
 
 
-def _explain(
-    error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str
-) -> ApiError:
-    """The engine knows a prompt where the client wrote messages."""
+def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:
+    """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
     if error.field in CHAT_NAMES:
         return renamed(error, CHAT_NAMES)
     if error.field not in ("prompt", "messages", "images"):
         return to_api_error(error)
     limit = target.language_model.max_model_len
-    if is_too_long(prompt, target.language_model.text, limit, bool(request.add_special_tokens)):
+    if is_too_long(prompt, target.text, limit, bool(request.add_special_tokens)):
         return invalid(
             "messages",
             f"This model's maximum context length is {limit} tokens: {error.message}",

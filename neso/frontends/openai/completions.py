@@ -12,11 +12,10 @@ from neso.frontends.openai.prompts import Prompt, completion_prompts, is_too_lon
 from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.sampling import COMPLETION_NAMES, completion_sampling, renamed
 from neso.frontends.openai.schemas import CompletionRequest
-from neso.frontends.openai.targets import Target, find_target
+from neso.frontends.openai.targets import Target, Targets
 from neso.generation import CompletionDelta, GenerationOutput, InvalidParameter, TextTools, TokenLogprobs
 
 if TYPE_CHECKING:
-    from neso.server.core import Core
     from neso.server.tracing import Trace
 
 KIND = AnswerKind(
@@ -27,14 +26,14 @@ KIND = AnswerKind(
 class CompletionsApi:
     """Completes prompts."""
 
-    def __init__(self, core: Core, options: OpenAIOptions) -> None:
-        self._core = core
+    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+        self._targets = targets
         self._options = options
 
     async def create(self, request: CompletionRequest, trace: Trace | None = None) -> Any:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
-        target = find_target(self._core, request.model)
+        target = await self._targets.find(request.model)
         prompts = completion_prompts(request)
         sampling = completion_sampling(request, self._options)
         answer = Answer(
@@ -51,7 +50,7 @@ class CompletionsApi:
         self, request: CompletionRequest, target: Target, prompts: list[Prompt]
     ) -> list[CompletionChoice]:
         n = request.n or 1
-        echoes = [_Echo(prompt, target.language_model.text) if request.echo else None for prompt in prompts]
+        echoes = [_Echo(prompt, target.text) if request.echo else None for prompt in prompts]
         return [
             CompletionChoice(
                 number * n + i, echo, with_logprobs=request.logprobs is not None, mute=request.max_tokens == 0
@@ -140,7 +139,7 @@ def _explain(
     limit = target.language_model.max_model_len
     special = request.add_special_tokens is not False
     if error.field == "prompt" and any(
-        is_too_long(prompt, target.language_model.text, limit, special) for prompt in prompts
+        is_too_long(prompt, target.text, limit, special) for prompt in prompts
     ):
         return invalid(
             "prompt",

@@ -14,24 +14,23 @@ from starlette.responses import Response
 from neso.frontends.openai.errors import invalid, to_api_error
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest
 from neso.frontends.openai.prompts import MAX_PROMPTS
-from neso.frontends.openai.targets import find_pooling_target
+from neso.frontends.openai.targets import Targets
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 from neso.generation.pooling_batch import pool_together
 
 if TYPE_CHECKING:
-    from neso.server.core import Core
     from neso.server.tracing import Trace
 
 
 class EmbeddingsApi:
     """Embeds texts."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
 
     async def create(self, request: EmbeddingRequest, trace: Trace | None = None) -> Response:
         """The response. Raises `ApiError` and what the core raises."""
-        target = find_pooling_target(self._core, request.model)
+        target = self._targets.find_pooling(request.model)
         params = PoolingParams(dimensions=request.dimensions, normalize=request.normalize)
         requests = [
             PoolingRequest(

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from neso.frontends.openai.targets import Target, adapters, find_text_model, text_models
+from neso.frontends.openai.targets import Target, Targets
 
 if TYPE_CHECKING:
-    from neso.server.core import Core
     from neso.server.model import Model
 
 
 class ModelsApi:
     """`GET /v1/models` and `GET /v1/models/{model}`."""
 
-    def __init__(self, core: Core, created: int) -> None:
-        self._core = core
+    def __init__(self, targets: Targets, created: int) -> None:
+        self._targets = targets
         self._created = created
 
     def list_all(self) -> dict[str, Any]:
         """Every model that takes text, and every adapter by its shortest name."""
-        cards = [self._card(model, limit) for model, limit in text_models(self._core)]
-        known = adapters(self._core)
+        cards = [self._card(model, limit) for model, limit in self._targets.text_models()]
+        known = self._targets.adapters()
         for name, target in known.items():
             if name == target.adapter or target.adapter not in known:
                 cards.append(self._adapter_card(name, target))
@@ -29,10 +28,10 @@ class ModelsApi:
 
     def one(self, name: str) -> dict[str, Any]:
         """One model. Raises `ApiError`."""
-        adapted = adapters(self._core).get(name)
+        adapted = self._targets.adapters().get(name)
         if adapted is not None:
             return self._adapter_card(name, adapted)
-        return self._card(*find_text_model(self._core, name))
+        return self._card(*self._targets.find_text_model(name))
 
     def _adapter_card(self, name: str, target: Target) -> dict[str, Any]:
         card = self._card(target.model, target.language_model.max_model_len)

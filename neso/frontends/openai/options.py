@@ -13,10 +13,14 @@ class OpenAIOptions:
 
     `default_max_tokens` is for completions that name no `max_tokens` (chats go on to the model's limit, as
     with OpenAI). `tool_call_parser` names the format in which the models write tool calls.
+    The last `max_stored_responses` of the Responses API are kept, as long as they take no more than
+    `max_stored_response_bytes`.
     `restrictions` of the groups inference, model-repository (the list of models) and health.
     """
 
     max_body_size: int = 64 * 1024 * 1024
     default_max_tokens: int = 16
     tool_call_parser: str = "hermes"
+    max_stored_responses: int = 1000
+    max_stored_response_bytes: int = 256 * 1024 * 1024
     restrictions: Restrictions = field(default_factory=Restrictions)

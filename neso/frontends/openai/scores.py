@@ -13,21 +13,20 @@ from neso.frontends.openai.embeddings import json_response, pooling_usage
 from neso.frontends.openai.errors import invalid, to_api_error
 from neso.frontends.openai.pooling_schemas import PoolingFields, RerankRequest, ScoreRequest, as_document
 from neso.frontends.openai.prompts import MAX_PROMPTS
-from neso.frontends.openai.targets import find_pooling_target
+from neso.frontends.openai.targets import Targets
 from neso.generation import InvalidParameter, PooledOutput, PoolingRequest
 from neso.generation.pooling_batch import pool_together
 from neso.generation.scoring import Float32Array, Scoring
 
 if TYPE_CHECKING:
-    from neso.server.core import Core
     from neso.server.tracing import Trace
 
 
 class ScoresApi:
     """Scores pairs, by a cross-encoder or by the cosine of embeddings."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
 
     async def score(self, request: ScoreRequest, trace: Trace | None = None) -> Response:
         """The response. Raises `ApiError` and what the core raises."""
@@ -77,7 +76,7 @@ class ScoresApi:
     ) -> tuple[Float32Array, list[PooledOutput]]:
         if not isinstance(documents, str) and not 0 < len(documents) <= MAX_PROMPTS:
             raise invalid(field, f"'{field}' must hold between 1 and {MAX_PROMPTS} texts.")
-        target = find_pooling_target(self._core, request.model)
+        target = self._targets.find_pooling(request.model)
         try:
             scoring = Scoring.of(target.pooling_model.pooling, queries, documents, activation=activation)
             requests = [

@@ -52,10 +52,16 @@ class EventStream:
         """Start the stream. Raises whatever `events` raises before its first event."""
         return cls(await anext(events), events)
 
+    @classmethod
+    def of(cls, events: AsyncGenerator[bytes, None]) -> EventStream:
+        """A stream that begins at once, and may have no events."""
+        return cls(b"", events)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            if self._first:
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
             while (event := await self._next()) is not None:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -7,6 +7,13 @@ from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from neso.server.metrics.description import FamilyDescription
+
+UTILIZATION = FamilyDescription("nv_cpu_utilization", "gauge", "CPU utilization rate [0.0 - 1.0]")
+TOTAL_MEMORY = FamilyDescription("nv_cpu_memory_total_bytes", "gauge", "CPU total memory (RAM), in bytes")
+USED_MEMORY = FamilyDescription("nv_cpu_memory_used_bytes", "gauge", "CPU used memory (RAM), in bytes")
+CPU_FAMILIES = (UTILIZATION, TOTAL_MEMORY, USED_MEMORY)
+
 PROC = Path("/proc")
 
 # The fields of the first line of /proc/stat: user nice system idle iowait irq softirq steal (guest is in user).
@@ -40,13 +47,11 @@ class CpuMetrics:
     def collect(self) -> Iterator[Metric]:
         """The families, as of the last `refresh`."""
         if self._utilization is not None:
-            yield GaugeMetricFamily(
-                "nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._utilization
-            )
+            yield GaugeMetricFamily(UTILIZATION.name, UTILIZATION.help, self._utilization)
         if self._memory is not None:
             total, used = self._memory
-            yield GaugeMetricFamily("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
-            yield GaugeMetricFamily("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", used)
+            yield GaugeMetricFamily(TOTAL_MEMORY.name, TOTAL_MEMORY.help, total)
+            yield GaugeMetricFamily(USED_MEMORY.name, USED_MEMORY.help, used)
 
     def _read_times(self) -> list[int]:
         try:

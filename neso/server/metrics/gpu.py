@@ -12,16 +12,28 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
+from neso.server.metrics.description import FamilyDescription
+
 logger = logging.getLogger(__name__)
 
 _DRIVER = Path("/dev/nvidiactl")
-_FAMILIES = (
-    ("nv_gpu_utilization", "GPU utilization rate [0.0 - 1.0)"),
-    ("nv_gpu_memory_total_bytes", "GPU total memory, in bytes"),
-    ("nv_gpu_memory_used_bytes", "GPU used memory, in bytes"),
-    ("nv_gpu_power_usage", "GPU power usage in watts"),
-    ("nv_gpu_power_limit", "GPU power management limit in watts"),
-    ("nv_energy_consumption", "GPU energy consumption in joules since the Triton Server started"),
+
+
+def _family(name: str, help: str, kind: str = "gauge") -> FamilyDescription:
+    return FamilyDescription(name, kind, help, ("gpu_uuid",))
+
+
+GPU_FAMILIES = (
+    _family("nv_gpu_utilization", "GPU utilization rate [0.0 - 1.0)"),
+    _family("nv_gpu_memory_total_bytes", "GPU total memory, in bytes"),
+    _family("nv_gpu_memory_used_bytes", "GPU used memory, in bytes"),
+    _family("nv_gpu_power_usage", "GPU power usage in watts"),
+    _family("nv_gpu_power_limit", "GPU power management limit in watts"),
+    _family(
+        "nv_energy_consumption",
+        "GPU energy consumption in joules since the Triton Server started",
+        kind="counter",
+    ),
 )
 
 
@@ -95,9 +107,8 @@ class GpuMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """The families, as of the last `refresh`."""
-        for name, help in _FAMILIES:
-            kind = CounterMetricFamily if name == "nv_energy_consumption" else GaugeMetricFamily
-            family = kind(name, help)
+        for name, kind, help, _ in GPU_FAMILIES:
+            family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, help)
             for gpu in self._gpus:
                 if name in gpu.readings:
                     family.samples.append(Sample(name, {"gpu_uuid": gpu.uuid}, gpu.readings[name]))

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from neso.server.metrics.config import MetricsConfig
+from neso.server.metrics.description import FamilyDescription
 from neso.server.metrics.latency_summary import LatencySummary
 from neso.server.metrics.model_latencies import FIRST_RESPONSE_FAMILY, ModelLatencies
 
@@ -23,6 +24,7 @@ class _Family(NamedTuple):
     kind: str
     help: str
     samples: Callable[[Model, str], Iterable[Sample]]
+    labels: tuple[str, ...] = ("model", "version")
 
 
 def _one(name: str, kind: str, help: str, read: Callable[[Model], float]) -> _Family:
@@ -78,6 +80,7 @@ _COUNTS = (
         "counter",
         "Number of failed inference requests, all batch sizes",
         _failures,
+        ("model", "reason", "version"),
     ),
     _one(
         "nv_inference_count",
@@ -219,13 +222,7 @@ class ModelCollector(Collector):
 
     def __init__(self, models: Callable[[], Iterable[Model]], config: MetricsConfig) -> None:
         self._models = models
-        self._families = list(_COUNTS)
-        if config.counter_latencies:
-            self._families.extend(_COUNTER_LATENCIES)
-        if config.histogram_latencies:
-            self._families.extend(_HISTOGRAM_LATENCIES)
-        if config.summary_latencies:
-            self._families.extend(_SUMMARY_LATENCIES)
+        self._families = _families(config)
 
     def collect(self) -> Iterator[Metric]:
         models = list(self._models())
@@ -234,6 +231,25 @@ class ModelCollector(Collector):
             # Made while they are written: of a thousand models, all at once would keep the loop from others.
             metric.samples = _samples(family, models)  # type: ignore[assignment]
             yield metric
+
+
+def describe_model_families(config: MetricsConfig) -> list[FamilyDescription]:
+    """The families that the configuration asks for. Models add the labels of their `metric_tags`."""
+    return [
+        FamilyDescription(family.name, family.kind, family.help, family.labels)
+        for family in _families(config)
+    ]
+
+
+def _families(config: MetricsConfig) -> list[_Family]:
+    families = list(_COUNTS)
+    if config.counter_latencies:
+        families.extend(_COUNTER_LATENCIES)
+    if config.histogram_latencies:
+        families.extend(_HISTOGRAM_LATENCIES)
+    if config.summary_latencies:
+        families.extend(_SUMMARY_LATENCIES)
+    return families
 
 
 def _samples(family: _Family, models: list[Model]) -> Iterator[Sample]:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.samples import Sample
 
 from neso.server.errors import AlreadyExists
+from neso.server.metrics.description import FamilyDescription
 from neso.server.metrics.model_families import MODEL_FAMILIES
 from neso.server.metrics.read_counter import ReadCounter
 from neso.server.metrics.text import metric_lines
@@ -78,6 +79,19 @@ class MetricsRegistry(CollectorRegistry):
     def taken(self, name: str) -> bool:
         """Whether a family of the server or of a backend has that name."""
         return name in self._families or name in MODEL_FAMILIES
+
+    def describe(self) -> list[FamilyDescription]:
+        """The families that backends have made, in their order."""
+        return [
+            FamilyDescription(
+                f"{metric.name}_total" if metric.type == "counter" else metric.name,
+                metric.type,
+                metric.documentation,
+                family._labelnames,
+            )
+            for family in self._families.values()
+            for metric in family.describe()
+        ]
 
     def samples(self, name: str) -> list[Sample]:
         """Those of one family of a backend."""

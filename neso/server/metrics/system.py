@@ -12,12 +12,17 @@ from prometheus_client.registry import Collector
 
 from neso.server.metrics.config import MetricsConfig
 from neso.server.metrics.cpu import CpuMetrics
+from neso.server.metrics.description import FamilyDescription
 from neso.server.metrics.gpu import GpuMetrics
 
 # There is no pool of pinned memory: nothing is copied to a GPU by the server itself.
-_PINNED_MEMORY = (
-    ("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total memory size, in bytes"),
-    ("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used memory size, in bytes"),
+PINNED_MEMORY_FAMILIES = (
+    FamilyDescription(
+        "nv_pinned_memory_pool_total_bytes", "gauge", "Pinned memory pool total memory size, in bytes"
+    ),
+    FamilyDescription(
+        "nv_pinned_memory_pool_used_bytes", "gauge", "Pinned memory pool used memory size, in bytes"
+    ),
 )
 
 
@@ -50,8 +55,8 @@ class SystemMetrics(Collector):
             yield from self._cpu.collect()
         if self._gpu is not None:
             yield from self._gpu.collect()
-        for name, help in _PINNED_MEMORY:
-            yield GaugeMetricFamily(name, help, 0)
+        for family in PINNED_MEMORY_FAMILIES:
+            yield GaugeMetricFamily(family.name, family.help, 0)
 
     def _read(self) -> None:
         with self._busy:

@@ -1,0 +1,235 @@
+"""`POST /v1/responses`, and the responses that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from starlette.responses import Response as HttpResponse
+
+from neso.frontends.openai.answer import generation_request
+from neso.frontends.openai.chat import explain
+from neso.frontends.openai.errors import ApiError, invalid
+from neso.frontends.openai.messages import chat_prompt, offered_tools
+from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
+from neso.frontends.openai.responses.chat_request import chat_request, renamed_here
+from neso.frontends.openai.responses.conversation import Item, input_items
+from neso.frontends.openai.responses.event_stream import written_events
+from neso.frontends.openai.responses.listing import item_page
+from neso.frontends.openai.responses.response import Response
+from neso.frontends.openai.responses.run import ResponseRun
+from neso.frontends.openai.responses.schemas import ResponseRequest
+from neso.frontends.openai.responses.store import EventLog, ResponseStore, StoredResponse
+from neso.frontends.openai.responses.truncation import truncated_prompt
+from neso.frontends.openai.sampling import chat_sampling
+from neso.frontends.openai.schemas import ChatCompletionRequest
+from neso.frontends.openai.sse import EventStream
+from neso.frontends.openai.targets import Target, Targets
+from neso.frontends.openai.tool_parsers import find_tool_parser
+from neso.generation import InvalidParameter
+
+if TYPE_CHECKING:
+    from neso.server.tracing import Trace
+
+MAX_BACKGROUND = 256
+"""Most responses that are being made in the background."""
+
+
+class ResponsesApi:
+    """Makes responses, and keeps them: in the memory of this process, for as long as there is room."""
+
+    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+        self._targets = targets
+        self._tool_parser = find_tool_parser(options.tool_call_parser)
+        self._store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
+
+    async def create(self, request: ResponseRequest, trace: Trace | None = None) -> Any:
+        """The HTTP response, an ASGI application. Raises `ApiError` and what the core raises."""
+        context = self._context(request)
+        chat = chat_request(request, context)
+        try:
+            run = await self._prepare(request, chat, trace)
+            stored = StoredResponse(run.response, context)
+            if request.background:
+                return await self._in_background(request, run, stored)
+            if request.stream:
+                return await EventStream.open(self._streamed(request, run, stored))
+            return await self._whole(request, run, stored)
+        except ApiError as error:
+            raise renamed_here(error) from None
+
+    async def count_input(self, request: ResponseRequest, trace: Trace | None = None) -> HttpResponse:
+        """How many tokens the request's prompt has. Raises as `create`."""
+        chat = chat_request(request, self._context(request))
+        target = await self._targets.find(request.model)
+        try:
+            prompt, _ = self._prompt(request, chat, target)
+        except InvalidParameter as error:
+            raise renamed_here(explain(error, chat, target, "")) from None
+        tokens = target.text.encode(prompt, add_special_tokens=bool(chat.add_special_tokens))
+        return _json({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    def retrieve(self, response_id: str, query: Mapping[str, str]) -> Any:
+        """The response as it is now; with `stream`, the events of one made in the background. Raises `ApiError`."""
+        stored = self._find(response_id)
+        if query.get("stream", "false").lower() not in ("true", "1"):
+            return _json(stored.response.as_dict())
+        after = query.get("starting_after", "-1")
+        if not after.removeprefix("-").isdecimal() or len(after) > 9:
+            raise invalid("starting_after", f"'starting_after' must be an integer, got {after!r}.")
+        if stored.log is None:
+            raise invalid(
+                "stream", "Only a response made with 'background' and 'stream' can be streamed again."
+            )
+        return EventStream.of(stored.log.follow(max(int(after) + 1, 0)))
+
+    async def delete(self, response_id: str) -> HttpResponse:
+        """Forget a response; one that is being made ends. Raises `ApiError`."""
+        stored = self._find(response_id)
+        await self._stop(stored)
+        self._store.remove(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, response_id: str) -> HttpResponse:
+        """End a response that is made in the background. Raises `ApiError`."""
+        stored = self._find(response_id)
+        if stored.task is None:
+            raise ApiError(400, "Only a response made with 'background' can be cancelled.")
+        await self._stop(stored)
+        return _json(stored.response.as_dict())
+
+    def input_items(self, response_id: str, query: Mapping[str, str]) -> HttpResponse:
+        """What the model was given: those of the responses that this one continues, and its own. Raises `ApiError`."""
+        return _json(item_page(self._find(response_id).context, query))
+
+    async def close(self) -> None:
+        """End what is being made in the background."""
+        for stored in self._store.unfinished():
+            await self._stop(stored)
+
+    def _find(self, response_id: str) -> StoredResponse:
+        stored = self._store.get(response_id)
+        if stored is None:
+            raise ApiError(404, f"There is no response with id '{response_id}'.", param="response_id")
+        return stored
+
+    def _context(self, request: ResponseRequest) -> list[Item]:
+        """The items that the model is given: those of the previous response, and the request's."""
+        own = input_items(request)
+        name = request.previous_response_id
+        if name is None:
+            return own
+        previous = self._store.get(name)
+        if previous is None:
+            raise invalid(
+                "previous_response_id",
+                f"Previous response with id '{name}' not found.",
+                "previous_response_not_found",
+            )
+        if not previous.response.has_ended:
+            raise invalid("previous_response_id", f"Response '{name}' is still being made.")
+        return [*previous.context, *previous.response.items, *own]
+
+    async def _prepare(
+        self, request: ResponseRequest, chat: ChatCompletionRequest, trace: Trace | None
+    ) -> ResponseRun:
+        refuse_what_cannot_be_honoured(chat)
+        if request.background and not request.is_stored:
+            raise invalid("background", "'background' needs 'store': nobody could fetch the response.")
+        target = await self._targets.find(request.model)
+        try:
+            prompt, images = self._prompt(request, chat, target)
+        except InvalidParameter as error:
+            raise explain(error, chat, target, "") from None
+        response = Response(request)
+        generation = generation_request(
+            chat,
+            target,
+            prompt,
+            chat_sampling(chat, self._tool_parser),
+            response.id,
+            add_special_tokens=False,
+            images=images,
+        )
+        return ResponseRun(
+            response,
+            target,
+            generation,
+            None if offered_tools(chat) is None else self._tool_parser,
+            many_calls=chat.parallel_tool_calls is not False,
+            explain=lambda error: renamed_here(explain(error, chat, target, prompt)),
+            trace=None if request.background else trace,  # which ends with the HTTP response
+        )
+
+    def _prompt(
+        self, request: ResponseRequest, chat: ChatCompletionRequest, target: Target
+    ) -> tuple[str, tuple[Any, ...]]:
+        text = target.text
+        if request.truncation == "auto":
+            return truncated_prompt(chat, text, target.language_model.max_model_len)
+        return chat_prompt(chat, text)
+
+    async def _whole(
+        self, request: ResponseRequest, run: ResponseRun, stored: StoredResponse
+    ) -> HttpResponse:
+        async with aclosing(run.events()) as steps:
+            async for _ in steps:
+                pass
+        self._keep(request, stored)
+        return _json(run.response.as_dict())
+
+    async def _streamed(
+        self, request: ResponseRequest, run: ResponseRun, stored: StoredResponse
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(written_events(run)) as steps:
+            async for events in steps:
+                if run.response.has_ended:
+                    self._keep(request, stored)  # before the client knows that it can be asked for
+                yield b"".join(events)
+
+    def _keep(self, request: ResponseRequest, stored: StoredResponse) -> None:
+        if request.is_stored:
+            self._store.put(stored)
+
+    async def _in_background(self, request: ResponseRequest, run: ResponseRun, stored: StoredResponse) -> Any:
+        if len(self._store.unfinished()) >= MAX_BACKGROUND:
+            raise ApiError(429, f"{MAX_BACKGROUND} responses are being made in the background already.")
+        if request.stream:
+            stored.log = EventLog()
+        stored.task = asyncio.create_task(self._make(run, stored))
+        self._store.put(stored)
+        if stored.log is not None:
+            return await EventStream.open(stored.log.follow(0))
+        return _json(run.response.as_dict())
+
+    async def _make(self, run: ResponseRun, stored: StoredResponse) -> None:
+        """Make a response in the background, to its end in whatever way."""
+        try:
+            async with aclosing(written_events(run)) as steps:
+                async for events in steps:
+                    if stored.log is not None:
+                        stored.log.add(*events)
+        finally:
+            if not run.response.has_ended:
+                run.response.cancel()
+            if stored.log is not None:
+                stored.log.end()
+            if self._store.get(run.response.id) is stored:
+                self._store.put(stored)
+
+    @staticmethod
+    async def _stop(stored: StoredResponse) -> None:
+        task = stored.task
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+        if not stored.response.has_ended:
+            stored.response.cancel()  # before its task had begun
+
+
+def _json(body: dict[str, Any]) -> HttpResponse:
+    return HttpResponse(orjson.dumps(body), media_type="application/json")

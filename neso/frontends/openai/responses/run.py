@@ -1,0 +1,124 @@
+"""One response being generated."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from neso.frontends.openai.answer import finish_name
+from neso.frontends.openai.errors import ApiError
+from neso.frontends.openai.logprobs import chat_logprobs
+from neso.frontends.openai.responses.output import Event
+from neso.frontends.openai.responses.response import Response
+from neso.frontends.openai.targets import Target
+from neso.frontends.openai.tool_parsers import Content, ToolCallStart, ToolEvent, ToolParser
+from neso.generation import CompletionDelta, GenerationOutput, GenerationRequest, InvalidParameter
+from neso.server.tracing import Trace
+
+
+class ResponseRun:
+    """Generates `response`.
+
+    With a `parser`, calls are read from the text; unless `many_calls`, the first only. `explain` words an engine's
+    refusal for the client.
+    """
+
+    def __init__(
+        self,
+        response: Response,
+        target: Target,
+        generation: GenerationRequest,
+        parser: ToolParser | None,
+        *,
+        many_calls: bool,
+        explain: Callable[[InvalidParameter], ApiError],
+        trace: Trace | None,
+    ) -> None:
+        self.response = response
+        self._target = target
+        self._generation = generation
+        self._reader = parser.stream() if parser is not None else None
+        self._many_calls = many_calls
+        self._explain = explain
+        self._trace = trace
+        self._begun = False
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text the reader still holds
+
+    async def events(self) -> AsyncGenerator[list[Event], None]:
+        """The events of the response, those of one step together, the first and the last ones included.
+
+        Raises `ApiError` and what the core raises; for a request that the engine does not take before the first event,
+        unless that told that the response is queued. Closing the generator early aborts the generation.
+        """
+        if self.response.status == "queued":
+            yield [self._state("created"), self._state("queued")]
+        try:
+            async with aclosing(self._outputs()) as outputs:
+                async for output in outputs:
+                    if events := self._begin() + self._take(output):
+                        yield events
+        except InvalidParameter as error:
+            raise self._explain(error) from None
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """End the response, which cannot go on; the events that tell of it."""
+        events = self.response.output.finish(complete=False) if self.response.items else []
+        code = "server_error" if error.status >= 500 else error.code or "invalid_prompt"
+        self.response.fail(code, error.message)
+        return [*events, self._state("failed")]
+
+    def _outputs(self) -> AsyncGenerator[GenerationOutput, None]:
+        return self._target.generate(self._generation, self._trace)
+
+    def _begin(self) -> list[Event]:
+        """What to tell before the first output's events."""
+        if self._begun:
+            return []
+        self._begun = True
+        was_queued, self.response.status = self.response.status == "queued", "in_progress"
+        return [*([] if was_queued else [self._state("created")]), self._state("in_progress")]
+
+    def _take(self, output: GenerationOutput) -> list[Event]:
+        self.response.usage = output.usage
+        events = [event for delta in output.deltas for event in self._add(delta)]
+        return events + self._end(output.deltas) if output.finished else events
+
+    def _end(self, deltas: list[CompletionDelta]) -> list[Event]:
+        reason = next((finish_name(delta.finish_reason) for delta in deltas if delta.finish_reason), "stop")
+        events = self.response.output.finish(complete=reason != "length")
+        if reason == "length":
+            self.response.cut_short()
+            return [*events, self._state("incomplete")]
+        self.response.complete()
+        return [*events, self._state("completed")]
+
+    def _add(self, delta: CompletionDelta) -> list[Event]:
+        if delta.logprobs:
+            self._logprobs += chat_logprobs(delta.logprobs)
+        if self._reader is None:
+            return self._content(delta.text) if delta.text else []
+        read = self._reader.feed(delta.text)
+        if delta.finish_reason is not None:
+            read += self._reader.finish()
+        return [event for one in read for event in self._from(one)]
+
+    def _from(self, read: ToolEvent) -> list[Event]:
+        if isinstance(read, Content):
+            return self._content(read.text)
+        self._logprobs.clear()  # of the call's own text
+        if read.index > 0 and not self._many_calls:
+            return []
+        if isinstance(read, ToolCallStart):
+            return self.response.output.call(read.name)
+        return self.response.output.arguments(read.fragment)
+
+    def _content(self, text: str) -> list[Event]:
+        logprobs, self._logprobs = self._logprobs, []
+        for entry in logprobs:
+            for token in (entry, *entry["top_logprobs"]):
+                token["bytes"] = token["bytes"] or []  # which here is no optional field
+        return self.response.output.content(text, logprobs)
+
+    def _state(self, name: str) -> Event:
+        return {"type": f"response.{name}", "response": self.response.as_dict()}

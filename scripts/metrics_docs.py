@@ -1,0 +1,197 @@
+"""Writes docs/metrics-reference.md from the metrics that the code defines: `python scripts/metrics_docs.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from neso.backends.llm.metrics import LlmMetrics
+from neso.engine.core.stats import EngineStats
+from neso.engine.ipc.messages import EngineInfo
+from neso.engine.lora.config import LoraConfig
+from neso.server.metrics import MetricsConfig, MetricsRegistry
+from neso.server.metrics.cpu import CPU_FAMILIES
+from neso.server.metrics.description import FamilyDescription
+from neso.server.metrics.gpu import GPU_FAMILIES
+from neso.server.metrics.model_families import describe_model_families
+from neso.server.metrics.system import PINNED_MEMORY_FAMILIES
+from neso.server.statistics import FailureReason
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics-reference.md"
+HEAD = """\
+# Metrics reference
+
+Every metric that the server can export, as its code defines it: this page is written by `scripts/metrics_docs.py`.
+[Metrics](metrics.md) is the guide: how to switch them on, what they mean, queries and a dashboard.
+
+Histograms have the samples `…_bucket` (with the label `le`), `…_sum` and `…_count`; summaries have quantiles (label
+`quantile`), `…_sum` and `…_count`. Models add a label `_KEY` for each of their `metric_tags` to the families of the
+first four sections. Python models may define metrics of their own, which are not listed here.
+"""
+
+_ENDINGS = {
+    "_us": "µs",
+    "_ms": "ms",
+    "_secs": "s",
+    "_seconds": "s",
+    "_bytes": "bytes",
+    "_perc": "0 to 1",
+    "_utilization": "0 to 1",
+}
+_UNITS = {
+    "nv_cache_hit_duration_per_model": "µs",
+    "nv_cache_miss_duration_per_model": "µs",
+    "nv_cache_hit_summary_per_model": "µs",
+    "nv_cache_miss_summary_per_model": "µs",
+    "nv_gpu_power_usage": "W",
+    "nv_gpu_power_limit": "W",
+    "nv_energy_consumption": "J",
+    "nv_trt_llm_runtime_memory_metrics": "bytes",
+    "vllm:lora_requests_info": "s since 1970",
+}
+
+
+class Section(NamedTuple):
+    """`when`: what has to be so for these families to be there. `values`: those that a label has."""
+
+    title: str
+    when: str
+    families: list[FamilyDescription]
+    values: Mapping[str, list[str]] = MappingProxyType({})
+
+
+def sections() -> list[Section]:
+    """All families, each in one section."""
+    counts = _model_families(counter_latencies=False)
+    seen = {family.name for family in counts}
+
+    def further(**switch: bool) -> list[FamilyDescription]:
+        families = _model_families(**{"counter_latencies": False, **switch})
+        return [family for family in families if family.name not in seen]
+
+    plain = _language_model()
+    guessing = _language_model(num_speculative_tokens=1)
+    adapted = _language_model(lora=LoraConfig(enable_lora=True))
+    static = _language_model(in_flight_batching=False)
+    everywhere = [f for f in plain.describe() if f in static.describe()]
+    return [
+        Section("Every model", "Always.", counts, {"reason": [reason.value for reason in FailureReason]}),
+        Section(
+            "Every model: durations",
+            "Unless `--metrics-config counter_latencies=false`. Those of the cache: of models with `response_cache`.",
+            further(counter_latencies=True),
+        ),
+        Section(
+            "Every model: summaries",
+            "`--metrics-config summary_latencies=true`.",
+            further(summary_latencies=True),
+        ),
+        Section(
+            "Decoupled models: time to the first response",
+            "`--metrics-config histogram_latencies=true`.",
+            further(histogram_latencies=True),
+        ),
+        Section(
+            "The machine: CPU",
+            "Unless `--allow-cpu-metrics=false`. On Linux.",
+            list(CPU_FAMILIES),
+        ),
+        Section(
+            "The machine: GPUs",
+            "Unless `--allow-gpu-metrics=false`, where there is a GPU. What a GPU does not tell is left out.",
+            list(GPU_FAMILIES),
+        ),
+        Section(
+            "The machine: pinned memory",
+            "Always, and 0: there is no such pool.",
+            list(PINNED_MEMORY_FAMILIES),
+        ),
+        Section(
+            "Language models, by vLLM's names",
+            "Models of the backends `llm` and `neso`.",
+            [f for f in everywhere if f.name.startswith("vllm:")],
+            _values(plain),
+        ),
+        Section(
+            "Speculative decoding, by the place of a guess", "With `speculative`.", _new(guessing, plain)
+        ),
+        Section("LoRA adapters", "With `enable_lora` or `lora_modules`.", _new(adapted, plain)),
+        Section(
+            "Language models, by TensorRT-LLM's names",
+            "Models of the backends `llm` and `neso`.",
+            [f for f in everywhere if f.name.startswith("nv_")],
+            _values(plain),
+        ),
+        Section(
+            "In-flight batching", "Unless `gpt_model_type` is `V1`.", _new(plain, static), _values(plain)
+        ),
+        Section("Static batching", "With `gpt_model_type: V1`.", _new(static, plain), _values(static)),
+    ]
+
+
+def page() -> str:
+    """The page as it should be."""
+    return HEAD + "".join(map(_section, sections()))
+
+
+def _model_families(**switches: bool) -> list[FamilyDescription]:
+    return describe_model_families(MetricsConfig(**switches))
+
+
+def _language_model(
+    *, num_speculative_tokens: int = 0, lora: LoraConfig | None = None, in_flight_batching: bool = True
+) -> MetricsRegistry:
+    """What a language model with these options registers."""
+    info = EngineInfo(
+        *("native", 2048, 64, 32000, 64, 16, 2**20, 0.5),
+        num_speculative_tokens=num_speculative_tokens,
+        lora=lora or LoraConfig(),
+        in_flight_batching=in_flight_batching,
+    )
+    registry = MetricsRegistry()
+    LlmMetrics(registry, "model", "1", EngineStats, info)
+    return registry
+
+
+def _new(registry: MetricsRegistry, known: MetricsRegistry) -> list[FamilyDescription]:
+    return [family for family in registry.describe() if family not in known.describe()]
+
+
+def _values(registry: MetricsRegistry) -> dict[str, list[str]]:
+    """Of the labels that have several values from the start."""
+    found: dict[str, dict[str, None]] = {}
+    for metric in registry.collect():
+        for sample in metric.samples:
+            for label, value in sample.labels.items():
+                found.setdefault(label, {})[value] = None
+    return {label: list(values) for label, values in found.items() if len(values) > 1 and label != "le"}
+
+
+def _section(section: Section) -> str:
+    rows = "".join(_row(family, section.values) for family in section.families)
+    return (
+        f"\n## {section.title}\n\n{section.when}\n\n"
+        f"| name | type | unit | labels | help |\n|---|---|---|---|---|\n{rows}"
+    )
+
+
+def _row(family: FamilyDescription, values: Mapping[str, list[str]]) -> str:
+    labels = ", ".join(_label(label, values) for label in sorted(family.labels))
+    cells = (f"`{family.name}`", family.kind, _unit(family.name), labels, family.help.rstrip("."))
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _label(label: str, values: Mapping[str, list[str]]) -> str:
+    known = values.get(label, ())
+    return f"`{label}`" + (f" ({', '.join(f'`{value}`' for value in known)})" if known else "")
+
+
+def _unit(name: str) -> str:
+    """Empty for what is counted."""
+    return _UNITS.get(name) or next((unit for end, unit in _ENDINGS.items() if name.endswith(end)), "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,243 @@
+"""`POST /v1/responses` on a scripted model: what it is given, what it is told to have said, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from asgi_client import Answer, AsgiClient
+from fastapi import FastAPI
+from scripted_model import ScriptedModel
+
+from neso.engine.errors import EngineDead
+from neso.frontends.openai import OpenAIOptions, create_app
+from neso.generation import FinishReason
+from neso.server.core import Core
+
+PATH = "/v1/responses"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "scripted", "input": "hi", **fields}
+
+
+def sent_events(answer: Answer) -> list[dict[str, Any]]:
+    """The events of a stream; the name of each is its type."""
+    events = []
+    for block in answer.body.decode().split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == "event: " + events[-1]["type"]
+    return events
+
+
+async def test_text_around_calls_becomes_items(client: AsgiClient, script: ScriptedModel) -> None:
+    script.reply = lambda request, choice: f"Let me see.\n{CALL}\n{CALL}"
+    answer = (await client.post(PATH, body(tools=[WEATHER]))).json()
+    assert [item["type"] for item in answer["output"]] == ["message", "function_call", "function_call"]
+    assert answer["output"][0]["content"][0]["text"] == "Let me see."
+    first, second = answer["output"][1:]
+    assert (first["name"], first["arguments"]) == ("weather", '{"city": "Paris"}')
+    assert first["call_id"] != second["call_id"]
+
+
+async def test_one_call_where_only_one_is_wanted(client: AsgiClient, script: ScriptedModel) -> None:
+    script.reply = lambda request, choice: f"{CALL}\n{CALL}"
+    answer = (await client.post(PATH, body(tools=[WEATHER], parallel_tool_calls=False))).json()
+    assert [item["type"] for item in answer["output"]] == ["function_call"]
+
+
+async def test_events_of_a_call(client: AsgiClient, script: ScriptedModel) -> None:
+    script.reply = lambda request, choice: "So:\n" + CALL
+    events = sent_events(await client.post(PATH, body(tools=[WEATHER], stream=True)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    begin = kinds.index("output_text.done")
+    assert kinds[begin : begin + 4] == [
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+    ]
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    added = [event for event in events if event["type"] == "response.output_item.added"]
+    assert [(event["output_index"], event["item"]["type"]) for event in added] == [
+        (0, "message"),
+        (1, "function_call"),
+    ]
+    assert added[1]["item"]["arguments"] == ""
+    assert {event["item_id"] for event in events if "arguments" in event["type"]} == {added[1]["item"]["id"]}
+
+
+async def test_the_model_is_given_a_chat(client: AsgiClient, script: ScriptedModel) -> None:
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "wet"}]},
+    ]
+    await client.post(PATH, body(input=items, instructions="You know the weather."))
+    prompt = script.requests[0].prompt
+    assert isinstance(prompt, str)
+    lines = prompt.split("\n")
+    assert '"You know the weather."' in lines[0] and '"system"' in lines[0]
+    assert '"Be brief."' in lines[1] and '"system"' in lines[1]
+    assert len(lines) == 7  # one turn of the assistant, and where the next begins
+    for part in ('"Hm."', '"I look."', '"c1"', '"c2"'):
+        assert part in lines[3]
+    assert '"sunny"' in lines[4] and '"tool"' in lines[4]
+    assert '"wet"' in lines[5]
+
+
+async def test_turns_of_the_assistant_are_kept_apart(client: AsgiClient, script: ScriptedModel) -> None:
+    said = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
+    await client.post(PATH, body(input=[{"role": "user", "content": "Hi"}, *said]))
+    assert str(script.requests[0].prompt).count('"assistant"') == 2
+
+
+async def test_instructions_hold_for_one_response(client: AsgiClient, script: ScriptedModel) -> None:
+    first = (await client.post(PATH, body(instructions="Sing."))).json()
+    await client.post(PATH, body(previous_response_id=first["id"]))
+    assert "Sing." in str(script.requests[0].prompt)
+    assert "Sing." not in str(script.requests[1].prompt)
+
+
+async def test_the_request_is_told_again(client: AsgiClient) -> None:
+    answer = (
+        await client.post(
+            PATH,
+            body(
+                tools=[WEATHER],
+                tool_choice={
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "weather"}],
+                },
+                text={"format": {"type": "text"}, "verbosity": "low"},
+                reasoning={"effort": "low"},
+                metadata={"a": "b"},
+                temperature=0.5,
+                max_output_tokens=50,
+            ),
+        )
+    ).json()
+    assert answer["tools"] == [{**WEATHER, "strict": None}]
+    assert answer["tool_choice"]["mode"] == "auto"
+    assert answer["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+    assert answer["reasoning"] == {"effort": "low", "summary": None}
+    assert (answer["temperature"], answer["top_p"], answer["max_output_tokens"]) == (0.5, 1.0, 50)
+    assert answer["metadata"] == {"a": "b"}
+
+
+async def test_failure_in_a_stream(client: AsgiClient, script: ScriptedModel) -> None:
+    script.error, script.fail_after = EngineDead("it died"), 1
+    events = sent_events(await client.post(PATH, body(stream=True)))
+    failed = events[-1]
+    assert failed["type"] == "response.failed"
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"] == {"code": "server_error", "message": "it died"}
+    assert failed["response"]["output"][0]["status"] == "incomplete"
+    assert (await client.get(f"{PATH}/{failed['response']['id']}")).json()["status"] == "failed"
+
+
+@pytest.mark.parametrize(("reason", "status"), [(FinishReason.ERROR, 500), (FinishReason.ABORT, 503)])
+async def test_failure_of_a_whole_response(
+    client: AsgiClient, script: ScriptedModel, reason: FinishReason, status: int
+) -> None:
+    script.final_reason = reason
+    assert (await client.post(PATH, body())).status == status
+
+
+async def test_a_failure_before_the_first_event_is_a_status(
+    client: AsgiClient, script: ScriptedModel
+) -> None:
+    script.error = EngineDead("it died")
+    assert (await client.post(PATH, body(stream=True))).status == 503
+
+
+async def test_failure_in_the_background(client: AsgiClient, script: ScriptedModel) -> None:
+    script.error = EngineDead("it died")
+    made = (await client.post(PATH, body(background=True))).json()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    kept = (await client.get(f"{PATH}/{made['id']}")).json()
+    assert (kept["status"], kept["error"]["message"]) == ("failed", "it died")
+
+
+async def test_hanging_up_aborts(client: AsgiClient, script: ScriptedModel) -> None:
+    script.hold = True
+    await client.post(PATH, body(stream=True), hang_up_after=1)
+    assert len(script.aborted) == 1
+
+
+async def test_hanging_up_does_not_end_what_is_made_in_the_background(
+    client: AsgiClient, script: ScriptedModel
+) -> None:
+    answer = await client.post(PATH, body(background=True, stream=True), hang_up_after=1)
+    for _ in range(40):
+        await asyncio.sleep(0)
+    assert script.aborted == []
+    made = sent_events(answer)[0]["response"]["id"]
+    assert (await client.get(f"{PATH}/{made}")).json()["status"] == "completed"
+
+
+async def test_what_is_deleted_ends(client: AsgiClient, script: ScriptedModel) -> None:
+    script.hold = True
+    made = (await client.post(PATH, body(background=True))).json()["id"]
+    await asyncio.sleep(0.01)
+    assert (await client.request("DELETE", f"{PATH}/{made}")).json()["deleted"] is True
+    assert len(script.aborted) == 1
+    assert (await client.get(f"{PATH}/{made}")).status == 404
+
+
+async def test_what_is_being_made_cannot_be_continued(client: AsgiClient, script: ScriptedModel) -> None:
+    script.hold = True
+    made = (await client.post(PATH, body(background=True))).json()["id"]
+    answer = await client.post(PATH, body(previous_response_id=made))
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "previous_response_id")
+    await client.post(f"{PATH}/{made}/cancel", {})
+
+
+async def test_the_oldest_are_forgotten(core: Core) -> None:
+    app: FastAPI = create_app(core, OpenAIOptions(max_stored_responses=2))
+    client = AsgiClient(app)
+    made = [(await client.post(PATH, body())).json()["id"] for _ in range(2)]
+    await client.get(f"{PATH}/{made[0]}")  # which makes it the one used last
+    made.append((await client.post(PATH, body())).json()["id"])
+    assert [(await client.get(f"{PATH}/{name}")).status for name in made] == [200, 404, 200]
+
+
+async def test_what_is_kept_takes_so_much_memory_at_most(core: Core) -> None:
+    client = AsgiClient(create_app(core, OpenAIOptions(max_stored_response_bytes=4000)))
+    made = [(await client.post(PATH, body(input="x" * 500))).json()["id"] for _ in range(3)]
+    statuses = [(await client.get(f"{PATH}/{name}")).status for name in made]
+    assert statuses[0] == 404 and statuses[-1] == 200
+
+
+async def test_logprobs_are_those_of_the_text(client: AsgiClient, script: ScriptedModel) -> None:
+    script.reply = lambda request, choice: "hello"
+    answer = (await client.post(PATH, body(include=["message.output_text.logprobs"], top_logprobs=1))).json()
+    logprobs = answer["output"][0]["content"][0]["logprobs"]
+    assert logprobs[0]["token"] == "hello"
+    assert logprobs[0]["bytes"] == list(b"hello")
+    assert len(logprobs[0]["top_logprobs"]) == 1
+
+
+async def test_no_text_at_all_is_an_empty_message(client: AsgiClient, script: ScriptedModel) -> None:
+    script.reply = lambda request, choice: ""
+    answer = (await client.post(PATH, body())).json()
+    assert answer["output"][0]["content"][0]["text"] == ""
