@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from neso.backends.vllm import library
 
 
 class UnknownAdapter(ValueError):
@@ -13,14 +11,20 @@ class UnknownAdapter(ValueError):
 
 
 class Adapters:
-    """Names, numbers and paths. `enabled`: whether the engine takes any."""
+    """Names, numbers and paths; `make(name, number, path)` gives vLLM's `LoRARequest`.
 
-    def __init__(self, paths: Mapping[str, str], *, enabled: bool) -> None:
+    `enabled`: whether the engine takes any.
+    """
+
+    def __init__(
+        self, make: Callable[[str, int, str], Any], paths: Mapping[str, str] | None = None, *, enabled: bool
+    ) -> None:
         self.enabled = enabled
+        self._make = make
         self._loras: dict[str, Any] = {}
         self._next = 1
         if enabled:
-            for name, path in paths.items():
+            for name, path in (paths or {}).items():
                 self.put(name, path)
 
     def paths(self) -> dict[str, str]:
@@ -38,7 +42,7 @@ class Adapters:
 
     def put(self, name: str, path: str) -> Any:
         """Add one, or have a name mean another from now on; requests in flight keep theirs."""
-        lora = library.lora_request(name, self._next, path)
+        lora = self._make(name, self._next, path)
         self._next += 1
         self._loras[name] = lora
         return lora

@@ -39,7 +39,7 @@ class VllmBackend(Backend):
         super().__init__(context)
         self._engine: VllmEngine | None = None
         self._metrics: VllmMetrics | None = None
-        self._adapters = Adapters({}, enabled=False)
+        self._adapters = Adapters(library.lora_request, enabled=False)
         self._language_model: VllmLanguageModel | None = None
         self._pooling_model: VllmPoolingModel | None = None
         self._checks_health = _switched_on(context.config, "ENABLE_VLLM_HEALTH_CHECK")
@@ -68,7 +68,9 @@ class VllmBackend(Backend):
                 self._metrics.close()
             raise
         self._engine = engine
-        self._adapters = Adapters(files.adapters, enabled=bool(arguments.enable_lora))
+        self._adapters = Adapters(
+            library.lora_request, files.adapters, enabled=bool(arguments.enable_lora)
+        )
         tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
         text = await asyncio.to_thread(text_tools, str(arguments.tokenizer or arguments.model), tokenizer)
         if "generate" in engine.tasks:
@@ -160,9 +162,9 @@ class VllmBackend(Backend):
             self._fail(stream, InternalError(f"Error generating stream: {error}"))
 
     async def _generate(self, stream: ResponseStream, request: TextRequest) -> None:
+        lora = None if request.lora is None else self._adapters.find(request.lora)
         if self._language_model is None:
             raise InvalidArgument(f"model '{self.context.name}' gives vectors, not text: send embedding_request")
-        lora = None if request.lora is None else self._adapters.find(request.lora)
         params = self._sampling_params(request)
         prompt: dict[str, Any] = {"prompt": request.prompt}
         if request.images:
