@@ -28,7 +28,7 @@ BUILTIN = {
     "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
     "python": "neso.backends.python.backend:PythonBackend",
     "pytorch": "neso.backends.pytorch:PyTorchBackend",
-    "vllm": "neso.backends.vllm:VllmBackend",
+    "vllm": "neso.backends.vllm.backend:VllmBackend",
 }
 EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 """The extras of the `neso` package that backends need."""
