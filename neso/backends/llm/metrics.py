@@ -13,6 +13,7 @@ from neso.engine.ipc.messages import EngineInfo
 from neso.generation import FinishReason, GenerationOutput, GenerationRequest
 from neso.server.metrics import MetricsRegistry
 
+
 class LlmMetrics(GenerationMetrics):
     """The metrics of one model's requests, and the gauges of its engine."""
 

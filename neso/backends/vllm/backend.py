@@ -68,9 +68,7 @@ class VllmBackend(Backend):
                 self._metrics.close()
             raise
         self._engine = engine
-        self._adapters = Adapters(
-            library.lora_request, files.adapters, enabled=bool(arguments.enable_lora)
-        )
+        self._adapters = Adapters(library.lora_request, files.adapters, enabled=bool(arguments.enable_lora))
         tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
         text = await asyncio.to_thread(text_tools, str(arguments.tokenizer or arguments.model), tokenizer)
         if "generate" in engine.tasks:
@@ -164,8 +162,11 @@ class VllmBackend(Backend):
     async def _generate(self, stream: ResponseStream, request: TextRequest) -> None:
         lora = None if request.lora is None else self._adapters.find(request.lora)
         if self._language_model is None:
-            raise InvalidArgument(f"model '{self.context.name}' gives vectors, not text: send embedding_request")
-        params = self._sampling_params(request)
+            raise InvalidArgument(
+                f"model '{self.context.name}' gives vectors, not text: send embedding_request"
+            )
+        values = from_loose(request.values, self._types, self._form)
+        params = self.engine.sampling_params(values, stream=request.stream)
         prompt: dict[str, Any] = {"prompt": request.prompt}
         if request.images:
             prompt["multi_modal_data"] = await asyncio.to_thread(image_data, request.images)
@@ -176,17 +177,6 @@ class VllmBackend(Backend):
                 if not stream.timeline.compute_start:
                     stream.timeline.compute_start = time.monotonic_ns()
                 self._send(stream, tensors.of(output), final=output.finished)
-
-    def _sampling_params(self, request: TextRequest) -> Any:
-        values = from_loose(request.values, self._types, self._form)
-        try:
-            return library.sampling_params(values, stream=request.stream)
-        except (ValueError, TypeError) as error:
-            raise InvalidArgument(str(error)) from None
-        except Exception as error:
-            if library.about_request(error):
-                raise InvalidArgument(str(error)) from None
-            raise
 
     async def _embed(self, stream: ResponseStream, request: EmbeddingRequest) -> None:
         if "embed" not in self.engine.tasks:

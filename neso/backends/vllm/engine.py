@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -13,7 +12,12 @@ from neso.backends.vllm import library
 from neso.generation import InvalidParameter
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 
-logger = logging.getLogger(__name__)
+
+class Refused(InvalidParameter):
+    """A request that vLLM does not take, in vLLM's words; `field` is what they are about, as far as they tell."""
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class VllmEngine:
@@ -69,12 +73,21 @@ class VllmEngine:
         """vLLM's tokenizer of the model, in transformers' interface."""
         return await library.tokenizer_of(self._engine)
 
+    def sampling_params(self, values: Mapping[str, Any], *, stream: bool) -> Any:
+        """vLLM's `SamplingParams`; see `library.sampling_params`. Raises `Refused`."""
+        try:
+            return library.sampling_params(values, stream=stream)
+        except Exception as error:
+            if isinstance(error, (ValueError, TypeError)) or library.about_request(error):
+                raise refusal(error) from None
+            raise
+
     async def generate(
         self, prompt: dict[str, Any], params: Any, *, lora: Any = None, priority: int = 0
     ) -> AsyncGenerator[Any, None]:
         """vLLM's `RequestOutput`s. Closing the iterator early aborts the request.
 
-        `prompt` is a `TextPrompt` or a `TokensPrompt`. Raises `InvalidParameter` for what the engine refuses,
+        `prompt` is a `TextPrompt` or a `TokensPrompt`. Raises `Refused` for what the engine does not take,
         `Unavailable` when it has ended or takes no more requests, and `InternalError`.
         """
         name = f"neso-{next(self._names)}"
@@ -170,18 +183,23 @@ def _worded(error: Exception) -> Exception:
     if library.about_full_queue(error):
         return Unavailable(str(error))
     if library.about_request(error):
-        return InvalidParameter(_field(error), _text(error))
+        return refusal(error)
     return InternalError(_text(error))
 
 
-def _field(error: Exception) -> str:
-    """The parameter that an error is about, as far as it tells."""
+def refusal(error: BaseException) -> Refused:
+    """What vLLM says of a request."""
+    text = str(error.args[0]) if error.args else _text(error)
+    return Refused(_field(error, text), text)
+
+
+def _field(error: BaseException, text: str) -> str:
     named = getattr(error, "parameter", None)
-    if named:
-        return str(named)
-    words = str(error).replace("`", "").split(maxsplit=1)
-    first = words[0].rstrip(":") if words else ""
-    return first if first in library.sampling_fields() else "prompt" if "prompt" in str(error) else "request"
+    if named is None:
+        first = text.replace("`", "").split(maxsplit=1)[:1]
+        named = next((word.rstrip(":,.") for word in first), "")
+        named = named if named in library.sampling_fields() else "prompt" if "prompt" in text else "request"
+    return "prompt" if str(named) in ("input_tokens", "input_text") else str(named)
 
 
 def _text(error: BaseException) -> str:

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from neso.backends.vllm import library
 from neso.backends.vllm.adapters import Adapters, UnknownAdapter
 from neso.backends.vllm.engine import VllmEngine
 from neso.backends.vllm.generation import Outputs, prompt_of, refuse_unknown
@@ -36,7 +35,7 @@ class VllmLanguageModel:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`; raises `ServerError` when the engine fails."""
         refuse_unknown(request)
-        params = _sampling_params(request)
+        params = self._engine.sampling_params(from_params(request.sampling), stream=True)
         lora = self._adapter(request.lora)
         token_ids = await self._token_ids(request)
         self._check_length(len(token_ids))
@@ -114,15 +113,3 @@ class VllmLanguageModel:
         except KeyError:
             raise NotFound(f"there is no adapter '{name}'") from None
         await self._engine.remove_lora(removed.lora_int_id)
-
-
-def _sampling_params(request: GenerationRequest) -> Any:
-    values = from_params(request.sampling)
-    try:
-        return library.sampling_params(values, stream=True)
-    except (ValueError, TypeError) as error:
-        raise InvalidParameter("sampling", str(error)) from None
-    except Exception as error:
-        if library.about_request(error):
-            raise InvalidParameter(getattr(error, "parameter", None) or "sampling", str(error)) from None
-        raise

@@ -8,17 +8,17 @@ import os
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-import dataclasses  # noqa: E402
-import inspect  # noqa: E402
-from collections.abc import Callable, Mapping  # noqa: E402
-from typing import Any  # noqa: E402
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import msgspec  # noqa: E402
-import vllm  # noqa: E402
-from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, SamplingParams  # noqa: E402
-from vllm.lora.request import LoRARequest  # noqa: E402
+import msgspec
+import vllm
+from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
 
-from neso.server.errors import InvalidArgument  # noqa: E402
+from neso.server.errors import InvalidArgument
 
 VERSION: str = vllm.__version__
 
@@ -39,7 +39,7 @@ def engine_arguments(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
     ignored = []
     for name, value in given.items():
         if name in known:
-            values[name] = _typed(name, value, known[name].default)
+            values[name] = _typed(name, value, _default(known[name]))
         elif name == "disable_log_requests":  # its opposite has taken its place
             values.setdefault("enable_log_requests", not _typed(name, value, False))
         elif name in _GONE:
@@ -52,13 +52,23 @@ def engine_arguments(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
         raise InvalidArgument(f"model.json: {error}") from None
 
 
+def _default(field: Any) -> Any:
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
+
+
 def _typed(name: str, value: Any, default: Any) -> Any:
-    if not isinstance(value, str) or not isinstance(default, (bool, int, float)):
-        return value
+    """A value as what its default is: a number, or one of vLLM's groups of settings, which JSON has as an object."""
     try:
-        return msgspec.convert(value, type(default), strict=False)
-    except msgspec.ValidationError as error:
+        if isinstance(value, dict) and dataclasses.is_dataclass(default):
+            group: Any = type(default)
+            return group(**value)
+        if isinstance(value, str) and isinstance(default, (bool, int, float)):
+            return msgspec.convert(value, type(default), strict=False)
+    except (ValueError, TypeError) as error:
         raise InvalidArgument(f"model.json: {name}: {error}, got {value!r}") from None
+    return value
 
 
 def start_engine(arguments: Any, record: Record | None) -> Any:
@@ -70,7 +80,7 @@ def start_engine(arguments: Any, record: Record | None) -> Any:
 def _stat_logger(record: Record) -> type:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class Recorder(StatLoggerBase):
+    class Recorder(StatLoggerBase):  # type: ignore[misc]  # vLLM's, which is not always there
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             self._engine_index = engine_index
 

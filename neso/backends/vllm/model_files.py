@@ -28,7 +28,7 @@ class ModelFiles:
         if not path.is_file() and not (version_directory / "config.json").is_file():
             raise InvalidArgument(
                 f"there is no {path.name} in the version's folder '{version_directory.name}': it holds the arguments "
-                "of vLLM's engine, such as {\"model\": \"facebook/opt-125m\"}"
+                'of vLLM\'s engine, such as {"model": "facebook/opt-125m"}'
             )
         arguments = read_object(path)
         arguments.setdefault("model", str(version_directory))
@@ -38,7 +38,9 @@ class ModelFiles:
         adapters = read_object(version_directory / "multi_lora.json")
         for name, place in adapters.items():
             if not isinstance(place, str) or not place:
-                raise InvalidArgument(f"multi_lora.json: the path of '{name}' must be a string, got {place!r}")
+                raise InvalidArgument(
+                    f"multi_lora.json: the path of '{name}' must be a string, got {place!r}"
+                )
             adapters[name] = _found(version_directory, place)
         return cls(arguments, adapters)
 

@@ -67,7 +67,7 @@ def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
 
 def _embedding(request: InferenceRequest, wanted: frozenset[str]) -> EmbeddingRequest:
     body = _object("embedding_request", _text(request, "embedding_request"))
-    prompt = body.get("input")
+    prompt: Any = body.get("input")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not isinstance(prompt, str):
         raise InvalidArgument("embedding_request: 'input' must be a string or a list of token ids")

@@ -77,7 +77,9 @@ def test_deltas_of_several_sequences():
 
 
 def test_a_vector():
-    written = as_python(embedding_tensors([0.5, -1.0], 4, frozenset({"num_input_tokens", "num_output_tokens"})))
+    written = as_python(
+        embedding_tensors([0.5, -1.0], 4, frozenset({"num_input_tokens", "num_output_tokens"}))
+    )
     assert written == {"text_output": ["[0.5,-1.0]"], "num_input_tokens": [4], "num_output_tokens": [0]}
 
 
