@@ -27,7 +27,11 @@ def show_ready(core: Core, ports: dict[str, int], seconds: float) -> None:
 
 
 def _example(core: Core, ports: dict[str, int]) -> list[str]:
-    language_models = [model for model in core.models() if model.language_model is not None]
+    language_models = [
+        model
+        for model in core.models()
+        if model.language_model is not None and "text_input" in model.signature.inputs
+    ]
     if "http" not in ports or not language_models:
         return [f"  curl localhost:{port}/v2" for name, port in ports.items() if name == "http"]
     body = '{"text_input": "What is in-flight batching?", "parameters": {"stream": false, "temperature": 0}}'

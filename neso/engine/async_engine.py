@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import cast
 
 from neso.engine.config import EngineConfig
@@ -30,11 +29,12 @@ from neso.engine.ipc.messages import (
     StepOutputs,
     UnloadLora,
 )
+from neso.engine.open_tokenizer import EngineText, open_tokenizer
 from neso.engine.output_processor import RequestState, stopped_by_text
 from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.text.errors import TokenizerError
-from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.no_tokenizer import NO_TOKENIZER
 from neso.engine.vision.image_prompt import ImagePrompt
 from neso.engine.vision.open_images import open_image_prompt
 from neso.generation import (
@@ -60,7 +60,7 @@ class AsyncEngine:
         self,
         channel: EngineChannel,
         info: EngineInfo,
-        tokenizer: Tokenizer,
+        tokenizer: EngineText,
         images: ImagePrompt | None = None,
     ) -> None:
         self.info = info
@@ -85,7 +85,7 @@ class AsyncEngine:
         channel = open_channel(config, in_process=in_process)
         try:
             # The tokenizer loads here while the weights load there.
-            tokenizer = await asyncio.to_thread(Tokenizer.from_model, Path(config.model))
+            tokenizer = await asyncio.to_thread(open_tokenizer, config)
             event = await channel.receive_first()
             if not isinstance(event, EngineInfo):
                 raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
@@ -129,7 +129,8 @@ class AsyncEngine:
             prepared = await asyncio.to_thread(self._input.process, request)
         else:
             prepared = self._input.process(request)
-        async with aclosing(self._follow(RequestState(prepared, self.text))) as outputs:
+        text = self.text if request.detokenize else NO_TOKENIZER
+        async with aclosing(self._follow(RequestState(prepared, text))) as outputs:
             async for output in outputs:
                 yield cast(GenerationOutput, output)
 

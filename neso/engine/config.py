@@ -19,7 +19,9 @@ _OTHER_NAMES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How to run one model.
 
-    `model` is a checkpoint directory or a GGUF file. `max_model_len` None takes the model's own limit.
+    `model` is a checkpoint directory or a GGUF file, `tokenizer` another one whose tokenizer is taken.
+    `skip_tokenizer_init`: there is none, token ids go in and come out.
+    `max_model_len` None takes the model's own limit.
     `max_attention_window_size` and `sink_token_length` narrow what tokens see: see `limit_attention`.
     `kv_cache_memory` is in bytes. How the size of the cache follows from it and the options beside it: see
     `num_cache_blocks`. Without any, it is what `max_num_seqs` sequences of full length need, at most a quarter of the
@@ -33,12 +35,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     runner: str = "auto"
     dtype: DType = "auto"
     quantization: Quantization | None = None
     num_threads: int | None = None
     max_model_len: int | None = None
-    max_attention_window_size: int | None = None
+    max_attention_window_size: int | list[int] | None = None
     sink_token_length: int = 0
     kv_cache_memory: int | None = None
     kv_cache_free_gpu_mem_fraction: float | None = None
@@ -59,6 +63,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"step_timeout must be at least 0, got {self.step_timeout}")
 
     @property
+    def tokenizer_path(self) -> str:
+        return self.tokenizer or self.model
+
+    @property
     def runner_options(self) -> RunnerOptions:
         return RunnerOptions(
             self.dtype,
@@ -69,26 +77,35 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
+    def option_names(cls) -> frozenset[str]:
+        """The names that `from_options` knows."""
+        grouped = (name for group in _GROUPS.values() for name in _fields(group))
+        return frozenset({*(_fields(cls).keys() - {"model", *_GROUPS}), *grouped, *_OTHER_NAMES})
+
+    @classmethod
     def from_options(cls, model: str, options: dict[str, object]) -> EngineConfig:
         """Make from flat options (a model's `parameters`, keyword arguments); those of its parts go to them.
 
         Values may be strings, objects in JSON. Raises `ValueError` that names an unknown or bad option.
         """
-        groups: dict[str, type[msgspec.Struct]] = {
-            "scheduler": SchedulerConfig,
-            "speculation": SpeculationConfig,
-            "lora": LoraConfig,
-            "scores": ScoreLimits,
-        }
-        fields = {name: _fields(group) for name, group in groups.items()}
-        own = {name: kind for name, kind in _fields(cls).items() if name != "model" and name not in groups}
+        fields = {name: _fields(group) for name, group in _GROUPS.items()}
+        own = {name: kind for name, kind in _fields(cls).items() if name != "model" and name not in _GROUPS}
         known = [*own, *(name for group in fields.values() for name in group)]
         options = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ValueError(f"unknown engine option '{unknown[0]}', known are {', '.join(known)}")
-        made = {name: group(**_convert(fields[name], options)) for name, group in groups.items()}
+        made = {name: group(**_convert(fields[name], options)) for name, group in _GROUPS.items()}
         return cls(model=model, **made, **_convert(own, options))  # type: ignore[arg-type]
+
+
+_GROUPS: dict[str, type[msgspec.Struct]] = {
+    "scheduler": SchedulerConfig,
+    "speculation": SpeculationConfig,
+    "lora": LoraConfig,
+    "scores": ScoreLimits,
+}
+"""Fields of `EngineConfig` whose own fields are options."""
 
 
 def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from neso.engine.core.input_embeddings import InputEmbeddings, PromptImage
 from neso.engine.core.request import EngineRequest
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.errors import LORA_DISABLED
+from neso.engine.open_tokenizer import EngineText
 from neso.engine.prompt_vectors import PromptVectors
 from neso.engine.sampling_limits import check_sampling, check_tokens
 from neso.engine.spec_decode.request_draft import checked_draft
 from neso.engine.text.bad_words import token_sequences
-from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.no_tokenizer import NO_TOKENIZER
 from neso.engine.vision.image_prompt import ImagePrompt
 from neso.generation import GenerationRequest, InvalidParameter, SamplingParams
 
@@ -18,7 +19,7 @@ from neso.generation import GenerationRequest, InvalidParameter, SamplingParams
 class InputProcessor:
     """Tokenizes and checks against the limits of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, info: EngineInfo, images: ImagePrompt | None = None) -> None:
+    def __init__(self, tokenizer: EngineText, info: EngineInfo, images: ImagePrompt | None = None) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = info.max_model_len
         self._info = info
@@ -44,6 +45,10 @@ class InputProcessor:
         if params.guided_decoding is not None and self._tokenizer.token_bytes(0) is None:
             raise InvalidParameter(
                 params.guided_decoding.field, "this model's tokenizer has no bytes for single tokens"
+            )
+        if params.stop and (not request.detokenize or self._tokenizer is NO_TOKENIZER):
+            raise InvalidParameter(
+                "stop", "is looked for in the text, and none is made of this request's tokens"
             )
         if request.queue_timeout_ms is not None and not request.queue_timeout_ms > 0:
             raise InvalidParameter("queue_timeout_ms", f"must be above 0, got {request.queue_timeout_ms}")

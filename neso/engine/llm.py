@@ -22,11 +22,11 @@ from neso.engine.input_processor import InputProcessor
 from neso.engine.loader import load_engine
 from neso.engine.lora.errors import LORA_DISABLED
 from neso.engine.lora.manager import LoraManager
+from neso.engine.open_tokenizer import open_tokenizer
 from neso.engine.output_processor import RequestState, stopped_by_text
 from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.prompts import Prompt, as_batch, request_for
-from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.vision.open_images import open_image_prompt
 from neso.engine.weights.hub import resolve_model
 from neso.generation import (
@@ -115,8 +115,9 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         directory = resolve_model(model)
-        self.tokenizer = Tokenizer.from_model(directory)
-        self.core, self.info = load_engine(EngineConfig.from_options(str(directory), options))
+        config = EngineConfig.from_options(str(directory), options)
+        self.tokenizer = open_tokenizer(config)
+        self.core, self.info = load_engine(config)
         self._input = InputProcessor(
             self.tokenizer, self.info, open_image_prompt(directory, self.info.vision)
         )

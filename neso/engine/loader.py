@@ -14,6 +14,7 @@ from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.guided.guides import GrammarSource, Guides
 from neso.engine.ipc.messages import EngineInfo
+from neso.engine.lora.config import LoraConfig
 from neso.engine.lora.startup import open_adapters
 from neso.engine.pooling.pooler import Pooler
 from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
@@ -63,7 +64,7 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
     num_blocks = num_cache_blocks(config, runner, max_model_len, draft_runner)
     block_size = config.scheduler.block_size
     host_blocks = num_host_blocks(config, runner)
-    guides = Guides(GrammarSource(config.model, runner.vocab_size, config.grammar_timeout))
+    guides = Guides(GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout))
     layout = CacheLayout(num_blocks, block_size)
     speculator = make_speculator(config, runner, draft_runner, layout)
     if config.prepare_grammars:
@@ -98,7 +99,7 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
         hidden_size=runner.hidden_size,
         enable_prefix_caching=config.scheduler.enable_prefix_caching,
         in_flight_batching=config.scheduler.in_flight_batching,
-        lora=config.lora,
+        lora=LoraConfig() if lora is None else config.lora,
         scores=config.scores,
         generates=generates,
         vision=None if tower is None else _vision_info(tower),

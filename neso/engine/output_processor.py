@@ -9,9 +9,9 @@ import numpy as np
 from neso.engine.best_of import BestOf
 from neso.engine.core.request import EngineRequest, PositionLogprobs, SequenceOutput
 from neso.engine.errors import EngineBusy, EngineError
+from neso.engine.open_tokenizer import EngineText
 from neso.engine.text.sequence_text import SequenceText
 from neso.engine.text.stop_words import StopWordFilter, StopWords
-from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import (
     CompletionDelta,
     FinishReason,
@@ -39,7 +39,7 @@ class RequestState:
     """Follows one request from its first token to its last; `finished` when all its sequences are."""
 
     request: EngineRequest
-    tokenizer: Tokenizer
+    tokenizer: EngineText
     sequences: list[SequenceState] = field(init=False)
     cached_tokens: int = 0
     scheduled_ns: int = 0

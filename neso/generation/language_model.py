@@ -34,6 +34,14 @@ class TextTools(Protocol):
         """Whether `apply_chat_template` can be used."""
 
 
+@runtime_checkable
+class TokenBytes(Protocol):
+    """`TextTools` that know their tokens to the byte."""
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token; None if the tokenizer has none for single tokens."""
+
+
 class LanguageModel(Protocol):
     """A model that generates text. Engines implement it; OpenAI's front end and the `llm` backend use it."""
 

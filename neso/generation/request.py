@@ -22,6 +22,9 @@ class GenerationRequest:
     one is replaced by the engine. Lower `priority` goes first. `queue_timeout_ms`: how long the request may wait until
     it is begun with; it is refused then. `lora`: the adapter to apply. `draft` is what the client guesses will follow.
 
+    `detokenize` False: nobody needs the text of the tokens, it is empty. `stream` False: nobody waits for parts of the
+    text; a model may give it as a whole.
+
     Vectors in place of tokens, for models whose runner takes them (numpy, any float dtype):
 
     - `prompt_embeds` [P, hidden_size] is a whole prompt; `prompt` is empty then.
@@ -45,3 +48,5 @@ class GenerationRequest:
     prompt_vocab_size: int | None = None
     images: tuple[Any, ...] = ()
     draft: DraftTokens | None = None
+    detokenize: bool = True
+    stream: bool = True

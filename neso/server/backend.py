@@ -28,6 +28,7 @@ BUILTIN = {
     "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
     "python": "neso.backends.python.backend:PythonBackend",
     "pytorch": "neso.backends.pytorch:PyTorchBackend",
+    "tensorrtllm": "neso.backends.tensorrtllm:TensorRtLlmBackend",
     "vllm": "neso.backends.vllm.backend:VllmBackend",
 }
 EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
@@ -72,7 +73,8 @@ class Backend(ABC):
     whose sequences have states of other shapes come apart then.
     `on_reschedule`: what has a request of an iterative sequence executed again, in a later batch; to be called on the
     core's loop, before or after `done`. None for other models.
-    `heeds`: fields of the configuration that it heeds, of those that say nothing to the core (`ignored_fields`).
+    `heeds`: fields of the configuration that it heeds itself, of those that say nothing to the core (`ignored_fields`),
+    and "dynamic_batching" where it batches by itself.
     """
 
     counts_executions = False

@@ -57,6 +57,8 @@ class Model:
     def __init__(self, context: ModelContext, backend: Backend) -> None:
         self.name = context.name
         self.version = context.version
+        self.directory = context.directory
+        self.version_directory = context.version_directory
         self.versions = [context.version]
         self.config: Any = context.config
         self.decoupled = bool(context.config.model_transaction_policy.decoupled)
@@ -284,10 +286,11 @@ class Model:
         if not batched and self._limited is None:
             return None
         if not self._backend.batches:
-            logger.warning(
-                "model '%s': its backend batches by itself or not at all, dynamic_batching has no effect",
-                self.name,
-            )
+            if "dynamic_batching" not in self._backend.heeds:
+                logger.warning(
+                    "model '%s': its backend batches by itself or not at all, dynamic_batching has no effect",
+                    self.name,
+                )
             return None
         return DynamicBatcher(
             self.config, self.signature, self._backend.execute, self._backend.num_instances, self._limited

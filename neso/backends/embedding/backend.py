@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from neso.backends.embedding import signature
-from neso.backends.llm.backend import LlmBackend
+from neso.backends.llm.engine_backend import EngineBackend
+from neso.backends.llm.options import engine_config
+from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 from neso.generation.pooling_batch import pool_together
 from neso.generation.scoring import Scoring
@@ -21,14 +23,17 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.tensor import Tensor
 
 
-class EmbeddingBackend(LlmBackend):
-    """The engine of `LlmBackend` behind other tensors: texts in, vectors or scores out."""
+class EmbeddingBackend(EngineBackend):
+    """Texts in, vectors or scores out; the engine is that of the backend `llm`."""
 
     @classmethod
     def auto_complete(
         cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
         signature.complete(config)
+
+    def engine_config(self) -> EngineConfig:
+        return engine_config(self.context.config, self.context.version_directory)
 
     async def load(self) -> None:
         await super().load()

@@ -6,6 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from neso.generation import LoraRequest, LoraTensors
 from neso.generation.lora import TASK_PREFIX, FloatType
@@ -33,7 +34,21 @@ def requested_adapter(request: InferenceRequest, values: dict[str, Any]) -> Lora
         return None if name is None and path is None else _by_name(name, path)
     if name is not None:
         raise InvalidArgument("lora_name: cannot come together with lora_task_id")
-    return LoraRequest(name=f"{TASK_PREFIX}{task.array.reshape(-1)[0]}", tensors=_tensors(request))
+    weights, config = (request.inputs.get(name) for name in ("lora_weights", "lora_config"))
+    return adapter_of_task(
+        int(task.array.reshape(-1)[0]),
+        None if weights is None else weights.array,
+        None if config is None else config.array,
+    )
+
+
+def adapter_of_task(
+    task_id: int, weights: npt.NDArray[Any] | None = None, config: npt.NDArray[np.int32] | None = None
+) -> LoraRequest:
+    """The adapter that clients know by a number. The first time, it comes with its tensors (TensorRT-LLM's form):
+    `weights` [rows, width] and `config` [rows, 3]. Raises `InvalidArgument`.
+    """
+    return LoraRequest(name=f"{TASK_PREFIX}{task_id}", tensors=_tensors(weights, config))
 
 
 def _by_name(name: object, path: object) -> LoraRequest:
@@ -44,14 +59,13 @@ def _by_name(name: object, path: object) -> LoraRequest:
     return LoraRequest(name=name, path=path)
 
 
-def _tensors(request: InferenceRequest) -> LoraTensors | None:
-    """`lora_weights` [rows, width] and `lora_config` [rows, 3]; None if neither has come."""
-    weights, config = request.inputs.get("lora_weights"), request.inputs.get("lora_config")
+def _tensors(weights: npt.NDArray[Any] | None, config: npt.NDArray[np.int32] | None) -> LoraTensors | None:
+    """None if neither has come."""
     if weights is None and config is None:
         return None
     if weights is None or config is None:
         raise InvalidArgument("lora_weights: must come together with lora_config")
-    rows, columns = weights.array, config.array
+    rows, columns = weights, config
     # A batch of one may be around them; newer clients add a column that says whether the adapter is DoRA.
     if rows.ndim == 3 and len(rows) == 1:
         rows = rows[0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import orjson
 
 from neso.backends.llm import signature
 from neso.backends.llm.adapter_request import requested_adapter
+from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
 from neso.generation import DraftTokens, GenerationRequest, InvalidParameter, SamplingParams
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -102,28 +102,11 @@ def _flag(request: InferenceRequest, name: str, *, default: bool) -> bool:
 def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | None:
     """Guessed tokens, from the tensors that TensorRT-LLM's backend has for them or, but for logits, from `values`."""
     given = {name: values.pop(name, None) for name in ("draft_input_ids", "draft_acceptance_threshold")}
-    for name in (*given, "draft_logits"):
+    for name in DRAFT_NAMES:
         tensor = request.inputs.get(name)
         if tensor is not None:
             given[name] = tensor.array
-    ids, threshold, logits = (
-        given.get(name) for name in ("draft_input_ids", "draft_acceptance_threshold", "draft_logits")
-    )
-    if ids is None:
-        if threshold is not None or logits is not None:
-            raise InvalidArgument("draft_input_ids: must come with the other tensors of a draft")
-        return None
-    try:
-        tokens = np.asarray(ids).reshape(-1)
-        if tokens.size and tokens.dtype.kind not in "iu":
-            raise ValueError("must be integers")
-        return DraftTokens(
-            tokens.tolist(),
-            None if logits is None else np.asarray(logits, np.float32).reshape(len(tokens), -1),
-            None if threshold is None else float(np.asarray(threshold).reshape(-1)[0]),
-        )
-    except (ValueError, TypeError, IndexError) as error:
-        raise InvalidArgument(f"draft_input_ids, draft_logits, draft_acceptance_threshold: {error}") from None
+    return read_draft(*(given.get(name) for name in DRAFT_NAMES))
 
 
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """Whose grammars are compiled: a model, the width of its logits, and the seconds that a grammar may take."""
+    """Whose grammars are compiled: a model (its tokenizer), the width of its logits, the seconds that one may take."""
 
     model: str
     vocab_size: int

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether and how many adapters an engine takes; the names are vLLM's, those with `lora_cache_` TensorRT-LLM's.
 
-    - enable_lora: without it no request may name an adapter; `lora_modules` switches it on
+    - enable_lora: without it no request may name an adapter; `lora_modules` switches it on; "auto": where the runner
+      can apply them
     - lora_modules: name to directory of the adapters that are loaded at the start
     - max_loras: adapters in one batch; requests for others wait
     - max_lora_rank, lora_cache_max_adapter_size: the largest rank; the smaller one counts
@@ -17,7 +20,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
     - lora_cache_optimal_adapter_size, lora_cache_gpu_memory_fraction: accepted; there are no pages for them to size
     """
 
-    enable_lora: bool = False
+    enable_lora: bool | Literal["auto"] = False
     lora_modules: dict[str, str] = {}
     max_loras: int = 8
     max_lora_rank: int = 64
@@ -34,7 +37,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def enabled(self) -> bool:
-        return self.enable_lora or bool(self.lora_modules)
+        return bool(self.enable_lora or self.lora_modules)
 
     @property
     def largest_rank(self) -> int:

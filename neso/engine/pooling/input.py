@@ -8,8 +8,8 @@ import msgspec
 
 from neso.engine.core.request import EngineRequest
 from neso.engine.ipc.messages import EngineInfo
+from neso.engine.open_tokenizer import EngineText
 from neso.engine.sampling_limits import check_tokens
-from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import InvalidParameter, PoolingParams, PoolingRequest, SamplingParams
 
 _NOTHING_SAMPLED = SamplingParams()
@@ -19,7 +19,7 @@ _NOTHING_SAMPLED = SamplingParams()
 class PoolingInput:
     """Tokenizes and checks against what one model can pool."""
 
-    tokenizer: Tokenizer
+    tokenizer: EngineText
     info: EngineInfo
 
     def process(self, request: PoolingRequest) -> EngineRequest:

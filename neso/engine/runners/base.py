@@ -70,7 +70,7 @@ class RunnerOptions:
     dtype: DType = "auto"
     quantization: Quantization | None = None
     num_threads: int | None = None
-    max_attention_window_size: int | None = None
+    max_attention_window_size: int | list[int] | None = None
     sink_token_length: int = 0
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from neso.engine.text.no_tokenizer import NoTokenizer
 from neso.engine.text.tokenizer import Tokenizer
 
 
-def token_sequences(words: Iterable[str | tuple[int, ...]], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+def token_sequences(
+    words: Iterable[str | tuple[int, ...]], tokenizer: Tokenizer | NoTokenizer
+) -> list[tuple[int, ...]]:
     """Token sequences as they are; texts as they are written at the start of a line and behind a space."""
     words = list(words)
     texts = [form for word in words if isinstance(word, str) for form in (word.lstrip(), " " + word.lstrip())]

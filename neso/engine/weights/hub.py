@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from neso.engine.weights.errors import ModelNotFound
@@ -12,6 +13,7 @@ from neso.models import SHIPPED_MODELS
 # as "consolidated*" and in folders. Folders
 # with a number in front ("1_Pooling") are modules of sentence-transformers.
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _UNWANTED = ["consolidated*", "[!0-9]*/*"]
 
 GGUF_SUFFIX = ".gguf"
@@ -19,11 +21,14 @@ GGUF_SUFFIX = ".gguf"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(name_or_path: str | Path, revision: str | None = None) -> Path:
+def resolve_model(
+    name_or_path: str | Path, revision: str | None = None, *, wanted: Sequence[str] = _WANTED
+) -> Path:
     """The files of a model: a local directory or GGUF file, a model that ships, or the hub's "organization/name".
 
-    The last is cached here. A directory that holds a GGUF file and no safetensors stands for that file. Raises
-    `ModelNotFound` when it is none of these, or the hub cannot be reached and the cache does not have it.
+    Of the last, the files that fit `wanted` are cached here. A directory that holds a GGUF file and no safetensors
+    stands for that file. Raises `ModelNotFound` when it is none of these, or the hub cannot be reached and the cache
+    does not have it.
     """
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
@@ -37,7 +42,7 @@ def resolve_model(name_or_path: str | Path, revision: str | None = None) -> Path
         return SHIPPED_MODELS[name]
     if not _HUB_NAME.fullmatch(name):
         raise ModelNotFound(f"{name}: there is no such directory")
-    return _download(name, revision)
+    return _download(name, revision, wanted)
 
 
 def _gguf_within(directory: Path) -> Path | None:
@@ -51,12 +56,12 @@ def _gguf_within(directory: Path) -> Path | None:
     return files[0]
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, wanted: Sequence[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+            snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=_UNWANTED)
         )
     except errors.GatedRepoError as error:
         raise ModelNotFound(

@@ -10,11 +10,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 from starlette.responses import Response
 
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.merge import Indexed, merge
+from neso.frontends.openai.prompts import Prompt
 from neso.frontends.openai.schemas import GenerationFields
 from neso.frontends.openai.sse import DONE, ChunkWriter, EventStream
 from neso.frontends.openai.targets import Target
@@ -89,7 +91,7 @@ class Answer:
 
     async def respond(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams,
         trace: Trace | None = None,
         images: tuple[Any, ...] = (),
@@ -106,7 +108,7 @@ class Answer:
         return await self._gather(outputs)
 
     def _generations(
-        self, prompts: Sequence[str | list[int]], sampling: SamplingParams, images: tuple[Any, ...]
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, images: tuple[Any, ...]
     ) -> list[GenerationRequest]:
         return [
             generation_request(
@@ -172,7 +174,7 @@ class Answer:
 def generation_request(
     request: GenerationFields,
     target: Target,
-    prompt: str | list[int],
+    prompt: Prompt,
     sampling: SamplingParams,
     request_id: str,
     *,
@@ -182,13 +184,15 @@ def generation_request(
     """What the engine is asked for one prompt. `add_special_tokens` is for a client that does not say."""
     special = request.add_special_tokens
     return GenerationRequest(
-        prompt=prompt,
+        prompt=[] if isinstance(prompt, np.ndarray) else prompt,
+        prompt_embeds=prompt if isinstance(prompt, np.ndarray) else None,
         sampling=sampling,
         request_id=request_id,
         priority=request.priority or 0,
         add_special_tokens=add_special_tokens if special is None else special,
         cache_salt=request.cache_salt or "",
         images=images,
+        stream=bool(request.stream),
         lora=LoraRequest(name=target.adapter) if target.adapter else None,
     )
 

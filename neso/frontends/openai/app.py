@@ -31,6 +31,7 @@ from neso.frontends.openai.restricted import restrict
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
 from neso.frontends.openai.scores import ScoresApi
 from neso.frontends.openai.targets import Targets
+from neso.frontends.openai.tokens import DetokenizeRequest, TokenizeRequest, TokensApi
 
 if TYPE_CHECKING:
     from neso.server.core import Core
@@ -80,6 +81,7 @@ def _generation_routes(core: Core, targets: Targets, options: OpenAIOptions) -> 
             methods=["POST"],
         ),
         *_pooling_routes(core, targets, options),
+        *_token_routes(targets, options),
     ]
 
 
@@ -100,6 +102,23 @@ def _pooling_routes(core: Core, targets: Targets, options: OpenAIOptions) -> lis
         route("/v1/rerank", rerank),
         route("/v2/rerank", rerank),
         route("/rerank", rerank),
+    ]
+
+
+def _token_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
+    tokens = TokensApi(targets)
+
+    async def tokenize(request: Request) -> Response:
+        return await _change(request, TokenizeRequest, tokens.tokenize, options.max_body_size)
+
+    async def detokenize(request: Request) -> Response:
+        return await _change(request, DetokenizeRequest, tokens.detokenize, options.max_body_size)
+
+    # Under /v1, too: the port of the tensor protocols has that only.
+    return [
+        Route(prefix + path, endpoint, methods=["POST"])
+        for prefix in ("", "/v1")
+        for path, endpoint in (("/tokenize", tokenize), ("/detokenize", detokenize))
     ]
 
 
@@ -134,12 +153,18 @@ def _adapter_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
 
 
 async def _change(
-    request: Request, schema: type[Body], change: Callable[[Body], Awaitable[str]], limit: int
+    request: Request,
+    schema: type[Body],
+    change: Callable[[Body], Awaitable[str | dict[str, Any]]],
+    limit: int,
 ) -> Response:
-    """Do what a body asks for; the answer is a line of text."""
+    """Do what a body asks for; the answer is a line of text, or an object."""
     try:
         body = parse_body(await read_body(request.scope, request.receive, limit), schema)
-        return Response(await change(body), media_type="text/plain")
+        answer = await change(body)
+        if isinstance(answer, str):
+            return Response(answer, media_type="text/plain")
+        return Response(orjson.dumps(answer), media_type="application/json")
     except Exception as error:
         return error_response(to_api_error(error))
 
@@ -151,10 +176,15 @@ def _health_routes(core: Core) -> list[Route]:
     async def ready(request: Request) -> Response:
         return Response(status_code=200 if core.ready() else 503)
 
+    async def version(request: Request) -> Response:
+        return _answer(lambda: {"version": neso.__version__})
+
     return [
         Route("/health/live", live, methods=["GET"]),
         Route("/health/ready", ready, methods=["GET"]),
         Route("/health", ready, methods=["GET"]),
+        Route("/ping", ready, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
     ]
 
 

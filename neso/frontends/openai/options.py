@@ -12,7 +12,9 @@ class OpenAIOptions:
     """Options of the OpenAI front end.
 
     `default_max_tokens` is for completions that name no `max_tokens` (chats go on to the model's limit, as
-    with OpenAI). `tool_call_parser` names the format in which the models write tool calls.
+    with OpenAI), and for chats with models of unknown context length. `tokenizer`, a directory or a name on the hub, is
+    that of models which take text as tensors and have none of their own. `chat_template`: jinja2, in place of those of
+    all models. `tool_call_parser` names the format in which the models write tool calls.
     The last `max_stored_responses` of the Responses API are kept, as long as they take no more than
     `max_stored_response_bytes`.
     `restrictions` of the groups inference, model-repository (the list of models) and health.
@@ -20,6 +22,8 @@ class OpenAIOptions:
 
     max_body_size: int = 64 * 1024 * 1024
     default_max_tokens: int = 16
+    tokenizer: str = ""
+    chat_template: str = ""
     tool_call_parser: str = "hermes"
     max_stored_responses: int = 1000
     max_stored_response_bytes: int = 256 * 1024 * 1024

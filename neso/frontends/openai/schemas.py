@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = list[TokenId]
+Word = Annotated[str | TokenIds, Field(union_mode="left_to_right")]
 
 
 class StreamOptions(BaseModel):
@@ -57,6 +58,38 @@ class GenerationFields(BaseModel):
     min_tokens: Integer | None = Field(None, description="Extension.")
     ignore_eos: bool | None = Field(None, description="Extension.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Extension.")
+    stop_words: list[TokenIds] | None = Field(None, description="Extension: sequences of tokens that end it.")
+    bad_words: list[Word] | None = Field(
+        None, description="Extension: texts or sequences of tokens to avoid."
+    )
+    allowed_token_ids: list[TokenId] | None = Field(None, description="Extension: no others are generated.")
+    no_repeat_ngram_size: Integer | None = Field(None, description="Extension.")
+    embedding_bias: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = Field(
+        None, description="Extension: a bias for each token."
+    )
+    top_p_decay: float | None = Field(None, description="Extension.")
+    top_p_min: float | None = Field(None, description="Extension.")
+    top_p_reset_ids: Integer | None = Field(None, description="Extension.")
+    best_of: Integer | None = Field(
+        None,
+        description="Sequences that are sampled, of which the `n` likeliest are choices. For chats an extension.",
+    )
+    use_beam_search: bool | None = Field(None, description="Extension: `n` (or `best_of`) beams.")
+    beam_width: Integer | None = Field(None, description="Extension: beams, more than `n` if need be.")
+    length_penalty: float | None = Field(None, description="Extension: of a beam search.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="Extension: of a beam search.")
+    beam_search_diversity_rate: float | None = Field(None, description="Extension: of a beam search.")
+    prompt_logprobs: Annotated[Integer, Field(ge=0)] | None = Field(
+        None, description="Extension: so many most likely tokens for each position of the prompt."
+    )
+    truncate_prompt_tokens: Annotated[Integer, Field(ge=-1)] | None = Field(
+        None,
+        description="Extension: only the prompt's last so many tokens; -1: as many as there is room for.",
+    )
+    return_token_ids: bool | None = Field(None, description="Extension: those of prompt and answer.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Extension: tokens of `logprobs` by number, as `token_id:1`."
+    )
     skip_special_tokens: bool | None = Field(None, description="Extension.")
     include_stop_str_in_output: bool | None = Field(None, description="Extension.")
     add_special_tokens: bool | None = Field(None, description="Extension: those of the tokenizer.")
@@ -74,13 +107,19 @@ class GenerationFields(BaseModel):
 class CompletionRequest(GenerationFields):
     """The body of `POST /v1/completions`."""
 
-    prompt: Annotated[
-        str | TokenIds | list[str] | list[TokenIds],
-        Field(union_mode="left_to_right", description="One prompt or several, as text or as token ids."),
-    ]
-    best_of: Integer | None = Field(None, description="Must equal `n`.")
+    prompt: (
+        Annotated[
+            str | TokenIds | list[str] | list[TokenIds],
+            Field(union_mode="left_to_right", description="One prompt or several, as text or as token ids."),
+        ]
+        | None
+    ) = None
+    prompt_embeds: str | list[str] | None = Field(
+        None,
+        description="Extension: prompts as vectors, each a tensor by `torch.save` or `numpy.save`, in base64.",
+    )
     echo: bool | None = None
-    logprobs: Annotated[Integer, Field(ge=0)] | None = None
+    logprobs: Annotated[Integer, Field(ge=-1)] | None = None
     suffix: str | None = Field(None, description="Refused: fill-in-the-middle is not supported.")
 
 
@@ -123,7 +162,7 @@ class ChatCompletionRequest(GenerationFields):
         None, description="Goes before `max_tokens`."
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[Integer, Field(ge=0)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=-1)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="False keeps the first call only.")

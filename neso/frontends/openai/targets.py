@@ -6,7 +6,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from neso.frontends.openai.chat_template import UNKNOWN_TEXT, TemplatedText, read_chat_template
 from neso.frontends.openai.errors import ApiError, invalid
+from neso.frontends.openai.model_texts import ModelTexts, open_tokenizer
+from neso.frontends.openai.tensor_models import TensorLanguageModel, missing_for_text
 from neso.generation import AdaptableModel, LanguageModel, PoolingModel, TextTools
 from neso.server.errors import NotFound
 
@@ -20,21 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model of the server, its text face, and the adapter that is meant, "" for none."""
+    """A model of the server, its text face, its tokenizer and template, and the adapter that is meant, "" for none."""
 
     model: Model
     language_model: LanguageModel
+    text: TextTools
     adapter: str = ""
-
-    @property
-    def text(self) -> TextTools:
-        """The model's tokenizer and chat template."""
-        return self.language_model.text
 
     def generate(
         self, request: GenerationRequest, trace: Trace | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Generate text, as `LanguageModel.generate` does."""
+        if isinstance(self.language_model, TensorLanguageModel):
+            return self.language_model.generate(request, trace)
         return self.model.generate(request, trace)
 
 
@@ -50,8 +51,11 @@ class Targets:
     """The models of a core that take text, and their adapters, by the names that clients give them."""
 
     def __init__(self, core: Core, options: OpenAIOptions) -> None:
+        """Raises `ValueError` for a tokenizer or a chat template that cannot be read."""
         self._core = core
         self._options = options
+        self._template = read_chat_template(options.chat_template) if options.chat_template else ""
+        self._texts = ModelTexts(core, open_tokenizer(options.tokenizer) if options.tokenizer else None)
 
     async def find(self, name: str) -> Target:
         """The language model of that name, or the one with that adapter, `model:adapter` where several have it.
@@ -65,10 +69,22 @@ class Targets:
             if adapted is None:
                 raise
             return adapted
+        return await self._target(model)
+
+    async def _target(self, model: Model) -> Target:
         language_model = model.language_model
-        if language_model is None:
-            raise _no_language_model(name)
-        return Target(model, language_model)
+        if language_model is not None:
+            return Target(model, language_model, self._templated(language_model.text))
+        _check_text_face(model)
+        tokenizer = await self._texts.tokenizer(model)
+        text = self._templated(tokenizer or UNKNOWN_TEXT)
+        face = TensorLanguageModel(
+            model, text, tokenizer, self._texts.max_model_len(model), self._options.default_max_tokens
+        )
+        return Target(model, face, text)
+
+    def _templated(self, text: TextTools) -> TextTools:
+        return TemplatedText(text, self._template) if self._template else text
 
     def find_pooling(self, name: str) -> PoolingTarget:
         """The model of that name, which gives vectors. Raises `ApiError` and `ServerError`."""
@@ -83,17 +99,21 @@ class Targets:
         model = self._find(name)
         face = model.language_model or model.pooling_model
         if face is None:
-            raise _no_language_model(name)
-        return model, face.max_model_len
+            _check_text_face(model)
+        return model, self._limit(model)
 
     def text_models(self) -> list[tuple[Model, int]]:
         """The models that are ready and take text, by name, and the most tokens that each takes."""
         found = {}
         for model in self._core.models():
-            face = model.language_model or model.pooling_model
-            if face is not None and model.ready():
-                found[model.name] = (model, face.max_model_len)
+            takes_text = model.language_model or model.pooling_model or not missing_for_text(model.signature)
+            if takes_text and model.ready():
+                found[model.name] = (model, self._limit(model))
         return [found[name] for name in sorted(found)]
+
+    def _limit(self, model: Model) -> int:
+        face = model.language_model or model.pooling_model
+        return self._texts.max_model_len(model) if face is None else face.max_model_len
 
     def adapters(self) -> dict[str, Target]:
         """The adapters of all models, as `model:adapter`, and by their own names where these are unambiguous."""
@@ -107,7 +127,9 @@ class Targets:
                 if path is None:
                     continue  # known to those who sent it, by its number
                 ambiguous |= {name} & found.keys()
-                found[name] = found[f"{model.name}:{name}"] = Target(model, language_model, name)
+                found[name] = found[f"{model.name}:{name}"] = Target(
+                    model, language_model, self._templated(language_model.text), name
+                )
         return {name: target for name, target in found.items() if name not in ambiguous}
 
     def _find(self, name: str) -> Model:
@@ -119,5 +141,13 @@ class Targets:
             ) from None
 
 
-def _no_language_model(name: str) -> ApiError:
-    return invalid("model", f"The model '{name}' is not a language model: it cannot generate text.")
+def _check_text_face(model: Model) -> None:
+    """Raises `ApiError` for a model that cannot be asked for text."""
+    missing = missing_for_text(model.signature)
+    if model.pooling_model is not None:
+        missing = "it gives vectors"
+    if missing:
+        raise invalid(
+            "model",
+            f"The model '{model.name}' is not a language model, it cannot generate text: {missing}.",
+        )

@@ -96,7 +96,7 @@ async def test_invalid_requests(
     [
         (CHAT, {"functions": [{}]}),
         (COMPLETIONS, {"suffix": "end"}),
-        (COMPLETIONS, {"best_of": 2}),
+        (COMPLETIONS, {"max_new_tokens": 2}),
     ],
 )
 async def test_what_is_not_supported_is_named(client: AsgiClient, path: str, extra: dict[str, Any]) -> None:

@@ -12,7 +12,16 @@ async def test_models_that_generate_text_are_listed(client: AsgiClient) -> None:
     assert body["object"] == "list"
     (card,) = body["data"]
     assert isinstance(card.pop("created"), int)
-    assert card == {"id": "scripted", "object": "model", "owned_by": "neso", "max_model_len": 1000}
+    (permission,) = card.pop("permission")
+    assert permission["allow_sampling"] is True
+    assert card == {
+        "id": "scripted",
+        "object": "model",
+        "owned_by": "neso",
+        "max_model_len": 1000,
+        "root": "scripted",
+        "parent": None,
+    }
 
 
 async def test_one_model(client: AsgiClient) -> None:

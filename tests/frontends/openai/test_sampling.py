@@ -87,9 +87,8 @@ async def test_logprobs(client: AsgiClient, script: ScriptedModel) -> None:
         ({"prompt": "a", "top_p": 0}, "top_p"),
         ({"prompt": "a", "n": 0}, "n"),
         ({"prompt": "a", "n": 10**9}, "n"),
-        ({"prompt": "a", "logprobs": -1}, "logprobs"),
+        ({"prompt": "a", "logprobs": -2}, "logprobs"),
         ({"prompt": "a", "logprobs": -1, "echo": True}, "logprobs"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
         ({"prompt": "a", "min_tokens": 20}, "min_tokens"),
         ({"prompt": "a", "stop": [""]}, "stop"),
@@ -100,7 +99,7 @@ async def test_logprobs(client: AsgiClient, script: ScriptedModel) -> None:
         ({"prompt": "a", "seed": 2**70}, "seed"),
         ({**CHAT, "max_tokens": 0}, "max_tokens"),
         ({**CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
-        ({**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({**CHAT, "logprobs": True, "top_logprobs": -2}, "top_logprobs"),
     ],
 )
 async def test_bad_values(

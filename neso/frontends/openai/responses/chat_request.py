@@ -61,6 +61,7 @@ def chat_request(request: ResponseRequest, context: Sequence[Item]) -> ChatCompl
         "top_logprobs": request.top_logprobs,
         "parallel_tool_calls": request.parallel_tool_calls,
         "user": request.user,
+        "stream": request.stream,
         "response_format": _response_format(request.text.format if request.text is not None else None),
         **_tools(request),
     }

@@ -1,0 +1,203 @@
+"""A backend on Neso's engine: its start and end, its metrics, and the faces that are not made of tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from neso.backends.llm.metrics import LlmMetrics, RequestTimer
+from neso.engine.async_engine import AsyncEngine
+from neso.engine.config import EngineConfig
+from neso.engine.errors import EngineBusy, EngineDead, EngineError
+from neso.engine.open_tokenizer import EngineText
+from neso.engine.text.no_tokenizer import NO_TOKENIZER
+from neso.generation import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    InvalidParameter,
+    LanguageModel,
+    LoraRequest,
+    PooledOutput,
+    PoolingInfo,
+    PoolingModel,
+    PoolingRequest,
+)
+from neso.server.backend import Backend, ModelContext
+from neso.server.errors import Cancelled, InternalError, InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.inference_response import ResponseStream
+from neso.server.log import request_fields
+
+logger = logging.getLogger(__name__)
+
+
+class EngineBackend(Backend):
+    """An `AsyncEngine` as a model: a `LanguageModel` that counts its requests in the metrics. Tensors are for those
+    built on this one."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._engine: AsyncEngine | None = None
+        self._metrics: LlmMetrics | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @abstractmethod
+    def engine_config(self) -> EngineConfig:
+        """How the engine is to run; called in a thread. Raises `InvalidArgument`."""
+
+    async def load(self) -> None:
+        context = self.context
+        config = await asyncio.to_thread(self.engine_config)
+        in_process = context.backend_config.get("in-process", "false").lower() == "true"
+        try:
+            engine = await AsyncEngine.start(config, in_process=in_process)
+        except EngineError as error:
+            raise InvalidArgument(str(error)) from None
+        engine.on_dead(lambda reason: logger.error("model '%s': %s", context.name, reason))
+        self._engine = engine
+        info = engine.info
+        self._metrics = LlmMetrics(
+            context.core.metrics, context.name, context.version, lambda: engine.stats, info
+        )
+        engine.on_stats(self._metrics.observe_step)
+        logger.info(
+            "model '%s' on %s in %.2f s, context %d tokens, KV cache %d blocks of %d tokens (%.0f MiB)",
+            *(context.name, info.runner, info.load_seconds, info.max_model_len),
+            *(info.num_blocks, info.block_size, info.cache_bytes / 2**20),
+        )
+
+    async def unload(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._engine is not None:
+            await self._engine.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def ready(self) -> bool:
+        return self._engine is not None and self._engine.alive
+
+    # -- the text face: neso.generation.LanguageModel -----------------------------------------------------------
+
+    @property
+    def language_model(self) -> LanguageModel | None:
+        engine = self._engine
+        has_text = engine is not None and engine.info.generates and engine.text is not NO_TOKENIZER
+        return self if has_text else None
+
+    @property
+    def pooling_model(self) -> PoolingModel | None:
+        return self if self.pooling is not None else None
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine, once loaded."""
+        assert self._engine is not None, "the model is not loaded"
+        return self._engine
+
+    @property
+    def text(self) -> EngineText:
+        return self.engine.text
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        """See `LanguageModel.generate`; what the engine raises becomes a `ServerError`."""
+        assert self._metrics is not None, "the model is not loaded"
+        timer = RequestTimer(self._metrics, request)
+        reason: FinishReason | None = FinishReason.ABORT
+        try:
+            async with aclosing(self.engine.generate(request)) as outputs:
+                async for output in outputs:
+                    timer.observe(output)
+                    yield output
+        except InvalidParameter:
+            reason = None
+            raise
+        except EngineError as error:
+            reason = FinishReason.ERROR
+            kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
+            raise kind(f"model '{self.context.name}': {error}") from None
+        finally:
+            timer.end(reason)
+
+    # -- adapters: neso.generation.AdaptableModel ---------------------------------------------------------------
+
+    @property
+    def allows_runtime_lora(self) -> bool:
+        return self.engine.info.lora.enabled and self.engine.info.lora.allow_runtime_lora
+
+    def list_loras(self) -> dict[str, str | None]:
+        return self.engine.list_loras()
+
+    async def load_lora(self, lora: LoraRequest) -> None:
+        try:
+            await self.engine.load_lora(lora)
+        except EngineError as error:
+            raise InvalidArgument(str(error)) from None
+
+    async def unload_lora(self, name: str) -> None:
+        try:
+            await self.engine.unload_lora(name)
+        except EngineError as error:
+            raise NotFound(str(error)) from None
+
+    # -- vectors: neso.generation.PoolingModel ------------------------------------------------------------------
+
+    @property
+    def pooling(self) -> PoolingInfo | None:
+        return None if self._engine is None else self._engine.pooling
+
+    async def pool(self, request: PoolingRequest) -> PooledOutput:
+        """See `PoolingModel.pool`; what the engine raises becomes a `ServerError`."""
+        assert self._metrics is not None, "the model is not loaded"
+        started = time.perf_counter()
+        try:
+            output = await self.engine.pool(request)
+        except EngineError as error:
+            kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
+            raise kind(f"model '{self.context.name}': {error}") from None
+        self._metrics.observe_pooled(output.num_prompt_tokens, time.perf_counter() - started)
+        return output
+
+    # -- requests as tensors ------------------------------------------------------------------------------------
+
+    def run_task(self, request: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do `work` on a request; what it raises becomes the response."""
+        task = asyncio.get_running_loop().create_task(self._answer(request, work))
+        self._tasks.add(task)
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():  # before it began: no code of it has run
+                work.close()
+                request.fail(Cancelled("request was cancelled"))
+
+        task.add_done_callback(done)
+        request.request.on_cancel(lambda: _cancel(task))
+        return task
+
+    async def _answer(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            stream.fail(Cancelled("request was cancelled"))
+        except InvalidParameter as error:
+            stream.fail(InvalidArgument(str(error)))
+        except ServerError as error:
+            stream.fail(error)
+        except Exception as error:
+            logger.exception("model '%s' failed", self.context.name, extra=request_fields(stream))
+            stream.fail(InternalError(f"model '{self.context.name}': {error}"))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

@@ -1,0 +1,114 @@
+"""The backend `tensorrtllm`: TensorRT-LLM's Triton model, token ids in and out, on Neso's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import aclosing
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+from neso.backends.llm.engine_backend import EngineBackend
+from neso.backends.tensorrtllm import signature
+from neso.backends.tensorrtllm.answer import AnswerFormat, RowAnswer
+from neso.backends.tensorrtllm.request_answer import RequestAnswer
+from neso.backends.tensorrtllm.running import RunningRequest, RunningRequests
+from neso.backends.tensorrtllm.settings import Settings, read_settings
+from neso.backends.tensorrtllm.token_request import RequestReader, TokenRequest, named_as_here
+from neso.engine.config import EngineConfig
+from neso.generation import InvalidParameter
+from neso.server.backend import ModelContext
+from neso.server.datatypes import DataType
+from neso.server.errors import InvalidArgument
+from neso.server.inference_response import ResponseStream
+
+logger = logging.getLogger(__name__)
+
+
+class TensorRtLlmBackend(EngineBackend):
+    """See `signature`. Each row of a batch is a request to the engine; a request with `stop` ends one by its id.
+
+    Of `dynamic_batching` it heeds the length of the queue: requests are batched while they run.
+    """
+
+    heeds = frozenset({"dynamic_batching"})
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._settings: Settings | None = None
+        self._running = RunningRequests()
+
+    @classmethod
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
+        signature.complete(config)
+
+    def engine_config(self) -> EngineConfig:
+        context = self.context
+        self._settings = read_settings(context.config, context.version_directory, context.directory)
+        for warning in self._settings.warnings:
+            logger.warning("model '%s': %s", context.name, warning)
+        return self._settings.engine
+
+    async def load(self) -> None:
+        await super().load()
+        assert self._settings is not None, "the engine's configuration comes from it"
+        config = self.context.config
+        batched = bool(config.max_batch_size)
+        self._reader = RequestReader(
+            self._settings, batched=batched, decoupled=config.model_transaction_policy.decoupled
+        )
+        logits = {
+            tensor.name: DataType.of_message(tensor)
+            for tensor in config.output
+            if tensor.name in ("context_logits", "generation_logits")
+        }
+        self._format = AnswerFormat(batched, self.engine.info.block_size, logits)
+
+    def submit(self, stream: ResponseStream) -> None:
+        request = stream.request
+        if self._reader.stops(request):
+            if not request.id:
+                raise InvalidArgument("stop: needs the id of the request that is to end")
+            self._running.stop(request.id)
+            stream.finish()
+            return
+        rows = self._reader.rows(request)
+        running = RunningRequest()
+        self._running.add(request.id, running)
+        task = self.run_task(stream, self._run(stream, rows, running))
+        task.add_done_callback(lambda _: self._running.remove(request.id, running))
+
+    async def _run(self, stream: ResponseStream, rows: list[TokenRequest], running: RunningRequest) -> None:
+        answer = RequestAnswer(self.context, stream, rows, self._format)
+        try:
+            running.begin()
+            if len(rows) == 1:
+                await self._generate_row(rows[0], answer, answer.rows[0])
+            else:
+                await _all(map(self._generate_row, rows, repeat(answer), answer.rows))
+        except asyncio.CancelledError:
+            if not running.stopped:
+                raise
+            answer.end()
+        except InvalidParameter as error:
+            raise named_as_here(error) from None
+
+    async def _generate_row(self, request: TokenRequest, answer: RequestAnswer, row: RowAnswer) -> None:
+        async with aclosing(self.generate(request.generation)) as outputs:
+            async for output in outputs:
+                answer.take(row, output)
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all of it, or nothing more once some of it fails."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

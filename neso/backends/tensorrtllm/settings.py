@@ -1,0 +1,181 @@
+"""What a model's config.pbtxt says: to the engine, and to the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from neso.backends.tensorrtllm.model_path import find, model_files
+from neso.backends.tensorrtllm.parameter_values import is_unset
+from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES
+from neso.engine.config import EngineConfig
+from neso.engine.core.scheduler_config import SchedulerConfig
+from neso.engine.runners.registry import has_nvidia_gpu
+from neso.engine.weights.errors import ModelNotFound
+from neso.engine.weights.hub import resolve_model
+from neso.server.errors import InvalidArgument
+
+_TOKENIZER_FILE = "tokenizer.json"
+_INSTEAD_OF_MODE = {
+    "redrafter": "a draft model is the option speculative_model",
+    "lookahead": "guesses from the text itself are the option speculative: ngram",
+    "eagle": "a draft model is the option speculative_model, Medusa's heads are decoding_mode: medusa",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The `parameters` of one model, read. `warnings`: those that have no effect, with the reason."""
+
+    engine: EngineConfig
+    max_beam_width: int = 1
+    exclude_input_in_output: bool = False
+    decoding_mode: str = "auto"
+    lora_prefetch_dir: Path | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_settings(config: Any, version_directory: Path, directory: Path) -> Settings:
+    """Raises `InvalidArgument` that names the parameter and says what is expected.
+
+    Parameters that are none of TensorRT-LLM's may be options of the engine (`EngineConfig`); others are warned of.
+    """
+    reader = _Reader(config, version_directory, directory)
+    return reader.read()
+
+
+class _Reader:
+    def __init__(self, config: Any, version_directory: Path, directory: Path) -> None:
+        self._config = config
+        self._places = (version_directory, directory)
+        self._options: dict[str, object] = {}
+        self._values: dict[str, Any] = {}
+        self._warnings: list[str] = []
+
+    def read(self) -> Settings:
+        known = EngineConfig.option_names()
+        for name, value in self._config.parameters.items():
+            if is_unset(value.string_value):
+                continue
+            if name in BY_NAME:
+                self._take(name, value.string_value)
+            elif name in known:
+                self._options[name] = value.string_value
+            else:
+                self._warnings.append(f"parameter '{name}' is not known, it is ignored")
+        self._refuse()
+        model = model_files(self._values.get("gpt_model_path"), *self._places)
+        self._complete(model)
+        try:
+            engine = EngineConfig.from_options(str(model), self._options)
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from None
+        prefetch = self._values.get("lora_prefetch_dir")
+        return Settings(
+            engine,
+            max_beam_width=self._values.get("max_beam_width", 1),
+            exclude_input_in_output=self._values.get("exclude_input_in_output", False),
+            decoding_mode=self._values.get("decoding_mode", "auto"),
+            lora_prefetch_dir=None if prefetch is None else self._directory("lora_prefetch_dir", prefetch),
+            warnings=self._warnings,
+        )
+
+    def _take(self, name: str, text: str) -> None:
+        parameter = BY_NAME[name]
+        try:
+            value = parameter.read(text)
+        except ValueError as expected:
+            raise self._wrong(name, text, str(expected)) from None
+        if parameter.option:
+            self._options[parameter.option] = value
+        elif parameter.setting:
+            self._values[name] = value
+        elif not parameter.quiet:
+            self._warnings.append(f"parameter '{name}' has no effect: {parameter.effect}")
+
+    def _wrong(self, name: str, text: str, expected: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"parameter '{name}' of model '{self._config.name}' is '{text}', expected {expected}"
+        )
+
+    def _refuse(self) -> None:
+        """Refuse what cannot be run."""
+        mode = self._values.get("decoding_mode", "auto")
+        if mode in _INSTEAD_OF_MODE:
+            raise InvalidArgument(
+                f"parameter 'decoding_mode' of model '{self._config.name}' is '{mode}', which is not there: "
+                f"{_INSTEAD_OF_MODE[mode]}"
+            )
+        if mode not in DECODING_MODES:
+            raise self._wrong("decoding_mode", mode, f"one of {', '.join(DECODING_MODES)}")
+        if "encoder_model_path" in self._values:
+            raise InvalidArgument(
+                f"parameter 'encoder_model_path' of model '{self._config.name}': models with an encoder are not run, "
+                "leave it empty"
+            )
+        nodes = self._values.get("num_nodes", 1)
+        if nodes > 1:
+            raise self._wrong("num_nodes", str(nodes), "1: one process runs a model")
+
+    def _complete(self, model: Path) -> None:
+        """Options that follow from others, and TensorRT-LLM's defaults where they differ from the engine's."""
+        options, values = self._options, self._values
+        options.setdefault("batch_scheduler_policy", "guaranteed_no_evict")
+        options.setdefault("enable_lora", "auto")
+        if values.get("decoding_mode") == "medusa":
+            options.setdefault("speculative", "medusa")
+        options |= {name: number for name, number in self._limits().items() if name not in options}
+        self._host_cache()
+        self._tokenizer(model)
+
+    def _limits(self) -> Mapping[str, int]:
+        """As many sequences at once as a batch may have, and room for their tokens in a step."""
+        defaults = SchedulerConfig()
+        options = {name: int(str(self._options[name])) for name in _LIMITS & self._options.keys()}
+        widest = max(int(self._config.max_batch_size), self._values.get("max_beam_width", 1))
+        sequences = options.get("max_num_seqs", max(defaults.max_num_seqs, widest))
+        tokens = options.get("max_num_batched_tokens", max(defaults.max_num_batched_tokens, sequences))
+        if "max_num_batched_tokens" in options and "max_num_seqs" not in options:
+            sequences = min(sequences, tokens)  # each has a token in every step
+        limits = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+        if self._values.get("enable_chunked_context") is False:
+            limits["max_prefill_chunk"] = tokens
+        queue = self._config.dynamic_batching.default_queue_policy.max_queue_size
+        return {**limits, "max_queue_size": queue} if queue else limits
+
+    def _host_cache(self) -> None:
+        size = self._values.get("kv_cache_host_memory_bytes", 0)
+        if not size:
+            return
+        if "runner" in self._options or has_nvidia_gpu():
+            self._options["kv_cache_host_memory_bytes"] = size
+        else:
+            self._warnings.append(
+                "parameter 'kv_cache_host_memory_bytes' has no effect: without a GPU the whole cache is on the host"
+            )
+
+    def _tokenizer(self, model: Path) -> None:
+        """`tokenizer_dir`, else the model's own, else none: token ids go in and come out."""
+        named = self._values.get("tokenizer_dir")
+        if named is not None:
+            self._options["tokenizer"] = str(self._model("tokenizer_dir", named))
+        elif model.is_dir() and not (model / _TOKENIZER_FILE).is_file():
+            self._options.setdefault("skip_tokenizer_init", "tokenizer" not in self._options)
+
+    def _model(self, name: str, path: str) -> Path:
+        """A model's files by a path or a name."""
+        try:
+            return resolve_model(find(path, *self._places) or path)
+        except ModelNotFound as error:
+            raise InvalidArgument(f"parameter '{name}' of model '{self._config.name}': {error}") from None
+
+    def _directory(self, name: str, path: str) -> Path:
+        found = find(path, *self._places)
+        if found is None or not found.is_dir():
+            raise self._wrong(name, path, "a directory")
+        return found
+
+
+_LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})

@@ -1,0 +1,275 @@
+"""Reads requests for tokens out of the tensors of one request: each row of a batch is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from neso.backends.llm.adapter_request import adapter_of_task
+from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
+from neso.backends.tensorrtllm.settings import Settings
+from neso.backends.tensorrtllm.word_list import read_words
+from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
+from neso.server.errors import InvalidArgument
+from neso.server.inference_request import InferenceRequest
+
+NO_END = -1
+"""`end_id` of a request that only its length ends."""
+
+_SAMPLING = (
+    *("temperature", "runtime_top_k", "runtime_top_p", "runtime_top_p_min", "runtime_top_p_decay"),
+    *("runtime_top_p_reset_ids", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("len_penalty", "early_stopping", "beam_search_diversity_rate", "beam_width", "num_return_sequences"),
+    *("min_length", "min_tokens", "random_seed", "seed"),
+)
+"""Inputs of one element that are sampling parameters; of two names of one thing the newer comes later."""
+
+_NAMES = {
+    "length_penalty": "len_penalty",
+    "max_tokens": "request_output_len",
+    "n": "num_return_sequences",
+    "prompt": "input_ids",
+    "stop_words": "stop_words_list",
+    "bad_words": "bad_words_list",
+    "stop_token_ids": "end_id",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "top_p_decay": "runtime_top_p_decay",
+    "top_p_min": "runtime_top_p_min",
+    "top_p_reset_ids": "runtime_top_p_reset_ids",
+}
+"""Of parameters, as the tensors are named here: for errors."""
+
+_REFUSED = {
+    "encoder_input_features": "models with an encoder are not run",
+    "cross_attention_mask": "models with an encoder are not run",
+    "mrope_rotary_cos_sin": "positions in three dimensions are not supported",
+    "context_phase_params": "a prompt and its answer are computed by the same engine here",
+    "lookahead_window_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
+    "lookahead_ngram_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
+    "lookahead_verification_set_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
+    "retention_token_range_starts": "cached blocks have no priorities, they go in the order of their last use",
+    "retention_decode_priority": "cached blocks have no priorities, they go in the order of their last use",
+}
+"""Inputs that cannot be honoured."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """One row: what to generate, and what of it the client wants.
+
+    `wanted`: the names behind `return_` in the inputs that are true. `end_id`: the token that ends it and that is not
+    part of the output; `NO_END`: none.
+    """
+
+    generation: GenerationRequest
+    streaming: bool
+    exclude_input: bool
+    end_id: int
+    pad_id: int
+    wanted: frozenset[str]
+
+    @property
+    def prompt(self) -> list[int]:
+        assert isinstance(self.generation.prompt, list)
+        return self.generation.prompt
+
+    @property
+    def num_responses(self) -> int:
+        """Sequences that are answered one by one; beams come together."""
+        sampling = self.generation.sampling
+        return 1 if sampling.uses_beams else sampling.n
+
+
+class RequestReader:
+    """For a model with these settings; `batched`: its tensors have a batch dimension."""
+
+    def __init__(self, settings: Settings, *, batched: bool, decoupled: bool) -> None:
+        self._settings = settings
+        self._batched = batched
+        self._decoupled = decoupled
+
+    def rows(self, request: InferenceRequest) -> list[TokenRequest]:
+        """Raises `InvalidArgument` that names what is wrong."""
+        first = request.inputs.get("input_ids")
+        if first is None:
+            raise InvalidArgument("input_ids: is missing")
+        count = first.shape[0] if self._batched else 1
+        rows = [self._read(_Row(request, number if self._batched else None)) for number in range(count)]
+        if not self._decoupled:
+            _check_single(rows)
+        return rows
+
+    def stops(self, request: InferenceRequest) -> bool:
+        """Whether a request is to end another one."""
+        tensor = request.inputs.get("stop")
+        return tensor is not None and bool(tensor.array.any())
+
+    def _read(self, row: _Row) -> TokenRequest:
+        for name, reason in _REFUSED.items():
+            if row.has(name):
+                raise InvalidArgument(f"{name}: {reason}")
+        if row.scalar("skip_cross_attn_blocks", False):
+            raise InvalidArgument("skip_cross_attn_blocks: models with an encoder are not run")
+        # Preprocessing gives every model one token to begin its decoder with; decoders alone have no use for it.
+        if row.has("decoder_input_ids") and row.array("decoder_input_ids").size > 1:
+            raise InvalidArgument("decoder_input_ids: models with an encoder are not run")
+        wanted = row.wanted()
+        end_id = row.scalar("end_id", NO_END)
+        try:
+            sampling = SamplingParams.from_mapping(self._sampling(row, end_id, wanted))
+        except InvalidParameter as error:
+            raise named_as_here(error) from None
+        return TokenRequest(
+            generation=GenerationRequest(
+                row.prompt(),
+                sampling,
+                priority=row.request.priority,
+                queue_timeout_ms=row.request.timeout_us / 1000 if row.request.timeout_us else None,
+                lora=row.adapter(),
+                prompt_embedding_table=row.optional("prompt_embedding_table"),
+                prompt_vocab_size=row.scalar("prompt_vocab_size") or None,
+                draft=read_draft(*(row.optional(name) for name in DRAFT_NAMES)),
+                detokenize=False,
+            ),
+            streaming=bool(row.scalar("streaming", False)),
+            exclude_input=bool(row.scalar("exclude_input_in_output", self._settings.exclude_input_in_output)),
+            end_id=end_id,
+            pad_id=row.scalar("pad_id", NO_END),
+            wanted=wanted,
+        )
+
+    def _sampling(self, row: _Row, end_id: int, wanted: frozenset[str]) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            # As TensorRT-LLM has them, where other defaults are usual elsewhere.
+            "min_tokens": 1,
+            "len_penalty": 0.0,
+            "early_stopping": True,
+            "max_tokens": row.scalar("request_output_len"),
+            "ignore_eos": True,
+            "stop_token_ids": () if end_id == NO_END else (end_id,),
+        }
+        for name in _SAMPLING:
+            value = row.scalar(name)
+            if value is not None:
+                values[_CANONICAL.get(name, name)] = value
+        self._choose_decoding(values)
+        for name in ("stop_words_list", "bad_words_list"):
+            if row.has(name):
+                values[name.removesuffix("_list")] = read_words(name, row.array(name))
+        if row.has("embedding_bias"):
+            values["embedding_bias"] = row.array("embedding_bias")
+        for name in ("guided_decoding_guide_type", "guided_decoding_guide"):
+            if row.has(name):
+                values[name] = row.text(name)
+        if "log_probs" in wanted:
+            values["logprobs"] = 0
+        for name in wanted & {"context_logits", "generation_logits"}:
+            values[f"return_{name}"] = True
+        return values
+
+    def _choose_decoding(self, values: dict[str, Any]) -> None:
+        """Beams or draws: which of top_k and top_p count, and what it means that they are not given."""
+        width, mode = values.get("beam_width", 1), self._settings.decoding_mode
+        if width > self._settings.max_beam_width:
+            raise InvalidArgument(
+                f"beam_width: is {width}, max_beam_width of this model is {self._settings.max_beam_width}"
+            )
+        if width > 1:
+            values.setdefault("num_return_sequences", width)
+        if mode == "top_k":
+            values.pop("runtime_top_p", None)
+        elif mode == "top_p":
+            values.pop("runtime_top_k", None)
+        for name in ("runtime_top_p", "runtime_top_p_min"):
+            if values.get(name, 1) <= 0:
+                del values[name]
+        drawn = values.get("runtime_top_k", 0) > 0 or "runtime_top_p" in values
+        if width == 1 and (mode == "beam_search" or not drawn) and values.get("temperature", 0) >= 0:
+            values["temperature"] = 0.0
+
+
+_CANONICAL = {"min_length": "min_tokens", "random_seed": "seed"}
+
+
+def _check_single(rows: list[TokenRequest]) -> None:
+    """A model that is not decoupled gives one response."""
+    if len(rows) > 1:
+        raise InvalidArgument(
+            "a batch of several sequences needs a decoupled model: each is answered by itself"
+        )
+    (row,) = rows
+    if row.streaming:
+        raise InvalidArgument(
+            "streaming: is only supported by a decoupled model (model_transaction_policy { decoupled: true })"
+        )
+    if row.num_responses > 1:
+        raise InvalidArgument(
+            "num_return_sequences: above 1 needs a decoupled model, each is answered by itself"
+        )
+
+
+def named_as_here(error: InvalidParameter) -> InvalidArgument:
+    """The error about a parameter, by the name of its tensor."""
+    return InvalidArgument(f"{_NAMES.get(error.field, error.field)}: {error.message}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The tensors of one row; `number` None: they have no batch dimension. Those without elements are not there."""
+
+    request: InferenceRequest
+    number: int | None
+
+    def has(self, name: str) -> bool:
+        tensor = self.request.inputs.get(name)
+        return tensor is not None and tensor.array.size > 0
+
+    def scalar(self, name: str, default: Any = None) -> Any:
+        """The one element of a tensor, as a Python value."""
+        if not self.has(name):
+            return default
+        values = self.request.inputs[name].array
+        count = 1 if self.number is None else values.shape[0]
+        if values.size != count:
+            raise InvalidArgument(f"{name}: must have one element a row, got the shape {list(values.shape)}")
+        return values.reshape(-1)[self.number or 0].item()
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        values = self.request.inputs[name].array
+        return values if self.number is None else values[self.number]
+
+    def optional(self, name: str) -> npt.NDArray[Any] | None:
+        return self.array(name) if self.has(name) else None
+
+    def text(self, name: str) -> str:
+        values = self.array(name).reshape(-1)
+        try:
+            text: str = values[0].decode()
+        except UnicodeDecodeError:
+            raise InvalidArgument(f"{name}: is not UTF-8") from None
+        return text
+
+    def prompt(self) -> list[int]:
+        """The first `input_lengths` of `input_ids`: what is behind them is padding."""
+        ids = self.array("input_ids").reshape(-1)
+        length = self.scalar("input_lengths", len(ids))
+        if not 0 < length <= len(ids):
+            raise InvalidArgument(f"input_lengths: is {length}, input_ids has {len(ids)} tokens")
+        prompt: list[int] = ids[:length].tolist()
+        return prompt
+
+    def wanted(self) -> frozenset[str]:
+        names = (name for name in self.request.inputs if name.startswith("return_"))
+        return frozenset(name.removeprefix("return_") for name in names if self.scalar(name, False))
+
+    def adapter(self) -> LoraRequest | None:
+        weights, config = self.optional("lora_weights"), self.optional("lora_config")
+        task = self.scalar("lora_task_id")
+        if task is not None:
+            return adapter_of_task(task, weights, config)
+        if weights is not None or config is not None:
+            raise InvalidArgument("lora_weights: needs lora_task_id")
+        return None

@@ -1,0 +1,84 @@
+"""A chat template that stands in place of the models' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from neso.generation import InvalidParameter, TextTools
+
+if TYPE_CHECKING:
+    from neso.engine.text.chat_template import ChatTemplate
+
+
+class TemplatedText:
+    """The `TextTools` of a model with another chat template."""
+
+    has_chat_template = True
+
+    def __init__(self, tools: TextTools, source: str) -> None:
+        self._tools = tools
+        self._source = source
+        self._template: ChatTemplate | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._tools.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tools.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        if self._template is None:
+            from neso.engine.text.chat_template import ChatTemplate
+
+            special_tokens = getattr(self._tools, "special_tokens", None)
+            self._template = ChatTemplate(self._source, special_tokens.texts if special_tokens else {})
+        return self._template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+
+
+class UnknownText:
+    """The `TextTools` of a model whose tokenizer nobody knows."""
+
+    has_chat_template = False
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self._refuse()
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self._refuse()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise InvalidParameter("model", "no tokenizer is known for it, so it takes a prompt of text only")
+
+
+UNKNOWN_TEXT = UnknownText()
+
+
+def read_chat_template(given: str) -> str:
+    """The template in a file, or the one that is given itself. Raises `ValueError`."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the chat template '{given}' cannot be read: {error}") from None

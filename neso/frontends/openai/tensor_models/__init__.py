@@ -1,0 +1,10 @@
+"""Models whose text comes and goes as tensors: ensembles, business logic and Python models, as language models.
+
+Two conventions are known, and mixtures of them: that of Triton's vLLM backend, which takes `sampling_parameters` as one
+JSON text, and that of TensorRT-LLM's models, which have an input for each parameter.
+"""
+
+from neso.frontends.openai.tensor_models.model import TensorLanguageModel
+from neso.frontends.openai.tensor_models.text_face import missing_for_text
+
+__all__ = ["TensorLanguageModel", "missing_for_text"]

@@ -1,0 +1,60 @@
+"""Sampling parameters as the one JSON text that vLLM's convention has for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import orjson
+
+from neso.frontends.openai.tensor_models.sampling_inputs import NO_INPUT
+from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
+
+_DEFAULTS = SamplingParams()
+_ALWAYS = ("max_tokens", "temperature", "top_p")
+_REFUSED = (
+    "stop_words",
+    "embedding_bias",
+    "return_context_logits",
+    "return_generation_logits",
+    "prompt_logprobs",
+)
+_GUIDE_FIELDS = (
+    "json",
+    "regex",
+    "choice",
+    "grammar",
+    "json_object",
+    "structural_tag",
+    "whitespace_pattern",
+    "disable_any_whitespace",
+)
+
+
+def sampling_json(sampling: SamplingParams, lora_name: str = "") -> str:
+    """What differs from the defaults, by the names of vLLM's `SamplingParams`. Raises `InvalidParameter`."""
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(SamplingParams):
+        value = getattr(sampling, field.name)
+        given = value != getattr(_DEFAULTS, field.name)
+        if given and field.name in _REFUSED:
+            raise InvalidParameter(field.name, NO_INPUT)
+        if value is not None and (given or field.name in _ALWAYS):
+            values[field.name] = value
+    guide: GuidedDecoding | None = values.pop("guided_decoding", None)
+    if guide is not None:
+        values["structured_outputs"] = _guide_json(guide)
+    if "logit_bias" in values:
+        values["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if lora_name:
+        values["lora_name"] = lora_name
+    return orjson.dumps(values).decode()
+
+
+def _guide_json(guide: GuidedDecoding) -> str:
+    fields = {name: getattr(guide, name) for name in _GUIDE_FIELDS}
+    if fields["json"] is True:
+        fields["json"], fields["json_object"] = None, True
+    return orjson.dumps(
+        {name: value for name, value in fields.items() if value not in (None, False)}
+    ).decode()

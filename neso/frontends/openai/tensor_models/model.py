@@ -1,0 +1,207 @@
+"""A language model over tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from neso.frontends.openai.merge import merge
+from neso.frontends.openai.tensor_models import text_face
+from neso.frontends.openai.tensor_models.answer_text import AnswerText
+from neso.frontends.openai.tensor_models.response import TextResponse
+from neso.frontends.openai.tensor_models.sequence import Sequence
+from neso.frontends.openai.tensor_models.token_limit import TokenLimit
+from neso.generation import (
+    GenerationOutput,
+    GenerationRequest,
+    InvalidParameter,
+    SamplingParams,
+    TextTools,
+    Usage,
+)
+from neso.server.inference_request import InferenceRequest
+
+if TYPE_CHECKING:
+    from neso.server.model import Model
+    from neso.server.tracing import Trace
+
+NO_LIMIT = 2**31 - 1
+"""Stands for the context length of a model that does not tell it."""
+_LONG = 10_000
+"""Characters of a prompt whose tokens are counted in a thread."""
+
+
+class TensorLanguageModel:
+    """`LanguageModel` of a model that takes `text_input` and gives `text_output`.
+
+    Each sequence is an inference request. `tokenizer` is None where there is none: then tokens are counted by the model
+    or not at all. `default_max_tokens` is for requests without a limit to models of unknown context length.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        text: TextTools,
+        tokenizer: TextTools | None,
+        max_model_len: int,
+        default_max_tokens: int,
+    ) -> None:
+        self.text = text
+        self.max_model_len = max_model_len
+        self._model = model
+        self._tokenizer = tokenizer
+        self._default_max_tokens = default_max_tokens
+        self._accumulates = _flag(model, "accumulate_tokens")
+        self._told_limit = text_face.takes_limit(model.signature)
+
+    async def generate(
+        self, request: GenerationRequest, trace: Trace | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """See `LanguageModel.generate`. Raises `ServerError` too: what the model answers."""
+        prompt = self._prompt_text(request)
+        count = await self._count_prompt(request, prompt)
+        runs = [
+            self._run(request, prompt, count, sampling, trace)
+            for sampling in self._samplings(request.sampling, count)
+        ]
+        usages = [Usage(count)] * len(runs)
+        ended = [False] * len(runs)
+        async with aclosing(merge(runs)) as outputs:
+            async for index, output in outputs:
+                usages[index], ended[index] = output.usage, output.finished
+                yield replace(
+                    output,
+                    deltas=[replace(delta, index=index) for delta in output.deltas],
+                    usage=_sum(usages),
+                    finished=all(ended),
+                    num_sequences=len(runs),
+                )
+
+    def _prompt_text(self, request: GenerationRequest) -> str:
+        """The prompt as text; tokens where text can stand for them. Raises `InvalidParameter`."""
+        if isinstance(request.prompt, str):
+            return request.prompt
+        if self._tokenizer is None:
+            raise InvalidParameter("prompt", "the model takes text, and no tokenizer is known for it")
+        text = self._tokenizer.decode(request.prompt, skip_special_tokens=False)
+        for special in (False, True):
+            if self._tokenizer.encode(text, add_special_tokens=special) == request.prompt:
+                return text
+        raise InvalidParameter("prompt", "the model takes text, and no text has these tokens")
+
+    async def _count_prompt(self, request: GenerationRequest, prompt: str) -> int:
+        """Tokens of the prompt; 0 where nobody needs to know or can tell. Raises `InvalidParameter`."""
+        asks = request.sampling.max_tokens is None and self._told_limit and self.max_model_len < NO_LIMIT
+        if self._tokenizer is None or not (asks or "num_input_tokens" not in self._model.signature.outputs):
+            return 0
+        if not isinstance(request.prompt, str):
+            return len(request.prompt)
+        special = request.add_special_tokens
+        if len(prompt) < _LONG:
+            return len(self._tokenizer.encode(prompt, add_special_tokens=special))
+        return len(await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens=special))
+
+    def _samplings(self, asked: SamplingParams, num_prompt_tokens: int) -> list[SamplingParams]:
+        """Those of each sequence, with a limit, and with seeds of their own where there are several.
+
+        Without one a model might take the same for all of them.
+        """
+        changes: dict[str, int | None] = {"n": 1}
+        if asked.max_tokens is None and self._told_limit:
+            changes["max_tokens"] = max(self._room(num_prompt_tokens), asked.min_tokens)
+        seeds: list[int | None] = [asked.seed]
+        if asked.n > 1 and (asked.seed is not None or text_face.takes_seed(self._model.signature)):
+            first = random.getrandbits(31) if asked.seed is None else asked.seed
+            seeds = [_wrapped(first + index) for index in range(asked.n)]
+        elif asked.n > 1:
+            seeds = [None] * asked.n
+        return [msgspec.structs.replace(asked, **changes, seed=seed) for seed in seeds]
+
+    def _room(self, num_prompt_tokens: int) -> int:
+        if self.max_model_len >= NO_LIMIT or self._tokenizer is None:
+            return self._default_max_tokens
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise InvalidParameter(
+                "prompt", f"has {num_prompt_tokens} tokens, at most {self.max_model_len - 1} are taken"
+            )
+        return room
+
+    async def _run(
+        self,
+        request: GenerationRequest,
+        prompt: str,
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        trace: Trace | None,
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """One sequence. Ending it early cancels the inference request."""
+        signature = self._model.signature
+        # A model that does not know where to stop is followed, so that it can be stopped.
+        wants_stream = request.stream or (bool(sampling.stop) and not text_face.takes_stop(signature))
+        inputs = text_face.request_tensors(
+            signature, request, prompt, sampling, stream=self._model.decoupled and wants_stream
+        )
+        sequence = self._sequence(request, prompt, num_prompt_tokens, sampling)
+        stream = self._model.submit(
+            InferenceRequest(
+                self._model.name,
+                inputs,
+                id=request.request_id,
+                requested_outputs=text_face.requested_outputs(signature, inputs),
+                priority=max(request.priority, 0),
+                trace=trace,
+            )
+        )
+        try:
+            async for response in stream:
+                output = sequence.read(TextResponse.of(response), final=response.final)
+                if output is not None:
+                    yield output
+                if sequence.done:
+                    return
+        finally:
+            stream.cancel()
+
+    def _sequence(
+        self, request: GenerationRequest, prompt: str, num_prompt_tokens: int, sampling: SamplingParams
+    ) -> Sequence:
+        text = AnswerText(
+            sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            prompts=() if text_face.can_leave_prompt_out(self._model.signature) else self._repeated(prompt),
+            accumulates=self._accumulates,
+        )
+        limit = None
+        if not self._told_limit and sampling.max_tokens is not None and self._tokenizer is not None:
+            limit = TokenLimit(self._tokenizer, sampling.max_tokens)
+        return Sequence(request.request_id, num_prompt_tokens, sampling, text, self._tokenizer, limit)
+
+    def _repeated(self, prompt: str) -> list[str]:
+        """How a model may repeat the prompt: as it is, or as its tokens without the special ones say it."""
+        if self._tokenizer is None:
+            return [prompt]
+        return [prompt, self._tokenizer.decode(self._tokenizer.encode(prompt, add_special_tokens=False))]
+
+
+def _flag(model: Model, name: str) -> bool:
+    """A parameter of a model's configuration."""
+    parameters = model.config.parameters
+    return name in parameters and parameters[name].string_value.lower() in ("true", "1")
+
+
+def _sum(usages: list[Usage]) -> Usage:
+    return Usage(
+        max(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages)
+    )
+
+
+def _wrapped(seed: int) -> int:
+    """Within the range of seeds."""
+    return seed if seed < 2**63 else seed - 2**63
