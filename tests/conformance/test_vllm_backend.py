@@ -30,7 +30,7 @@ from neso.models import SHIPPED_MODELS
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from peft_adapters import greedy_with, write_adapter
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 PILOT = SHIPPED_MODELS["neso-pilot"]
 MODEL, EMBEDDER = "vllm_model", "vllm_embed"
@@ -83,7 +83,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[
         "--load-model=*",
         python=PYTHON,
         environment=ENVIRONMENT,
-        timeout=240,
+        timeout=480,
     ) as process:
         assert process.ports, process.output
         yield process
