@@ -24,6 +24,9 @@ from neso.server.metadata import ModelState
 
 logger = logging.getLogger("neso")
 
+OPENAI_ON_HTTP = ("/v1", "/health", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
+"""Paths below which the port of HTTP answers OpenAI's API too: what clients of vLLM look for on its one port."""
+
 
 class FrontEnd(Protocol):
     """What every front end has."""
@@ -119,7 +122,8 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
 
         http = KServeHttp(core, options.http)
         if app is not None:
-            http.mount("/v1", app)
+            for path in OPENAI_ON_HTTP:
+                http.mount(path, app)
         await start("http", http)
     if options.grpc is not None:
         from neso.frontends.kserve_grpc import KServeGrpc

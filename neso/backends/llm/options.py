@@ -13,6 +13,9 @@ from neso.engine.weights.errors import ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.server.errors import InvalidArgument
 
+FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")
+"""Parameters of a model that say how its messages are read: the engine does not know them."""
+
 
 def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     """Options from `model.json` in the version's folder, overridden by the config's `parameters`.
@@ -24,7 +27,11 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     the version's folder itself; `speculative_model` is found in the same way. Raises `InvalidArgument`.
     """
     options = read_object(version_directory / "model.json")
-    options |= {name: value.string_value for name, value in config.parameters.items()}
+    options |= {
+        name: value.string_value
+        for name, value in config.parameters.items()
+        if name not in FRONT_END_PARAMETERS
+    }
     adapters = read_object(version_directory / "multi_lora.json")
     if adapters and str(options.get("enable_lora", "")).lower() in ("true", "1"):
         options.setdefault("lora_modules", adapters)

@@ -19,8 +19,8 @@ HTTP = Topic(
     "HTTP",
     (
         Option("allow-http", "Serve HTTP.", BOOLEAN, True),
-        Option("http-address", "Where HTTP listens.", default="0.0.0.0", metavar="HOST"),
-        Option("http-port", "KServe over HTTP, and OpenAI's API under /v1.", PORT, 8000),
+        Option("http-address", "Where HTTP listens.", metavar="HOST", default_text="that of --host"),
+        Option("http-port", "KServe over HTTP, and OpenAI's API under /v1.", PORT, 8000, aliases=("port",)),
         Option(
             "reuse-http-port", "Share the port with other servers that have this option set.", BOOLEAN, False
         ),
@@ -63,7 +63,7 @@ def http_options(values: Values) -> HttpOptions | None:
     if not values["allow-http"]:
         return None
     return HttpOptions(
-        values["http-address"],
+        http_address(values),
         values["http-port"],
         values["http-max-input-size"],
         reuse_port=values["reuse-http-port"],
@@ -71,6 +71,12 @@ def http_options(values: Values) -> HttpOptions | None:
         restrictions=restrictions(values),
         header_forwarding=header_forwarding(values, "http-header-forward-pattern"),
     )
+
+
+def http_address(values: Values) -> str:
+    """Where HTTP listens, and whatever has no place of its own."""
+    address: str = values["http-address"] or values["host"]
+    return address
 
 
 def tls_files(values: Values) -> TlsFiles | None:

@@ -114,7 +114,7 @@ def _token_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
     async def detokenize(request: Request) -> Response:
         return await _change(request, DetokenizeRequest, tokens.detokenize, options.max_body_size)
 
-    # Under /v1, too: the port of the tensor protocols has that only.
+    # Under /v1, too, where the base URL of clients ends.
     return [
         Route(prefix + path, endpoint, methods=["POST"])
         for prefix in ("", "/v1")

@@ -143,6 +143,7 @@ class FunctionDefinition(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
+    strict: bool | None = Field(None, description="Calls fit the schema also with `tool_choice` auto.")
 
 
 class Tool(BaseModel):
@@ -166,6 +167,8 @@ class ChatCompletionRequest(GenerationFields):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = Field(None, description="False keeps the first call only.")
+    reasoning_effort: str | None = Field(None, description="For the chat template.")
+    include_reasoning: bool | None = Field(None, description="Extension: false leaves reasoning out.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Extension: for the template.")
     add_generation_prompt: bool | None = Field(None, description="Extension; true unless given.")
     continue_final_message: bool | None = Field(None, description="Extension: go on with the last message.")
