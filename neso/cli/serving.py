@@ -63,6 +63,7 @@ def run(command_line: Mapping[str, list[str]]) -> int:
 async def _serve(options: ServeOptions, started: float) -> int:
     stopping = asyncio.Event()
     _on_signals(stopping.set)
+    _on_hangup(options)
     core = Core(options.server)
     for model in options.models:
         _add_checkpoint(core, model, options.engine)
@@ -167,6 +168,13 @@ async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
 async def _stop(front_ends: dict[str, FrontEnd], core: Core, timeout: float) -> None:
     await asyncio.gather(*(front_end.stop(timeout) for front_end in front_ends.values()))
     await core.stop()
+
+
+def _on_hangup(options: ServeOptions) -> None:
+    """SIGHUP reads the API keys again, where there are any."""
+    keys = None if options.openai is None else options.openai.access.keys
+    if keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: keys.reload(force=True))
 
 
 def _on_signals(first: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import neso
+from neso.frontends.openai.access.protection import limit_rates, protect
 from neso.frontends.openai.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
 from neso.frontends.openai.chat import ChatApi
 from neso.frontends.openai.completions import CompletionsApi
@@ -22,6 +23,7 @@ from neso.frontends.openai.connection import Body, parse_body, read_body
 from neso.frontends.openai.embeddings import EmbeddingsApi
 from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
 from neso.frontends.openai.errors import ApiError, to_api_error
+from neso.frontends.openai.management_routes import control_routes, metrics_route
 from neso.frontends.openai.models import ModelsApi
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -53,16 +55,21 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
         await responses.close()
 
     app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
+    inference = [
+        *_generation_routes(core, targets, options),
+        *response_routes(core, responses, options.max_body_size),
+    ]
     for group, routes in (
-        ("inference", _generation_routes(core, targets, options)),
-        ("inference", response_routes(core, responses, options.max_body_size)),
-        ("model-repository", [*_model_routes(targets), *_adapter_routes(targets, options)]),
+        ("inference", limit_rates(inference, options.access)),
+        ("model-repository", [*control_routes(core, options.max_body_size), *_model_routes(targets)]),
+        ("model-repository", _adapter_routes(targets, options)),
+        ("metrics", [metrics_route(core)] if options.metrics else []),
         ("health", _health_routes(core)),
     ):
-        required = options.restrictions.get(group)
-        app.router.routes.extend(routes if required is None else restrict(routes, required))
+        app.router.routes.extend(restrict(routes, group, options))
     app.openapi = _description  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_http_exception)
+    protect(app, options.access)
     return app
 
 
