@@ -6,6 +6,8 @@ from asgi_client import AsgiClient
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from neso.frontends.openai import OpenAIOptions, create_app
+from neso.frontends.openai.access import AccessOptions, ApiKeys
 from neso.server.core import Core
 
 FASTAPI_S_OWN = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
@@ -72,3 +74,14 @@ def _references(value: object) -> set[str]:
         own = {value["$ref"].rpartition("/")[2]} if isinstance(value.get("$ref"), str) else set()
         return own.union(*(_references(item) for item in value.values()))
     return set().union(*(_references(item) for item in value)) if isinstance(value, list) else set()
+
+
+async def test_the_description_says_where_a_key_is_needed(core: Core) -> None:
+    access = AccessOptions(keys=ApiKeys(["secret"]), open_groups=("health", "docs"))
+    document = (await AsgiClient(create_app(core, OpenAIOptions(access=access))).get("/openapi.json")).json()
+    (name,) = document["components"]["securitySchemes"]
+    assert document["components"]["securitySchemes"][name] == {"type": "http", "scheme": "bearer"}
+    assert document["security"] == [{name: []}]
+    assert document["paths"]["/health"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/metrics"]["get"]
+    assert "401" in document["paths"]["/v1/completions"]["post"]["responses"]

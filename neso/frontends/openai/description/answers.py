@@ -253,6 +253,22 @@ class ModelList(Described):
     data: list[ModelCard]
 
 
+class ModelChanged(Described):
+    """A model was unloaded."""
+
+    status: Literal["success"]
+    model: str
+
+
+class ModelLoaded(ModelChanged):
+    """A model was loaded."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
 class OutputItem(Described):
     """A message, a function call, or thoughts."""
 

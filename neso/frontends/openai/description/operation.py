@@ -14,18 +14,18 @@ _REFERENCES = "#/components/schemas/{model}"
 JSON, TEXT, EVENTS = "application/json", "text/plain", "text/event-stream"
 ERRORS = {
     400: "The request is not as it must be; `param` names the field.",
-    401: "An API key is missing or wrong.",
-    403: "It is not allowed.",
+    401: "An API key, or a header that is asked for, is missing or wrong.",
+    403: "It is not allowed, or a header that is asked for is missing.",
     404: "There is no such model, response or route.",
-    408: "It took too long.",
     409: "It is there already.",
     413: "The body is too large.",
-    415: "The body is not of a type that is taken.",
     429: "Too many requests.",
     499: "The request was cancelled.",
     500: "The server failed.",
     503: "The model, or the server, is not ready.",
 }
+_REFUSED = (401, 403)
+"""Any route may be for those with a key, or with a header (`restricted`)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Operation:
     """One method of one route.
 
     `answer` is a pydantic class, or the media type of what is no JSON, "" for no body. `events` says that the answer
-    may be a stream, and of what.
+    may be a stream, and of what. `open_group`, of `OPEN_GROUPS`, may be left open where others ask for a key.
     """
 
     tag: str
@@ -63,7 +63,8 @@ class Operation:
     parameters: Sequence[Parameter] = ()
     events: str = ""
     errors: Sequence[int] = (400, 404, 413, 429, 499, 500, 503)
-    is_public: bool = False
+    body_required: bool = True
+    open_group: str = ""
 
 
 class Components:
@@ -80,8 +81,8 @@ class Components:
         return {"$ref": _REFERENCES.format(model=model.__name__)}
 
 
-def described(operation: Operation, components: Components) -> dict[str, Any]:
-    """The operation as the document has it."""
+def described(operation: Operation, components: Components, open_groups: Sequence[str]) -> dict[str, Any]:
+    """The operation as the document has it. `open_groups` ask for no key."""
     result: dict[str, Any] = {"tags": [operation.tag], "summary": operation.summary}
     if operation.parameters:
         result["parameters"] = [parameter.as_dict() for parameter in operation.parameters]
@@ -89,12 +90,12 @@ def described(operation: Operation, components: Components) -> dict[str, Any]:
         content: dict[str, Any] = {"schema": components.add(operation.body, "validation")}
         if operation.examples:
             content["examples"] = {name: {"value": value} for name, value in operation.examples.items()}
-        result["requestBody"] = {"required": True, "content": {JSON: content}}
+        result["requestBody"] = {"required": operation.body_required, "content": {JSON: content}}
     result["responses"] = {"200": _success(operation, components)}
     error = {JSON: {"schema": components.add(Error, "serialization")}}
-    for status in operation.errors:
+    for status in sorted({*operation.errors, *_REFUSED}):
         result["responses"][str(status)] = {"description": ERRORS[status], "content": error}
-    if operation.is_public:
+    if operation.open_group in open_groups:
         result["security"] = []
     return result
 

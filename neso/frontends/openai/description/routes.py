@@ -7,6 +7,7 @@ from typing import Any
 from neso.frontends.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from neso.frontends.openai.description import answers
 from neso.frontends.openai.description.operation import TEXT, Operation, Parameter
+from neso.frontends.openai.model_control import LoadModelRequest, UnloadModelRequest
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from neso.frontends.openai.responses import ResponseRequest
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
@@ -27,7 +28,7 @@ _RESPONSE_PATH = Parameter("response_id", "path", _TEXT)
 
 
 def _health(summary: str) -> Operation:
-    return Operation(_HEALTH, summary, "", errors=(503,), is_public=True)
+    return Operation(_HEALTH, summary, "", errors=(503,), open_group="health")
 
 
 _READY, _LIVE = _health("Whether the server can serve"), _health("Whether the server runs")
@@ -192,6 +193,28 @@ ROUTES: dict[str, dict[str, Operation]] = {
             _MODELS, "One model", answers.ModelCard, parameters=(_MODEL_PATH,), errors=(400, 404, 500, 503)
         ),
     },
+    "/v1/models/{model}/load": {
+        "post": Operation(
+            _MODELS,
+            "Load a model, in control mode explicit",
+            answers.ModelLoaded,
+            LoadModelRequest,
+            parameters=(_MODEL_PATH,),
+            errors=(400, 404, 409, 413, 500, 503),
+            body_required=False,
+        ),
+    },
+    "/v1/models/{model}/unload": {
+        "post": Operation(
+            _MODELS,
+            "Unload a model, in control mode explicit",
+            answers.ModelChanged,
+            UnloadModelRequest,
+            parameters=(_MODEL_PATH,),
+            errors=(400, 404, 413, 500, 503),
+            body_required=False,
+        ),
+    },
     "/v1/load_lora_adapter": {
         "post": Operation(
             _MODELS,
@@ -214,7 +237,6 @@ ROUTES: dict[str, dict[str, Operation]] = {
     "/health/ready": {"get": _READY},
     "/health/live": {"get": _LIVE},
     "/ping": {"get": _READY, "post": _READY},
-    "/version": {
-        "get": Operation(_HEALTH, "The server's version", answers.Version, errors=(500,), is_public=True)
-    },
+    "/version": {"get": Operation(_HEALTH, "The server's version", answers.Version, errors=(500,))},
+    "/metrics": {"get": Operation(_HEALTH, "Prometheus metrics", TEXT, errors=(500,), open_group="metrics")},
 }
