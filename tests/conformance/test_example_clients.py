@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from server_process import ServerProcess
-from trtllm_repository import ANSWER, PROMPT, init
+from layout_repository import ANSWER, PROMPT, init
 
 from neso import load_tokenizer
 
