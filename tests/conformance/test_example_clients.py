@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from server_process import ServerProcess
 from layout_repository import ANSWER, PROMPT, init
+from server_process import ServerProcess
 
 from neso import load_tokenizer
 
