@@ -1,4 +1,4 @@
-"""The metrics of a language model's requests and steps, by vLLM's names and buckets."""
+"""The metrics of a language model's requests and steps, by vLLM's names and buckets; lengths also by TensorRT-LLM's."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ REQUEST_BUCKETS = (
 COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
+LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
+"""TensorRT-LLM's, of tokens."""
 
 
 class LlmMetrics:
@@ -98,6 +100,15 @@ class LlmMetrics:
         self.n = histogram("request_params_n", "Histogram of the n request parameter.", N_BUCKETS)
         self.preemptions = histogram(
             "request_preemptions", "Histogram of how often a request had to start over.", (0, *N_BUCKETS)
+        )
+        self.input_length, self.output_length = (
+            registry.histogram(
+                f"nv_llm_{what}_token_len",
+                "TRT LLM response metrics",
+                ("model", "version", "response_metric_type"),
+                LENGTH_BUCKETS,
+            ).labels(*labels, f"total_{what}_tokens")
+            for what in ("input", "output")
         )
         self.step_tokens = histogram(
             "iteration_tokens_total", "Histogram of number of tokens per engine step.", STEP_BUCKETS
@@ -173,6 +184,8 @@ class RequestTimer:
             metrics.mean_per_token.observe((self._last - self._first) / 1e9 / (max(self._tokens) - 1))
         metrics.request_prompt_tokens.observe(last.usage.prompt_tokens)
         metrics.request_generation_tokens.observe(last.usage.completion_tokens)
+        metrics.input_length.observe(last.usage.prompt_tokens)
+        metrics.output_length.observe(last.usage.completion_tokens)
         metrics.longest_generation.observe(max(self._tokens))
         if self._sampling.max_tokens is not None:
             metrics.max_tokens.observe(self._sampling.max_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -21,11 +22,17 @@ def write_model(
     max_batch_size: int = 8,
     decoupled: bool = True,
     listed: bool = True,
+    files: dict[str, Path] | None = None,
     **parameters: object,
 ) -> Path:
-    """Write a model's folder into `root` and return it. `listed`: config.pbtxt lists all inputs and outputs."""
+    """Write a model's folder into `root` and return it. `listed`: config.pbtxt lists all inputs and outputs.
+
+    `files`: directories that are copied into it, by their place there.
+    """
     folder = root / name
     (folder / "1").mkdir(parents=True)
+    for place, directory in (files or {}).items():
+        shutil.copytree(directory, folder / place, dirs_exist_ok=True)
     config = pb.ModelConfig(name=name, backend="tensorrtllm", max_batch_size=max_batch_size)
     config.model_transaction_policy.decoupled = decoupled
     if max_batch_size:
