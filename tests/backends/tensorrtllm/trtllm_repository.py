@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -23,11 +24,12 @@ def write_model(
     decoupled: bool = True,
     listed: bool = True,
     files: dict[str, Path] | None = None,
+    change: Callable[[str], str] = str,
     **parameters: object,
 ) -> Path:
     """Write a model's folder into `root` and return it. `listed`: config.pbtxt lists all inputs and outputs.
 
-    `files`: directories that are copied into it, by their place there.
+    `files`: directories that are copied into it, by their place there. `change`: of config.pbtxt.
     """
     folder = root / name
     (folder / "1").mkdir(parents=True)
@@ -46,5 +48,5 @@ def write_model(
     values |= {key: str(value) for key, value in parameters.items()}
     for key, value in values.items():
         config.parameters[key].string_value = value
-    (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
+    (folder / "config.pbtxt").write_text(change(text_format.MessageToString(config)))
     return folder
