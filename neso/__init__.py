@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from neso.engine.llm import LLM
+    from neso.engine.text.loading import load_tokenizer
+    from neso.engine.text.tokenizer import Tokenizer
     from neso.frontends.inprocess import KServeGrpc, KServeHttp, Metrics
     from neso.generation import SamplingParams
     from neso.server.datatypes import DataType
@@ -59,14 +61,18 @@ __all__ = [
     "Server",
     "ServerError",
     "Tensor",
+    "Tokenizer",
     "Unavailable",
     "Unsupported",
     "__version__",
+    "load_tokenizer",
 ]
 
 # Imported when they are first used, so that `import neso` costs nothing.
 _MODULES = {
     "neso.engine.llm": ("LLM",),
+    "neso.engine.text.loading": ("load_tokenizer",),
+    "neso.engine.text.tokenizer": ("Tokenizer",),
     "neso.frontends.inprocess": ("KServeGrpc", "KServeHttp", "Metrics"),
     "neso.generation": ("SamplingParams",),
     "neso.server.datatypes": ("DataType",),

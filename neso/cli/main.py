@@ -13,6 +13,7 @@ import typer
 
 from neso import __version__
 from neso.cli.build import build
+from neso.cli.repo import repo
 from neso.cli.serve import SUMMARY, ServeCommand, serve_function
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ def neso(
 
 app.command(help="Pack a model for the native runner, quantized if you like.")(build)
 app.command("serve", cls=ServeCommand, help=SUMMARY)(serve_function())
+app.add_typer(repo, name="repo")
 
 
 def main() -> None:

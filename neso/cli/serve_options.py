@@ -94,7 +94,7 @@ class ServeOptions:
         )
         return cls(
             server=server,
-            models=tuple(ModelArgument.parse(name) for name in names),
+            models=_models(names, values["served-model-name"]),
             engine=engine_options(values),
             http=http_options(values),
             grpc=grpc_options(values),
@@ -124,3 +124,13 @@ class ServeOptions:
                     f"address and port {options.host}:{options.port}"
                 )
             taken[place] = name
+
+
+def _models(texts: list[str], served_name: str | None) -> tuple[ModelArgument, ...]:
+    """The MODELs. Raises `OptionError`."""
+    models = tuple(ModelArgument.parse(text) for text in texts)
+    if served_name is None:
+        return models
+    if len(models) != 1:
+        raise OptionError("--served-model-name is the name of one MODEL; of several, give each as NAME=MODEL")
+    return (ModelArgument.parse(f"{served_name}={models[0].checkpoint}"),)

@@ -66,6 +66,7 @@ class RequestState:
             # The end of the prompt says whether the first word keeps the space before it.
             self.tokenizer.detokenizer(
                 skip_special_tokens=params.skip_special_tokens,
+                shown_special_tokens=params.shown_special_tokens,
                 prompt_token_ids=self.request.prompt_token_ids[-8:],
             ),
             params.stop,

@@ -24,7 +24,7 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     - json: a JSON schema, as an object or its text; True for any object
     - regex: the whole output matches it; Rust's syntax, without look-around and back-references
-    - choice: the output is one of these strings
+    - choice: the output is one of these strings; a list of them will do
     - grammar: Lark as llguidance reads it, or GBNF
     - json_object: any JSON object
     - structural_tag: free text in which what follows a trigger fits a schema; an object or its text
@@ -54,6 +54,7 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         if self.choice is not None:
             self._check_choice(self.choice)
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
         if self.whitespace_pattern is not None or self.disable_any_whitespace:
             self._check_whitespace()
         for kind in ("json", "structural_tag"):
@@ -82,7 +83,8 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.asked_as or f"guided_decoding.{self.kind}"
 
     def _check_choice(self, choice: tuple[str, ...]) -> None:
-        if not choice or not all(choice):
+        strings = isinstance(choice, list | tuple) and all(isinstance(text, str) for text in choice)
+        if not strings or not choice or not all(choice):
             raise InvalidParameter(self.field, "choices must be strings that are not empty, at least one")
         for text in choice:
             check_unicode(self.field, text)

@@ -33,6 +33,10 @@ class TextTools(Protocol):
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
 
+    @property
+    def chat_template_source(self) -> str:
+        """The text of the chat template, by which is known how the model writes calls and reasoning; "" for none."""
+
 
 @runtime_checkable
 class TokenBytes(Protocol):

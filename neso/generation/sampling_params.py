@@ -52,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     - bad_words: texts or token sequences that must not be generated; stop_words: token sequences that end it.
     - allowed_token_ids: nothing else is generated.
     - embedding_bias: float32[vocabulary] in the machine's order of bytes, added to the logits.
+    - shown_special_tokens: texts of those that are shown although special tokens are skipped.
     - return_context_logits, return_generation_logits: the model's own logits of the prompt's positions, and those
       that each token was chosen from.
     """
@@ -90,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     return_generation_logits: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[str, ...] = ()
     guided_decoding: GuidedDecoding | None = None
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from serve_arguments import parse
 import neso
 from neso.cli.options.errors import OptionError
 from neso.cli.serve_options import ModelArgument
+from neso.engine.config import EngineConfig
 from neso.server.options import ModelControlMode
 from neso.server.response_cache.options import RedisOptions
 
@@ -117,7 +118,52 @@ def test_options_reach_their_places(tmp_path):
 
 def test_engine_options_are_for_named_models():
     options = parse("m=neso-pilot", "--max-model-len=512", "--max-num-seqs=4")
-    assert options.engine == {"runner": "auto", "max_model_len": "512", "max_num_seqs": "4"}
+    assert options.engine == {"max_model_len": "512", "max_num_seqs": "4"}
+
+
+def test_adapters_and_guesses_are_options_of_the_engine():
+    options = parse(
+        "neso-pilot",
+        "--enable-lora",
+        "--max-loras=4",
+        "--lora-modules=sql=adapters/sql",
+        "--lora-modules=poems=adapters/poems",
+        '--speculative-config={"method": "ngram", "num_speculative_tokens": 4}',
+        "--engine-config=block_size=32",
+        "--engine-config=enable_prefix_caching=false",
+    )
+    engine = EngineConfig.from_options("x", dict(options.engine))
+    assert engine.lora.enable_lora and engine.lora.max_loras == 4
+    assert engine.lora.lora_modules == {"sql": "adapters/sql", "poems": "adapters/poems"}
+    assert engine.speculation.speculative == "ngram" and engine.speculation.num_speculative_tokens == 4
+    assert engine.scheduler.block_size == 32 and not engine.scheduler.enable_prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lora-modules=sql"], "--lora-modules: expected NAME=PATH, got 'sql'"),
+        (["--engine-config=block_size"], "--engine-config: expected KEY=VALUE, got 'block_size'"),
+        (
+            ["--max-num-seqs=4", "--engine-config=max_num_seqs=8"],
+            "--engine-config: 'max_num_seqs' is given twice",
+        ),
+        (["--speculative-config=ngram"], "--speculative-config: expected a JSON object"),
+        (["--speculative-config=[]"], r"--speculative-config: expected a JSON object, got '\[\]'"),
+    ],
+)
+def test_bad_options_of_the_engine(arguments, message):
+    with pytest.raises(OptionError, match=message):
+        parse("neso-pilot", *arguments)
+
+
+def test_a_model_may_be_served_by_another_name():
+    (model,) = parse("org/model", "--served-model-name=chat").models
+    assert model == ModelArgument("chat", "org/model")
+    with pytest.raises(OptionError, match="of one MODEL"):
+        parse("a", "b", "--served-model-name=chat")
+    with pytest.raises(OptionError, match="expected CHECKPOINT or NAME=CHECKPOINT"):
+        parse("a", "--served-model-name=")
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,14 @@ def test_addresses_follow_that_of_http():
     assert parse("--http-address=127.0.0.1", "--metrics-address=::1").metrics.host == "::1"
 
 
+def test_host_is_that_of_all():
+    options = parse("--host=127.0.0.1", "--port=8080")
+    places = (options.http, options.grpc, options.metrics, options.openai_http)
+    assert {place.host for place in places} == {"127.0.0.1"} and options.http.port == 8080
+    options = parse("--host=127.0.0.1", "--http-address=::1", "--grpc-address=::")
+    assert options.grpc.host == "::" and options.metrics.host == options.http.host == "::1"
+
+
 def test_strict_model_config_is_the_old_name():
     assert parse("--strict-model-config=true").server.disable_auto_complete_config
     assert not parse("--strict-model-config=false").server.disable_auto_complete_config

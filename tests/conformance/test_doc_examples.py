@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from doc_reader import at_addresses, blocks
 from server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +24,6 @@ PAGES = (
     "docs/embeddings.md",
     "docs/prompt-embeddings.md",
 )
-BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-DEFAULT_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000}
 
 IDENTITY_CONFIG = """
 backend: "python"
@@ -43,13 +42,17 @@ class TritonPythonModel:
 
 
 def examples() -> list:
+    """Language, code, and the block of what it prints, if the page shows one."""
     found = []
     for page in PAGES:
-        for language, code in BLOCK.findall((ROOT / page).read_text()):
+        read = [*blocks((ROOT / page).read_text()), None]
+        for block, following in pairwise(read):
             # The set-up commands are tried on a clean machine, not within the tests that they run.
-            if "./neso-" not in code:
-                number = sum(p.id.startswith(page) for p in found)
-                found.append(pytest.param(language, code, id=f"{page}-{number}"))
+            if block is None or block.language not in ("bash", "python") or "./neso-" in block.text:
+                continue
+            answer = following if following is not None and following.is_answer else None
+            number = sum(p.id.startswith(page) for p in found)
+            found.append(pytest.param(block.language, block.text, answer, id=f"{page}-{number}"))
     return found
 
 
@@ -65,10 +68,9 @@ def served(tmp_path_factory):
         yield server
 
 
-@pytest.mark.parametrize(("language", "code"), examples())
-def test_example(served, language, code):
-    for name, port in DEFAULT_PORTS.items():
-        code = code.replace(f"localhost:{port}", served.address(name))
+@pytest.mark.parametrize(("language", "code", "answer"), examples())
+def test_example(served, language, code, answer):
+    code = at_addresses(code, served)
     command = (
         [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
     )
@@ -78,3 +80,5 @@ def test_example(served, language, code):
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
     assert '"error"' not in result.stdout
+    if answer is not None:
+        answer.check(result.stdout)

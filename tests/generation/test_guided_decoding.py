@@ -123,6 +123,13 @@ def test_bad_requests_name_their_field(values: dict[str, Any], field: str) -> No
     assert caught.value.field == field
 
 
+def test_choices_in_a_list():
+    guided = GuidedDecoding(choice=["a", "b"])
+    assert guided == GuidedDecoding(choice=("a", "b")) and hash(guided)
+    with pytest.raises(InvalidParameter, match="choices must be strings"):
+        GuidedDecoding(choice="ab")
+
+
 @pytest.mark.parametrize("fields", [{}, {"regex": "a", "json": {}}, {"json_object": True, "choice": ("a",)}])
 def test_exactly_one_constraint(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter, match="exactly one"):

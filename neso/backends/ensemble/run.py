@@ -3,6 +3,9 @@
 Tensors live in scopes. The request's scope holds what is produced once; every response of a decoupled step opens a
 scope below, whose steps see its tensors and those above. So what follows a decoupled step runs once for each of its
 responses, and a tensor beside it is there for all of them.
+
+A tensor may also be known never to come: an optional input that the client left out, an output that a step's response
+does not have. Steps go on without it, if it is optional to them, and so does the ensemble's response.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from neso.backends.ensemble.graph import EnsembleGraph, Step
 from neso.server.errors import Cancelled, InternalError, ServerError
-from neso.server.inference_request import InferenceRequest
+from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.tensor import Tensor
 
@@ -28,16 +31,19 @@ FindModel = Callable[[str, str], "Model"]
 
 
 class Scope:
-    """Tensors by the ensemble's names, and those of the scopes above."""
+    """Tensors by the ensemble's names, and those of the scopes above. `absent` are those that will not come."""
+
+    __slots__ = ("_parent", "absent", "answered", "children", "started", "tensors")
 
     def __init__(self, parent: Scope | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.children: list[Scope] = []
+        self.absent: set[str] = set()
+        self.children: dict[Scope, None] = {}  # in order; those that have not answered
         self.started: set[int] = set()
         self.answered = False
         self._parent = parent
         if parent is not None:
-            parent.children.append(self)
+            parent.children[self] = None
 
     def find(self, name: str) -> Tensor | None:
         scope: Scope | None = self
@@ -47,9 +53,19 @@ class Scope:
             scope = scope._parent
         return None
 
+    def lacks(self, name: str) -> bool:
+        """Whether a tensor will not come, neither here nor above."""
+        return name in self.absent or (self._parent is not None and self._parent.lacks(name))
+
     def has_started(self, step: int) -> bool:
         """Whether a step ran here or above: what it gave is seen here too."""
         return step in self.started or (self._parent is not None and self._parent.has_started(step))
+
+    def close(self) -> None:
+        """It has answered: all that was to be done in it is done."""
+        self.answered = True
+        if self._parent is not None:
+            self._parent.children.pop(self, None)
 
 
 class EnsembleRun:
@@ -72,6 +88,7 @@ class EnsembleRun:
         self._stream.request.on_cancel(self._cancel)
         scope = Scope()
         scope.tensors.update(self._stream.request.inputs)
+        scope.absent.update(self._graph.inputs - scope.tensors.keys())
         with self._at_work():
             self._advance(scope, list(self._graph.steps))
 
@@ -95,15 +112,21 @@ class EnsembleRun:
         """Start those of the steps that have all their tensors, in a scope and those below; answer if it can be."""
         for step in steps:
             if step.index in self._needed and not scope.has_started(step.index):
-                inputs = {name: scope.find(tensor) for name, tensor in step.inputs.items()}
-                given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-                missing = {step.inputs[name] for name in inputs.keys() - given.keys()}
-                # An optional input that the client left out will never come.
-                if given and all(name in self._graph.inputs for name in missing):
+                given: dict[str, Tensor] = {}
+                for name, source in step.inputs.items():
+                    tensor = scope.find(source)
+                    if tensor is not None:
+                        given[name] = tensor
+                    elif not scope.lacks(source):
+                        break  # it may come
+                else:
                     scope.started.add(step.index)
-                    self._begin(step, scope, given)
+                    if given:
+                        self._begin(step, scope, given)
+                    else:
+                        self._settle(step, scope, {})
         self._answer(scope)
-        for child in scope.children:
+        for child in tuple(scope.children):
             self._advance(child, steps)
 
     def _begin(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
@@ -126,7 +149,8 @@ class EnsembleRun:
                 if response.error is not None:
                     raise response.error
                 if response.outputs and not self._stream.closed:
-                    self._take(step, Scope(scope) if model.decoupled else scope, response)
+                    outputs = {tensor.name: tensor for tensor in response.outputs}
+                    self._settle(step, Scope(scope) if model.decoupled else scope, outputs)
                 if response.final:
                     self._streams.discard(stream)
                     self._ended(step)
@@ -156,29 +180,47 @@ class EnsembleRun:
             trace=self._stream.trace,
         )
 
-    def _take(self, step: Step, scope: Scope, response: InferenceResponse) -> None:
-        fresh = []
-        for output in response.outputs:
-            name = step.outputs.get(output.name)
-            if name is not None:
-                scope.tensors[name] = Tensor(name, output.datatype, output.array)
-                fresh.append(name)
-        readers = {s.index: s for name in fresh for s in self._graph.consumers.get(name, ())}
+    def _settle(self, step: Step, scope: Scope, outputs: dict[str, Tensor]) -> None:
+        """What a step gives is known: go on with what reads it. The outputs that are not there will not come."""
+        readers: dict[int, Step] = {}
+        for output, name in step.outputs.items():
+            tensor = outputs.get(output)
+            if tensor is None:
+                scope.absent.add(name)
+            else:
+                scope.tensors[name] = Tensor(name, tensor.datatype, tensor.array)
+            for reader in self._graph.consumers.get(name, ()):
+                readers[reader.index] = reader
         self._advance(scope, [readers[index] for index in sorted(readers)])
 
     def _answer(self, scope: Scope) -> None:
         """Send the response of a scope that has something of its own to tell, once all that is wanted is there."""
         if scope.answered or self._stream.closed:
             return
-        outputs = [scope.find(name) for name in self._wanted]
-        if any(tensor is None for tensor in outputs):
+        outputs = []
+        for name in self._wanted:
+            tensor = scope.find(name)
+            if tensor is not None:
+                outputs.append(tensor)
+            elif not scope.lacks(name):
+                return
+        if not outputs or (self._answers and not any(name in scope.tensors for name in self._wanted)):
             return
-        if self._answers and not any(name in scope.tensors for name in self._wanted):
-            return
-        scope.answered = True
+        scope.close()
         self._answers += 1
-        response = InferenceResponse("", "", outputs=[tensor for tensor in outputs if tensor is not None])
-        self._stream.send(response, final=not self._decoupled)
+        self._stream.send(
+            InferenceResponse("", "", outputs=outputs, parameters=self._parameters()),
+            final=not self._decoupled,
+        )
+
+    def _parameters(self) -> dict[str, ParameterValue]:
+        """What Triton's ensembles say in each response."""
+        request = self._stream.request
+        return {
+            "sequence_id": request.sequence_id,
+            "sequence_start": request.sequence_start,
+            "sequence_end": request.sequence_end,
+        }
 
     def _end_if_done(self) -> None:
         if self._streams or self._stream.closed:

@@ -18,6 +18,8 @@ from neso.server.tensor import Tensor
 
 NO_TOKEN = -1
 """Behind the shorter of several sequences, if the client names no `pad_id`."""
+NUM_PRECEDING = 8
+"""Tokens that are enough to say what the next ones add to a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +94,18 @@ class RowAnswer:
     A stream has the new tokens only; others have all, behind the prompt unless it is excluded.
     """
 
-    def __init__(self, request: TokenRequest, format: AnswerFormat, row: int | None) -> None:
-        """`row`: its number among several of a batch, else None."""
+    def __init__(
+        self, request: TokenRequest, format: AnswerFormat, row: int | None, *, tells_preceding: bool = False
+    ) -> None:
+        """`row`: its number among several of a batch, else None. `tells_preceding`: what tokens came before, too."""
         sampling = request.generation.sampling
         self._request, self._format, self._row = request, format, row
         self._beams = sampling.uses_beams
         self._streams = request.streaming and not self._beams
         self._in_front = [] if request.exclude_input or self._streams else request.prompt
         self._sequences = [_Gained() for _ in range(sampling.n)]
+        tails = tells_preceding and not self._in_front
+        self._tails = [request.prompt[-NUM_PRECEDING:] for _ in self._sequences] if tails else None
         self._context_logits: FloatRows | None = None
         self._usage = Usage(len(request.prompt))
         self._arrived = time.monotonic_ns()
@@ -142,6 +148,8 @@ class RowAnswer:
         if ends:
             self.num_open -= 1
         tensors = self._tokens(gained)
+        if self._tails is not None:
+            tensors.append(self._preceding(indices.start, gained[0]))
         if self._request.wanted:
             tensors += self._wanted(gained, ends)
         if self._row is not None:
@@ -161,6 +169,13 @@ class RowAnswer:
             self._format.tensor("output_ids", DataType.INT32, ids),
             self._format.lengths([len(row) for row in rows]),
         ]
+
+    def _preceding(self, index: int, gained: _Gained) -> Tensor:
+        """`preceding_ids` int32[at most NUM_PRECEDING]: the tokens before these. Beams all go on from the prompt."""
+        assert self._tails is not None
+        tail = self._tails[index]
+        self._tails[index] = (tail + gained.tokens)[-NUM_PRECEDING:]
+        return self._format.tensor("preceding_ids", DataType.INT32, np.array(tail, np.int32))
 
     def _wanted(self, gained: list[_Gained], ends: bool) -> list[Tensor]:
         """What the inputs whose names begin with return_ ask for."""

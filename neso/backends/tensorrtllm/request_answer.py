@@ -24,8 +24,10 @@ class RequestAnswer:
     ) -> None:
         self._model, self._version, self._stream = context.name, context.version, stream
         several = len(requests) > 1
+        preceding = "preceding_ids" in stream.request.requested_outputs
         self.rows = [
-            RowAnswer(request, format, number if several else None) for number, request in enumerate(requests)
+            RowAnswer(request, format, number if several else None, tells_preceding=preceding)
+            for number, request in enumerate(requests)
         ]
         # The first response took from here on; when the engine began with the prompt, its first output tells.
         stream.timeline.response_start = stream.timeline.queue_start

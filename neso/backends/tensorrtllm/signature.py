@@ -96,6 +96,8 @@ OUTPUTS: tuple[TensorField, ...] = (
     TensorField("total_draft_tokens", "TYPE_INT32"),
     TensorField("num_input_tokens", "TYPE_INT32"),
     TensorField("num_output_tokens", "TYPE_INT32"),
+    # None of TensorRT-LLM's. Comes only where it is asked for by name, with `output_ids` that go on from other tokens.
+    TensorField("preceding_ids", "TYPE_INT32", (-1,)),
 )
 
 

@@ -21,7 +21,7 @@ GRPC = Topic(
     "gRPC",
     (
         Option("allow-grpc", "Serve gRPC.", BOOLEAN, True),
-        Option("grpc-address", "Where gRPC listens.", default="0.0.0.0", metavar="HOST"),
+        Option("grpc-address", "Where gRPC listens.", metavar="HOST", default_text="that of --host"),
         Option("grpc-port", "KServe over gRPC.", PORT, 8001),
         Option(
             "reuse-grpc-port", "Share the port with other servers that have this option set.", BOOLEAN, False
@@ -120,7 +120,7 @@ def grpc_options(values: Values) -> GrpcOptions | None:
     if not values["allow-grpc"]:
         return None
     return GrpcOptions(
-        values["grpc-address"],
+        values["grpc-address"] or values["host"],
         values["grpc-port"],
         keepalive_time_ms=values["grpc-keepalive-time"],
         keepalive_timeout_ms=values["grpc-keepalive-timeout"],

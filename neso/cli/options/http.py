@@ -19,8 +19,8 @@ HTTP = Topic(
     "HTTP",
     (
         Option("allow-http", "Serve HTTP.", BOOLEAN, True),
-        Option("http-address", "Where HTTP listens.", default="0.0.0.0", metavar="HOST"),
-        Option("http-port", "KServe over HTTP, and OpenAI's API under /v1.", PORT, 8000),
+        Option("http-address", "Where HTTP listens.", metavar="HOST", default_text="that of --host"),
+        Option("http-port", "KServe over HTTP, and OpenAI's API under /v1.", PORT, 8000, aliases=("port",)),
         Option(
             "reuse-http-port", "Share the port with other servers that have this option set.", BOOLEAN, False
         ),
@@ -63,7 +63,7 @@ def http_options(values: Values) -> HttpOptions | None:
     if not values["allow-http"]:
         return None
     return HttpOptions(
-        values["http-address"],
+        http_address(values),
         values["http-port"],
         values["http-max-input-size"],
         reuse_port=values["reuse-http-port"],
@@ -73,17 +73,25 @@ def http_options(values: Values) -> HttpOptions | None:
     )
 
 
-def tls_files(values: Values) -> TlsFiles | None:
-    """Of HTTP and of OpenAI's API. Raises `OptionError`."""
+def http_address(values: Values) -> str:
+    """Where HTTP listens, and whatever has no place of its own."""
+    address: str = values["http-address"] or values["host"]
+    return address
+
+
+def tls_files(values: Values, prefix: str = "http") -> TlsFiles | None:
+    """Of the options that begin with `prefix`. Raises `OptionError`."""
     from neso.frontends.tls import TlsFiles
 
-    certificate, key, root = (values[f"http-{name}"] for name in ("server-cert", "server-key", "root-cert"))
+    certificate, key, root = (
+        values[f"{prefix}-{name}"] for name in ("server-cert", "server-key", "root-cert")
+    )
     if certificate is None and key is None and root is None:
         return None
     if certificate is None or key is None:
-        raise OptionError("--http-server-cert and --http-server-key must be given together")
+        raise OptionError(f"--{prefix}-server-cert and --{prefix}-server-key must be given together")
     files = TlsFiles(certificate, key, root)
-    with about("--http-server-cert"):
+    with about(f"--{prefix}-server-cert"):
         files.context("http/1.1")
     return files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,16 @@ def _level(text: str) -> int:
     return int(_boolean(text)) if text.lower() in ("true", "false") else integer(0).parse(text)
 
 
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got '{text}'")
+    return value
+
+
 TEXT = Kind("TEXT", str)
 LOCATION = Kind("PATH|URI", lambda text: text if "://" in text else Path(text))
 PATH = Kind("PATH", Path)
@@ -88,5 +99,6 @@ NUMBER = number()
 PORT = integer(0, 65535)
 BOOLEAN = Kind("true|false", _boolean)
 FLAG = Kind("", _boolean, bare=True)
+JSON_OBJECT = Kind("JSON", _object)
 LEVEL = Kind("LEVEL", _level)
 """A whole number from 0, or true for 1 and false for 0."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from neso.cli.options.http import http_address
 from neso.cli.options.kinds import BOOLEAN, PORT, number
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
@@ -42,7 +43,7 @@ def metrics_options(values: Values) -> MetricsOptions | None:
 
     if not values["allow-metrics"]:
         return None
-    return MetricsOptions(values["metrics-address"] or values["http-address"], values["metrics-port"])
+    return MetricsOptions(values["metrics-address"] or http_address(values), values["metrics-port"])
 
 
 def measured(values: Values) -> MetricsConfig:

@@ -19,6 +19,7 @@ REPOSITORY = Topic(
             aliases=("model-store",),
             repeated=True,
         ),
+        Option("served-model-name", "Name of the MODEL, the same as NAME=MODEL.", metavar="NAME"),
         Option(
             "model-control-mode",
             "none: load all models at start. explicit: those of --load-model, then by request. poll: what the "

@@ -13,6 +13,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from neso.engine.guided.grammar_error import GrammarError
 from neso.engine.guided.lark import quoted
 from neso.engine.guided.structural_tag import structural_tag_lark
+from neso.engine.guided.white_space import with_white_space
 from neso.generation import GuidedDecoding
 
 MAX_GRAMMAR_SIZE = 1 << 20
@@ -54,9 +55,6 @@ def grammar_text(guided: GuidedDecoding, special_tokens: Mapping[str, int]) -> s
     return LLMatcher.grammar_from_lark(f"{lark}\n{NO_FORCING}\n")
 
 
-WHITESPACE = r"\n[ \t]{0,32}| "
-"""Between tokens of JSON, unless a request says otherwise: models that love new lines would write nothing else."""
-
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _POSITION = re.compile(r"^at \d+\(\d+\): ")
 _CONTEXT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
@@ -79,11 +77,7 @@ def _schema(guided: GuidedDecoding) -> dict[str, Any]:
         options["whitespace_flexible"] = False
     if guided.whitespace_pattern is not None:
         options["whitespace_pattern"] = guided.whitespace_pattern
-    own = schema.get("x-guidance")
-    options = {**(own if isinstance(own, dict) else {}), **options}
-    if options.get("whitespace_flexible", True):
-        options.setdefault("whitespace_pattern", WHITESPACE)
-    return {**schema, "x-guidance": options}
+    return with_white_space(schema, **options)
 
 
 def _lark(source: str) -> str:

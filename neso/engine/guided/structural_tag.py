@@ -17,6 +17,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from neso.engine.guided.lark import literal
+from neso.engine.guided.white_space import with_white_space
 
 _TEXT = r"/(.|\n)*/"
 _MAX_DEPTH = 32
@@ -146,7 +147,7 @@ def _json(schema: Any) -> str:
         schema = {"type": "object"}
     if not isinstance(schema, dict):
         raise ValueError(f"a schema must be an object, got {type(schema).__name__}")
-    return f"%json {json.dumps(schema)}"
+    return f"%json {json.dumps(with_white_space(schema))}"
 
 
 def _regex(pattern: str) -> str:

@@ -151,3 +151,17 @@ class WindowDetokenizer:
         return [
             i for i in token_ids if i not in self._special_ids and token_name(self._backend, i) is not None
         ]
+
+
+class DetokenizerWithout:
+    """A detokenizer that leaves some tokens out."""
+
+    def __init__(self, detokenizer: Detokenizer, hidden: frozenset[int]) -> None:
+        self._detokenizer = detokenizer
+        self._hidden = hidden
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        return self._detokenizer.add([token for token in token_ids if token not in self._hidden])
+
+    def finish(self) -> str:
+        return self._detokenizer.finish()

@@ -15,6 +15,7 @@ class NoTokenizer:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     has_chat_template = False
+    chat_template_source = ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self._refuse()
@@ -37,7 +38,11 @@ class NoTokenizer:
         return ""
 
     def detokenizer(
-        self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown_special_tokens: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
     ) -> NoDetokenizer:
         return _NO_DETOKENIZER
 

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from neso.engine.text.detokenizer import Detokenizer, PieceDetokenizer, WindowDetokenizer
+from neso.engine.text.detokenizer import (
+    Detokenizer,
+    DetokenizerWithout,
+    PieceDetokenizer,
+    WindowDetokenizer,
+)
 from neso.engine.text.errors import TokenizerError
 from neso.engine.text.special_tokens import SpecialTokens, special_token_texts, token_text
 from neso.engine.text.token_pieces import TokenPieces, token_name
@@ -150,13 +155,21 @@ class Tokenizer:
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def detokenizer(
-        self, *, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown_special_tokens: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
     ) -> Detokenizer:
         """A detokenizer for one sequence, whose texts joined are what `decode` gives.
 
-        With `prompt_token_ids` the text continues that of the prompt: it keeps the space before its first
-        word, and a character that began in the prompt.
+        Those of `shown_special_tokens` are not skipped. With `prompt_token_ids` the text continues that of the prompt:
+        it keeps the space before its first word, and a character that began in the prompt.
         """
+        shown = self._special_ids.intersection(map(self._backend.token_to_id, shown_special_tokens))
+        if shown and skip_special_tokens:
+            every = self.detokenizer(skip_special_tokens=False, prompt_token_ids=prompt_token_ids)
+            return DetokenizerWithout(every, self._special_ids - shown)
         if self._pieces is not None:
             return PieceDetokenizer(
                 self._pieces, skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
@@ -208,6 +221,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)
+
+    @cached_property
+    def chat_template_source(self) -> str:
+        """The text of the chat templates, "" if there is none."""
+        return "\n".join(self._chat_templates.values())
 
     def apply_chat_template(
         self,

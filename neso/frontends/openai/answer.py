@@ -61,6 +61,11 @@ class Choice(ABC):
     def gathered(self) -> dict[str, Any]:
         """The whole choice."""
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens so far that are reasoning."""
+        return 0
+
 
 class Answer:
     """The answer to one API request, which asks for one generation a prompt, of `n` choices each.
@@ -168,7 +173,11 @@ class Answer:
         yield writer.usage(self._total_usage()) + DONE if include_usage else DONE
 
     def _total_usage(self) -> dict[str, Any]:
-        return self._usage.as_dict(count_completion=self._count_completion)
+        usage = self._usage.as_dict(count_completion=self._count_completion)
+        reasoning = sum(choice.num_reasoning_tokens for choice in self._choices)
+        if reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
 
 
 def generation_request(

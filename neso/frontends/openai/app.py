@@ -15,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import neso
+from neso.frontends.openai.access.options import AccessOptions
+from neso.frontends.openai.access.protection import limit_rates, protect
 from neso.frontends.openai.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
 from neso.frontends.openai.chat import ChatApi
 from neso.frontends.openai.completions import CompletionsApi
@@ -22,6 +24,7 @@ from neso.frontends.openai.connection import Body, parse_body, read_body
 from neso.frontends.openai.embeddings import EmbeddingsApi
 from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
 from neso.frontends.openai.errors import ApiError, to_api_error
+from neso.frontends.openai.management_routes import control_routes, metrics_route
 from neso.frontends.openai.models import ModelsApi
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -31,6 +34,7 @@ from neso.frontends.openai.restricted import restrict
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
 from neso.frontends.openai.scores import ScoresApi
 from neso.frontends.openai.targets import Targets
+from neso.frontends.openai.tokens import DetokenizeRequest, TokenizeRequest, TokensApi
 
 if TYPE_CHECKING:
     from neso.server.core import Core
@@ -52,16 +56,21 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
         await responses.close()
 
     app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
+    inference = [
+        *_generation_routes(core, targets, options),
+        *response_routes(core, responses, options.max_body_size),
+    ]
     for group, routes in (
-        ("inference", _generation_routes(core, targets, options)),
-        ("inference", response_routes(core, responses, options.max_body_size)),
-        ("model-repository", [*_model_routes(targets), *_adapter_routes(targets, options)]),
+        ("inference", limit_rates(inference, options.access)),
+        ("model-repository", [*control_routes(core, options.max_body_size), *_model_routes(targets)]),
+        ("model-repository", _adapter_routes(targets, options)),
+        ("metrics", [metrics_route(core)] if options.metrics else []),
         ("health", _health_routes(core)),
     ):
-        required = options.restrictions.get(group)
-        app.router.routes.extend(routes if required is None else restrict(routes, required))
-    app.openapi = _description  # type: ignore[method-assign]
+        app.router.routes.extend(restrict(routes, group, options))
+    app.openapi = lambda: _description(options.access)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_http_exception)
+    protect(app, options.access)
     return app
 
 
@@ -80,6 +89,7 @@ def _generation_routes(core: Core, targets: Targets, options: OpenAIOptions) -> 
             methods=["POST"],
         ),
         *_pooling_routes(core, targets, options),
+        *_token_routes(targets, options),
     ]
 
 
@@ -100,6 +110,23 @@ def _pooling_routes(core: Core, targets: Targets, options: OpenAIOptions) -> lis
         route("/v1/rerank", rerank),
         route("/v2/rerank", rerank),
         route("/rerank", rerank),
+    ]
+
+
+def _token_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
+    tokens = TokensApi(targets)
+
+    async def tokenize(request: Request) -> Response:
+        return await _change(request, TokenizeRequest, tokens.tokenize, options.max_body_size)
+
+    async def detokenize(request: Request) -> Response:
+        return await _change(request, DetokenizeRequest, tokens.detokenize, options.max_body_size)
+
+    # Under /v1, too, where the base URL of clients ends.
+    return [
+        Route(prefix + path, endpoint, methods=["POST"])
+        for prefix in ("", "/v1")
+        for path, endpoint in (("/tokenize", tokenize), ("/detokenize", detokenize))
     ]
 
 
@@ -134,12 +161,18 @@ def _adapter_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
 
 
 async def _change(
-    request: Request, schema: type[Body], change: Callable[[Body], Awaitable[str]], limit: int
+    request: Request,
+    schema: type[Body],
+    change: Callable[[Body], Awaitable[str | dict[str, Any]]],
+    limit: int,
 ) -> Response:
-    """Do what a body asks for; the answer is a line of text."""
+    """Do what a body asks for; the answer is a line of text, or an object."""
     try:
         body = parse_body(await read_body(request.scope, request.receive, limit), schema)
-        return Response(await change(body), media_type="text/plain")
+        answer = await change(body)
+        if isinstance(answer, str):
+            return Response(answer, media_type="text/plain")
+        return Response(orjson.dumps(answer), media_type="application/json")
     except Exception as error:
         return error_response(to_api_error(error))
 
@@ -151,10 +184,15 @@ def _health_routes(core: Core) -> list[Route]:
     async def ready(request: Request) -> Response:
         return Response(status_code=200 if core.ready() else 503)
 
+    async def version(request: Request) -> Response:
+        return _answer(lambda: {"version": neso.__version__})
+
     return [
         Route("/health/live", live, methods=["GET"]),
         Route("/health/ready", ready, methods=["GET"]),
         Route("/health", ready, methods=["GET"]),
+        Route("/ping", ready, methods=["GET", "POST"]),
+        Route("/version", version, methods=["GET"]),
     ]
 
 
@@ -165,10 +203,10 @@ def _answer(make: Callable[[], dict[str, Any]]) -> Response:
         return error_response(to_api_error(error))
 
 
-def _description() -> dict[str, Any]:
+def _description(access: AccessOptions) -> dict[str, Any]:
     from neso.frontends.openai.description import openapi_document
 
-    return openapi_document()
+    return openapi_document(access)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from neso.frontends.openai.answer import Answer, AnswerKind
 from neso.frontends.openai.chat_choice import ChatChoice
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
-from neso.frontends.openai.messages import chat_prompt, offered_tools
+from neso.frontends.openai.message_format import MessageFormat
+from neso.frontends.openai.message_formats import MessageFormats
+from neso.frontends.openai.messages import chat_prompt
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.prompts import is_too_long
 from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.sampling import CHAT_NAMES, chat_sampling, renamed
 from neso.frontends.openai.schemas import ChatCompletionRequest
 from neso.frontends.openai.targets import Target, Targets
-from neso.frontends.openai.tool_parsers import find_tool_parser
 from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:
@@ -29,35 +30,35 @@ class ChatApi:
     """Answers chats."""
 
     def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+        """Raises `ValueError` for options that name parsers that there are not."""
         self._targets = targets
-        self._tool_parser = find_tool_parser(options.tool_call_parser)
+        self._formats = MessageFormats(options)
 
     async def create(self, request: ChatCompletionRequest, trace: Trace | None = None) -> Any:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
         target = await self._targets.find(request.model)
         prompt, images = chat_prompt(request, target.text)
-        sampling = chat_sampling(request, self._tool_parser)
+        message_format = self._formats.of(request, target, prompt)
+        sampling = chat_sampling(request, message_format)
         answer = Answer(
             KIND,
             request,
             target,
-            self._choices(request),
+            [self._choice(index, request, message_format) for index in range(request.n or 1)],
             lambda error: explain(error, request, target, prompt),
         )
         return await answer.respond([prompt], sampling, trace, images)
 
-    def _choices(self, request: ChatCompletionRequest) -> list[ChatChoice]:
-        parser = None if offered_tools(request) is None else self._tool_parser
-        return [
-            ChatChoice(
-                index,
-                parser,
-                with_logprobs=bool(request.logprobs),
-                many_calls=request.parallel_tool_calls is not False,
-            )
-            for index in range(request.n or 1)
-        ]
+    def _choice(
+        self, index: int, request: ChatCompletionRequest, message_format: MessageFormat
+    ) -> ChatChoice:
+        return ChatChoice(
+            index,
+            message_format.reader(eager=bool(request.stream)),
+            with_logprobs=bool(request.logprobs),
+            with_reasoning=request.include_reasoning is not False,
+        )
 
 
 def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""One choice of a chat: its content and its tool calls."""
+"""One choice of a chat: its reasoning, its content and its tool calls."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from typing import Any
 
 from neso.frontends.openai.answer import Choice, finish_name
 from neso.frontends.openai.logprobs import chat_logprobs
-from neso.frontends.openai.tool_parsers import Content, ToolCallStart, ToolEvent, ToolParser
+from neso.frontends.openai.message_reader import Message, MessageEvent, MessageReader, Reasoning
+from neso.frontends.openai.tool_parsers import Content, ToolCallStart
 from neso.generation import CompletionDelta, GenerationOutput
 
 
 class ChatChoice(Choice):
-    """With a `parser`, tool calls are taken out of the content; unless `many_calls`, the first only."""
+    """Its text is read by `reader`; without `with_reasoning` reasoning is kept to ourselves."""
 
     def __init__(
-        self, index: int, parser: ToolParser | None, *, with_logprobs: bool, many_calls: bool
+        self, index: int, reader: MessageReader, *, with_logprobs: bool, with_reasoning: bool = True
     ) -> None:
         self._index = index
-        self._parser = parser
-        self._tools = parser.stream() if parser is not None else None
-        self._many_calls = many_calls
+        self._reader = reader
+        self._with_reasoning = with_reasoning
         self._logprobs: list[dict[str, Any]] | None = [] if with_logprobs else None
         self._begun = False
         self._called = False
-        self._text: list[str] = []
+        self._message = Message()
         self._finish_reason: str | None = None
         self._stop_reason: str | int | None = None
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reader.num_reasoning_tokens
+
     def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
-        self._note(delta)
-        pieces = self._pieces(delta)
+        pieces = [piece for event in self._read(delta) if (piece := self._piece(event)) is not None]
         if not pieces and (self._logprobs or self._finish_reason is not None):
             pieces = [{}] if self._finish_reason is not None else [{"content": ""}]
         if not self._begun:
@@ -38,7 +41,7 @@ class ChatChoice(Choice):
             pieces.insert(0, {"role": "assistant", "content": ""})
         chunks = [self._chunk(piece) for piece in pieces]
         if chunks and self._finish_reason is not None:
-            chunks[-1]["finish_reason"] = self._final_reason(self._called)
+            chunks[-1]["finish_reason"] = self._final_reason()
             chunks[-1]["stop_reason"] = self._stop_reason
         if self._logprobs:
             chunks[-1]["logprobs"] = {"content": self._logprobs}
@@ -46,67 +49,71 @@ class ChatChoice(Choice):
         return chunks
 
     def gather(self, output: GenerationOutput, delta: CompletionDelta) -> None:
-        self._note(delta)
-        self._text.append(delta.text)
+        self._message.add(self._read(delta))
 
     def gathered(self) -> dict[str, Any]:
-        message = self._message("".join(self._text))
         return {
             "index": self._index,
-            "message": message,
+            "message": self._whole_message(),
             "logprobs": None if self._logprobs is None else {"content": self._logprobs},
-            "finish_reason": self._final_reason("tool_calls" in message),
+            "finish_reason": self._final_reason(),
             "stop_reason": self._stop_reason,
         }
 
-    def _note(self, delta: CompletionDelta) -> None:
+    def _read(self, delta: CompletionDelta) -> list[MessageEvent]:
+        """Take note of a delta; what it makes known of the message."""
+        if self._logprobs is not None and delta.logprobs:
+            self._logprobs += chat_logprobs(delta.logprobs)
+        events = self._reader.feed(delta.text, len(delta.token_ids))
         if delta.finish_reason is not None:
             self._finish_reason = finish_name(delta.finish_reason)
             self._stop_reason = delta.stop_reason
-        if self._logprobs is not None and delta.logprobs:
-            self._logprobs += chat_logprobs(delta.logprobs)
+            events += self._reader.finish()
+        self._called = self._called or any(isinstance(event, ToolCallStart) for event in events)
+        return events
 
-    def _final_reason(self, called: bool) -> str | None:
-        return "tool_calls" if called and self._finish_reason == "stop" else self._finish_reason
+    def _final_reason(self) -> str | None:
+        if self._reader.cut_off:
+            return "length"
+        return "tool_calls" if self._called and self._finish_reason == "stop" else self._finish_reason
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _pieces(self, delta: CompletionDelta) -> list[dict[str, Any]]:
-        """The `delta` objects that a delta's text makes."""
-        if self._tools is None:
-            return [{"content": delta.text}] if delta.text else []
-        events = self._tools.feed(delta.text)
-        if delta.finish_reason is not None:
-            events += self._tools.finish()
-        return [piece for event in events if (piece := self._piece(event)) is not None]
-
-    def _piece(self, event: ToolEvent) -> dict[str, Any] | None:
+    def _piece(self, event: MessageEvent) -> dict[str, Any] | None:
+        """The `delta` of an event."""
+        if isinstance(event, Reasoning):
+            return _reasoning(event.text) if self._with_reasoning else None
         if isinstance(event, Content):
             return {"content": event.text}
-        if event.index > 0 and not self._many_calls:
-            return None
         call: dict[str, Any] = {"index": event.index}
         if isinstance(event, ToolCallStart):
-            self._called = True
             call |= {"id": _call_id(), "type": "function", "function": {"name": event.name, "arguments": ""}}
         else:
             call["function"] = {"arguments": event.fragment}
         return {"tool_calls": [call]}
 
-    def _message(self, text: str) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._parser is None:
-            return message
-        parsed = self._parser.parse(text)
-        calls = parsed.calls if self._many_calls else parsed.calls[:1]
-        message["content"] = parsed.content or (None if calls else "")
-        if calls:
-            message["tool_calls"] = [
+    def _whole_message(self) -> dict[str, Any]:
+        message = self._message
+        bare = bool(message.calls or message.reasoning)
+        whole: dict[str, Any] = {
+            "role": "assistant",
+            "content": message.content or (None if bare else ""),
+            "refusal": None,
+        }
+        if message.reasoning and self._with_reasoning:
+            whole |= _reasoning(message.reasoning)
+        if message.calls:
+            whole["tool_calls"] = [
                 {"id": _call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments in calls
+                for name, arguments in message.calls
             ]
-        return message
+        return whole
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """DeepSeek's name of it, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_id() -> str:

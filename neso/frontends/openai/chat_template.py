@@ -20,6 +20,7 @@ class TemplatedText:
     def __init__(self, tools: TextTools, source: str) -> None:
         self._tools = tools
         self._source = source
+        self.chat_template_source = source
         self._template: ChatTemplate | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -50,6 +51,7 @@ class UnknownText:
     """The `TextTools` of a model whose tokenizer nobody knows."""
 
     has_chat_template = False
+    chat_template_source = ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self._refuse()

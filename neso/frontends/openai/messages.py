@@ -6,6 +6,7 @@ from typing import Any
 
 from neso.frontends.openai.errors import invalid
 from neso.frontends.openai.schemas import ChatCompletionRequest, ChatMessage
+from neso.frontends.openai.tool_use import ToolUse
 from neso.generation import TextTools
 from neso.generation.chat_images import split_images
 
@@ -16,7 +17,7 @@ def chat_prompt(request: ChatCompletionRequest, text: TextTools) -> tuple[str, t
     """The chat as the model's template writes it, and its images. Raises `ApiError` and `InvalidParameter`."""
     if not text.has_chat_template:
         raise invalid("model", f"The model '{request.model}' has no chat template: use /v1/completions.")
-    variables = dict(request.chat_template_kwargs or {})
+    variables = _variables(request)
     for name in _OWN_FIELDS:
         if name in variables:
             raise invalid("chat_template_kwargs", f"'chat_template_kwargs' must not hold '{name}'.")
@@ -26,18 +27,21 @@ def chat_prompt(request: ChatCompletionRequest, text: TextTools) -> tuple[str, t
     messages, images = split_images([_template_message(message) for message in request.messages])
     prompt = text.apply_chat_template(
         messages,
-        tools=offered_tools(request),
+        tools=ToolUse.of_chat(request).offered or None,
         add_generation_prompt=not request.continue_final_message if wants_prompt is None else wants_prompt,
         **variables,
     )
     return prompt, images
 
 
-def offered_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """The tools that the model is told of and may call; None where there are none."""
-    if not request.tools or request.tool_choice == "none":
-        return None
-    return [tool.model_dump(exclude_unset=True) for tool in request.tools]
+def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
+    """What the template is told beside the chat."""
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+    return variables
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class ModelsApi:
 
     def _adapter_card(self, name: str, target: Target) -> dict[str, Any]:
         card = self._card(target.model, target.language_model.max_model_len)
-        return {**card, "id": name, "parent": target.model.name}
+        return {**card, "id": name, "root": target.adapter, "parent": target.model.name}
 
     def _card(self, model: Model, max_model_len: int) -> dict[str, Any]:
         return {
@@ -45,4 +45,24 @@ class ModelsApi:
             "created": self._created,
             "owned_by": "neso",
             "max_model_len": None if max_model_len >= NO_LIMIT else max_model_len,
+            "root": model.name,
+            "parent": None,
+            "permission": [self._permission(model.name)],
+        }
+
+    def _permission(self, name: str) -> dict[str, Any]:
+        """What clients of OpenAI's first API look for: that everybody may use the model."""
+        return {
+            "id": f"modelperm-{name}",
+            "object": "model_permission",
+            "created": self._created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
         }

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from neso.frontends.openai.errors import ApiError, invalid
-from neso.frontends.openai.guided import asked_form, forced_calls
+from neso.frontends.openai.guided import asked_form
+from neso.frontends.openai.message_format import MessageFormat
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from neso.frontends.openai.tool_parsers import ToolParser
-from neso.generation import InvalidParameter, SamplingParams
+from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
 
 _SAME_NAME = (
     "n",
@@ -59,25 +59,31 @@ def completion_sampling(request: CompletionRequest, options: OpenAIOptions) -> S
     values = _common(request)
     values["max_tokens"] = max(max_tokens, 1)
     values["logprobs"] = request.logprobs
+    values["guided_decoding"] = wanted_form(request)
     if request.echo and request.logprobs is not None:
         most = max(request.logprobs, request.prompt_logprobs or 0)
         values["prompt_logprobs"] = request.logprobs if request.logprobs < 0 else most
     return _make(values, completion_names(request))
 
 
-def chat_sampling(request: ChatCompletionRequest, parser: ToolParser) -> SamplingParams:
+def chat_sampling(request: ChatCompletionRequest, message_format: MessageFormat) -> SamplingParams:
     """The sampling parameters of a chat; without a limit it goes on to the model's. Raises `ApiError`."""
     limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     values = _common(request)
     values["max_tokens"] = getattr(request, limit_name)
     if request.logprobs:
         values["logprobs"] = request.top_logprobs or 0
-    calls = forced_calls(request, parser)
-    if calls is not None:
-        if values["guided_decoding"] is not None:
-            raise invalid("tool_choice", "'tool_choice' is given, and another form of the answer, too.")
-        values["guided_decoding"] = calls
+    values["guided_decoding"] = message_format.guided_decoding
+    values["shown_special_tokens"] = message_format.shown_special_tokens
     return _make(values, {"max_tokens": limit_name, **CHAT_NAMES})
+
+
+def wanted_form(request: GenerationFields) -> GuidedDecoding | None:
+    """The form that the answer is to have. Raises `ApiError`."""
+    try:
+        return asked_form(request)
+    except InvalidParameter as error:
+        raise renamed(error, {}) from None
 
 
 def _common(request: GenerationFields) -> dict[str, Any]:
@@ -96,10 +102,6 @@ def _common(request: GenerationFields) -> dict[str, Any]:
         del values["best_of"]  # which says nothing, and not every model can be told
     if request.use_beam_search:
         values |= _beams(request)
-    try:
-        values["guided_decoding"] = asked_form(request)
-    except InvalidParameter as error:
-        raise renamed(error, {}) from None
     return values
 
 

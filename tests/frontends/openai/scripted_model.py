@@ -46,6 +46,7 @@ class ScriptedText:
     """`TextTools` over that tokenizer, with a chat template in plain Python."""
 
     has_chat_template = True
+    chat_template_source = ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = tokenizer().encode(text, add_special_tokens=False).ids

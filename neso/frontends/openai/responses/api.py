@@ -13,7 +13,8 @@ from starlette.responses import Response as HttpResponse
 from neso.frontends.openai.answer import generation_request
 from neso.frontends.openai.chat import explain
 from neso.frontends.openai.errors import ApiError, invalid
-from neso.frontends.openai.messages import chat_prompt, offered_tools
+from neso.frontends.openai.message_formats import MessageFormats
+from neso.frontends.openai.messages import chat_prompt
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.responses.chat_request import chat_request, renamed_here
@@ -29,7 +30,6 @@ from neso.frontends.openai.sampling import chat_sampling
 from neso.frontends.openai.schemas import ChatCompletionRequest
 from neso.frontends.openai.sse import EventStream
 from neso.frontends.openai.targets import Target, Targets
-from neso.frontends.openai.tool_parsers import find_tool_parser
 from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ResponsesApi:
 
     def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
         self._targets = targets
-        self._tool_parser = find_tool_parser(options.tool_call_parser)
+        self._formats = MessageFormats(options)
         self._store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
 
     async def create(self, request: ResponseRequest, trace: Trace | None = None) -> Any:
@@ -146,11 +146,12 @@ class ResponsesApi:
         except InvalidParameter as error:
             raise explain(error, chat, target, "") from None
         response = Response(request)
+        message_format = self._formats.of(chat, target, prompt)
         generation = generation_request(
             chat,
             target,
             prompt,
-            chat_sampling(chat, self._tool_parser),
+            chat_sampling(chat, message_format),
             response.id,
             add_special_tokens=False,
             images=images,
@@ -159,8 +160,7 @@ class ResponsesApi:
             response,
             target,
             generation,
-            None if offered_tools(chat) is None else self._tool_parser,
-            many_calls=chat.parallel_tool_calls is not False,
+            message_format.reader(eager=True),
             explain=lambda error: renamed_here(explain(error, chat, target, prompt)),
             trace=None if request.background else trace,  # which ends with the HTTP response
         )

@@ -9,10 +9,11 @@ from typing import Any
 from neso.frontends.openai.answer import finish_name
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.logprobs import chat_logprobs
+from neso.frontends.openai.message_reader import MessageEvent, MessageReader, Reasoning
 from neso.frontends.openai.responses.output import Event
 from neso.frontends.openai.responses.response import Response
 from neso.frontends.openai.targets import Target
-from neso.frontends.openai.tool_parsers import Content, ToolCallStart, ToolEvent, ToolParser
+from neso.frontends.openai.tool_parsers import Content, ToolCallStart
 from neso.generation import CompletionDelta, GenerationOutput, GenerationRequest, InvalidParameter
 from neso.server.tracing import Trace
 
@@ -20,8 +21,7 @@ from neso.server.tracing import Trace
 class ResponseRun:
     """Generates `response`.
 
-    With a `parser`, calls are read from the text; unless `many_calls`, the first only. `explain` words an engine's
-    refusal for the client.
+    `reader` reads its text. `explain` words an engine's refusal for the client.
     """
 
     def __init__(
@@ -29,17 +29,15 @@ class ResponseRun:
         response: Response,
         target: Target,
         generation: GenerationRequest,
-        parser: ToolParser | None,
+        reader: MessageReader,
         *,
-        many_calls: bool,
         explain: Callable[[InvalidParameter], ApiError],
         trace: Trace | None,
     ) -> None:
         self.response = response
         self._target = target
         self._generation = generation
-        self._reader = parser.stream() if parser is not None else None
-        self._many_calls = many_calls
+        self._reader = reader
         self._explain = explain
         self._trace = trace
         self._begun = False
@@ -86,8 +84,9 @@ class ResponseRun:
 
     def _end(self, deltas: list[CompletionDelta]) -> list[Event]:
         reason = next((finish_name(delta.finish_reason) for delta in deltas if delta.finish_reason), "stop")
-        events = self.response.output.finish(complete=reason != "length")
-        if reason == "length":
+        is_cut = reason == "length" or self._reader.cut_off
+        events = self.response.output.finish(complete=not is_cut)
+        if is_cut:
             self.response.cut_short()
             return [*events, self._state("incomplete")]
         self.response.complete()
@@ -96,19 +95,18 @@ class ResponseRun:
     def _add(self, delta: CompletionDelta) -> list[Event]:
         if delta.logprobs:
             self._logprobs += chat_logprobs(delta.logprobs)
-        if self._reader is None:
-            return self._content(delta.text) if delta.text else []
-        read = self._reader.feed(delta.text)
+        read = self._reader.feed(delta.text, len(delta.token_ids))
+        self.response.reasoning_tokens = self._reader.num_reasoning_tokens
         if delta.finish_reason is not None:
             read += self._reader.finish()
         return [event for one in read for event in self._from(one)]
 
-    def _from(self, read: ToolEvent) -> list[Event]:
+    def _from(self, read: MessageEvent) -> list[Event]:
         if isinstance(read, Content):
             return self._content(read.text)
-        self._logprobs.clear()  # of the call's own text
-        if read.index > 0 and not self._many_calls:
-            return []
+        self._logprobs.clear()  # of the thought's or the call's own text
+        if isinstance(read, Reasoning):
+            return self.response.output.reasoning(read.text)
         if isinstance(read, ToolCallStart):
             return self.response.output.call(read.name)
         return self.response.output.arguments(read.fragment)

@@ -41,6 +41,8 @@ def sampling_json(sampling: SamplingParams, lora_name: str = "") -> str:
             raise InvalidParameter(field.name, NO_INPUT)
         if value is not None and (given or field.name in _ALWAYS):
             values[field.name] = value
+    if values.pop("shown_special_tokens", ()):
+        values["skip_special_tokens"] = False  # there it is all or none
     guide: GuidedDecoding | None = values.pop("guided_decoding", None)
     if guide is not None:
         values["structured_outputs"] = _guide_json(guide)

@@ -33,6 +33,7 @@ _NOT_SCALAR = frozenset(
         "logprobs",
         "include_stop_str_in_output",
         "guided_decoding",
+        "shown_special_tokens",
     }
 )
 _REFUSED = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_bias", "embedding_bias", "logprobs")
@@ -68,6 +69,8 @@ def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
     for name in _REFUSED:
         if getattr(sampling, name) != getattr(_DEFAULTS, name):
             raise InvalidParameter(name, NO_INPUT)
+    if sampling.shown_special_tokens and inputs.declared(SCALARS["skip_special_tokens"], bool) is not None:
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)  # there it is all or none
     for name, names in SCALARS.items():
         _write_scalar(inputs, name, names, getattr(sampling, name))
     _write_words(inputs, "stop", STOP, sampling.stop, refuse=False)

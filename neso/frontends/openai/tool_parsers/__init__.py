@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from neso.frontends.openai.tool_parsers.base import (
+    MAX_CALL_CHARS,
     Content,
+    Function,
     ParsedMessage,
     ToolCallArguments,
     ToolCallStart,
@@ -12,10 +14,13 @@ from neso.frontends.openai.tool_parsers.base import (
     ToolStream,
 )
 from neso.frontends.openai.tool_parsers.hermes import HermesParser
+from neso.frontends.openai.tool_parsers.registry import AUTO, detect_tool_parser, find_tool_parser
 
 __all__ = [
-    "PARSERS",
+    "AUTO",
+    "MAX_CALL_CHARS",
     "Content",
+    "Function",
     "HermesParser",
     "ParsedMessage",
     "ToolCallArguments",
@@ -23,14 +28,6 @@ __all__ = [
     "ToolEvent",
     "ToolParser",
     "ToolStream",
+    "detect_tool_parser",
     "find_tool_parser",
 ]
-
-PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser}
-
-
-def find_tool_parser(name: str) -> ToolParser:
-    """The parser of that name. Raises `ValueError` that names the ones there are."""
-    if name not in PARSERS:
-        raise ValueError(f"unknown tool call parser '{name}', known are {', '.join(sorted(PARSERS))}")
-    return PARSERS[name]()

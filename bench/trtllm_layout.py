@@ -1,0 +1,165 @@
+"""What TensorRT-LLM's layout costs: tokens per second through its models against the bare engine, in one run.
+
+The engine runs alone in its process (`AsyncEngine`, no front end), then as `tensorrt_llm` (tokens), `ensemble` and
+`tensorrt_llm_bls` (text) behind `neso serve`, streaming and not, with a client for each request over HTTP's generate
+extension: same checkpoint, same prompts, same settings. Rounds take turns; what is printed are medians, of the ratios
+too, and the CPU time of the server's own process (without the engine's) for each token.
+
+usage: python bench/trtllm_layout.py [CHECKPOINT] [--concurrency 16] [--rounds 3] [--models NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import psutil
+from checkpoint import write_checkpoint
+from serve_overhead import TOKENS, bare, prompts, run
+
+from neso import load_tokenizer
+from neso.layouts.files import write_files
+from neso.layouts.trtllm.layout import trtllm_files
+from neso.layouts.trtllm.options import TrtllmOptions
+
+MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
+
+
+@dataclass
+class Case:
+    """One model, streaming or not: a figure for each round."""
+
+    model: str
+    streams: bool
+    rates: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)
+
+    def body(self, prompt: str, ids: list[int]) -> bytes:
+        """What the client asks for; nothing but the length ends it."""
+        if self.model == "tensorrt_llm":
+            given: dict[str, Any] = {
+                "input_ids": ids,
+                "input_lengths": len(ids),
+                "request_output_len": TOKENS,
+            }
+            given["streaming"] = self.streams
+        else:
+            given = {"text_input": prompt, "max_tokens": TOKENS, "stream": self.streams}
+        return orjson.dumps(given | {"end_id": -1})
+
+    def __str__(self) -> str:
+        rate, ratio = statistics.median(self.rates), statistics.median(self.ratios)
+        how = "stream" if self.streams else "whole"
+        return f"{self.model:>17} {how:>7} {rate:>9.1f} {ratio:>7.3f} {statistics.median(self.cpu_us):>8.0f}"
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    process: psutil.Process
+
+    def cpu_seconds(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+@contextmanager
+def served(repository: Path) -> Iterator[Server]:
+    """A `neso serve` process that is ready."""
+    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
+    command = [sys.executable, "-m", "neso.cli", "serve", f"--model-repository={repository}", *ports]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        port = 0
+        for line in process.stdout:
+            if match := re.match(r"  http\s+(\d+)", line):
+                port = int(match[1])
+            if line.startswith("Neso is ready"):
+                break
+        else:
+            raise RuntimeError("the server did not start")
+        yield Server(port, psutil.Process(process.pid))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def measure(
+    server: Server, case: Case, texts: list[str], ids: dict[str, list[int]], concurrency: int
+) -> float:
+    """Tokens per second; takes note of the CPU time."""
+    operation = "generate_stream" if case.streams else "generate"
+    url = f"http://127.0.0.1:{server.port}/v2/models/{case.model}/{operation}"
+
+    async def one(text: str) -> list[float]:
+        async with session.post(url, data=case.body(text, ids[text])) as answer:
+            content = await answer.read()
+            if answer.status != 200 or b'"error"' in content:
+                raise RuntimeError(f"{case.model}: {answer.status}: {content[:300]!r}")
+        return []
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await run(concurrency, texts[:concurrency], one)
+        before = server.cpu_seconds()
+        measured = await run(concurrency, texts, one)
+    case.cpu_us.append(1e6 * (server.cpu_seconds() - before) / (len(texts) * TOKENS))
+    return measured.tokens_per_second
+
+
+def compare(
+    checkpoint: str, repository: Path, cases: list[Case], concurrency: int, rounds: int
+) -> list[float]:
+    """Fills in the cases; the rates of the bare engine."""
+    texts = prompts(2 * concurrency)
+    tokenizer = load_tokenizer(checkpoint)
+    ids = {text: tokenizer.encode(text) for text in texts}
+    rates = []
+    for _ in range(rounds):
+        alone = asyncio.run(bare(checkpoint, concurrency, texts)).tokens_per_second
+        rates.append(alone)
+        with served(repository) as server:
+            for case in cases:
+                case.rates.append(asyncio.run(measure(server, case, texts, ids, concurrency)))
+                case.ratios.append(case.rates[-1] / alone)
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = arguments.checkpoint
+        if checkpoint is None:
+            checkpoint = f"{scratch}/m"
+            write_checkpoint(Path(checkpoint), "m")
+        repository = Path(scratch) / "repository"
+        options = TrtllmOptions(model=checkpoint, tokenizer=checkpoint)
+        write_files(repository, trtllm_files(options))
+        cases = [Case(model, streams) for model in arguments.models for streams in (True, False)]
+        rates = compare(checkpoint, repository, cases, arguments.concurrency, arguments.rounds)
+    print(f"{'':>17} {'':>7} {'tok/s':>9} {'ratio':>7} {'CPU us/token':>12}")
+    print(f"{'bare engine':>17} {'':>7} {statistics.median(rates):>9.1f}")
+    for case in cases:
+        print(case)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Formats whose calls are JSON objects with a name and arguments: Llama 3, Mistral, Granite 3, Phi 4, Jamba."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from neso.frontends.openai.tool_parsers.base import MAX_CALL_CHARS, Function, ToolParser, ToolStream
+from neso.frontends.openai.tool_parsers.call_stream import CallStream
+from neso.frontends.openai.tool_parsers.forms import (
+    Form,
+    const,
+    json_form,
+    repeated,
+    sequence,
+    tag,
+    triggered,
+)
+from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
+
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[\w.\-]+")
+
+
+class Llama3Parser(ToolParser):
+    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {…}}`, with or without `<|python_tag|>`, several by `;`.
+
+    Without the tag only a message that begins with a call of a function that is known is calls.
+    """
+
+    special_tokens = (PYTHON_TAG,)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return PYTHON_TAG in template or '"parameters": dictionary of argument' in template
+
+    def stream(
+        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
+    ) -> ToolStream:
+        return Llama3Stream(functions, eager=eager, max_call_chars=max_call_chars)
+
+    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return repeated(_object_tags(functions, "parameters"), separator="; ", many=many_calls)
+
+
+class Llama3Stream(CallStream):
+    markers = (PYTHON_TAG,)
+    opening = "{"
+
+    def read_calls(self, marker: str) -> Reading[None]:
+        while True:
+            yield from self.source.space()
+            yield from self.object_call()
+            yield from self.source.space()
+            if (yield from self.source.take(";")) is None:
+                return
+
+
+class ListParser(ToolParser):
+    """A marker and a list of objects, `[{"name": "f", "arguments": {…}}, …]`."""
+
+    marker: ClassVar[str]
+    end: ClassVar[str] = ""
+
+    def stream(
+        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
+    ) -> ToolStream:
+        return ListStream(self.marker, self.end, functions, eager=eager, max_call_chars=max_call_chars)
+
+    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return sequence(const(self.marker), self._list(functions, many_calls))
+
+    def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        calls = tag(self.marker, self._list(functions, many_calls), "")
+        return triggered([calls], trigger=self.marker, many=False)
+
+    def _list(self, functions: Sequence[Function], many_calls: bool) -> Form:
+        calls = repeated(_object_tags(functions, "arguments"), separator=", ", many=many_calls)
+        return sequence(const("["), calls, const(f"]{self.end}"))
+
+
+class ListStream(CallStream):
+    """Reads a list of calls behind a marker; a single one may stand without brackets."""
+
+    def __init__(
+        self, marker: str, end: str, functions: Sequence[Function], *, eager: bool, max_call_chars: int
+    ) -> None:
+        self.markers = (marker,)  # type: ignore[misc]
+        self._end = end
+        super().__init__(functions, eager=eager, max_call_chars=max_call_chars)
+
+    def read_calls(self, marker: str) -> Reading[None]:
+        yield from self.source.space()
+        yield from self.read_list()
+        if self._end:
+            yield from self.source.space()
+            yield from self.source.take(self._end)
+
+    def read_list(self) -> Reading[None]:
+        """Take a list of calls, or one. Raises `NoCall`."""
+        source = self.source
+        if (yield from source.take("[")) is None:
+            yield from self.object_call()
+            return
+        while True:
+            yield from source.space()
+            yield from self.object_call()
+            yield from source.space()
+            if (yield from source.expect(",", "]")) == "]":
+                return
+
+
+class GraniteParser(ListParser):
+    """Granite 3: `<|tool_call|>[…]`."""
+
+    marker = "<|tool_call|>"
+    special_tokens = (marker,)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.marker in template
+
+
+class Phi4MiniParser(ListParser):
+    """Phi-4-mini: `functools[…]`."""
+
+    marker = "functools"
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return "functools" in template or "<|/tool|>" in template
+
+
+class JambaParser(ListParser):
+    """Jamba: `<tool_calls>[…]</tool_calls>`."""
+
+    marker, end = "<tool_calls>", "</tool_calls>"
+    special_tokens = (marker, end)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return cls.marker in template
+
+
+class MistralParser(ListParser):
+    """Mistral's tokenizers before 11: `[TOOL_CALLS][{"name": "f", "arguments": {…}}, …]`. Reads the newer, too."""
+
+    marker = TOOL_CALLS
+    special_tokens = (TOOL_CALLS, CALL_ID, ARGS)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return TOOL_CALLS in template and ARGS not in template
+
+    def stream(
+        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
+    ) -> ToolStream:
+        return MistralStream(TOOL_CALLS, "", functions, eager=eager, max_call_chars=max_call_chars)
+
+
+class MistralV11Parser(MistralParser):
+    """Version 11 and later: `[TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[ARGS]{…}`. Reads the older, too."""
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return TOOL_CALLS in template and ARGS in template
+
+    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return repeated(_named_tags(functions), separator="", many=many_calls)
+
+    def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return triggered(_named_tags(functions), trigger=TOOL_CALLS, many=many_calls)
+
+
+class MistralStream(ListStream):
+    def read_calls(self, marker: str) -> Reading[None]:
+        source = self.source
+        yield from source.space()
+        name = yield from source.matching(_NAME)
+        if not name:
+            yield from self.read_list()
+            return
+        if (yield from source.take(CALL_ID)) is not None:
+            yield from source.matching(_NAME)
+        yield from source.take(ARGS)
+        yield from source.space()
+        if (yield from source.peek()) != "{":
+            raise NoCall
+        self.begin(name)
+        yield from self.json_arguments()
+        self.end_call()
+
+
+def _object_tags(functions: Sequence[Function], key: str) -> list[Form]:
+    return [tag(f'{{"name": {json.dumps(f.name)}, "{key}": ', json_form(f.schema), "}") for f in functions]
+
+
+def _named_tags(functions: Sequence[Function]) -> list[Form]:
+    return [tag(f"{TOOL_CALLS}{f.name}{ARGS}", json_form(f.schema), "") for f in functions]

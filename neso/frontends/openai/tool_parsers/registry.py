@@ -1,0 +1,73 @@
+"""The tool call parsers by name, and which one a chat template is for."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+
+from neso.frontends.openai.tool_parsers.base import ToolParser
+from neso.frontends.openai.tool_parsers.framed import DeepSeekV3Parser, DeepSeekV31Parser, KimiK2Parser
+from neso.frontends.openai.tool_parsers.hermes import HermesParser
+from neso.frontends.openai.tool_parsers.json_calls import (
+    GraniteParser,
+    JambaParser,
+    Llama3Parser,
+    MistralParser,
+    MistralV11Parser,
+    Phi4MiniParser,
+)
+from neso.frontends.openai.tool_parsers.pythonic import PythonicParser
+from neso.frontends.openai.tool_parsers.tagged import Glm45Parser, Qwen3CoderParser
+
+AUTO = "auto"
+GROUP = "neso.tool_parsers"
+"""The entry points of other packages' parsers."""
+
+BUILTIN: dict[str, type[ToolParser]] = {
+    "deepseek_v3": DeepSeekV3Parser,
+    "deepseek_v31": DeepSeekV31Parser,
+    "glm45": Glm45Parser,
+    "granite": GraniteParser,
+    "hermes": HermesParser,
+    "jamba": JambaParser,
+    "kimi_k2": KimiK2Parser,
+    "llama3_json": Llama3Parser,
+    "mistral": MistralParser,
+    "mistral_v11": MistralV11Parser,
+    "phi4_mini_json": Phi4MiniParser,
+    "pythonic": PythonicParser,
+    "qwen3_coder": Qwen3CoderParser,
+}
+_ALIASES = {
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "qwen3_xml": "qwen3_coder",
+}
+"""Other names by which Triton and vLLM know them."""
+
+
+def find_tool_parser(name: str) -> ToolParser:
+    """The parser of that name. Raises `ValueError` that names the ones there are."""
+    parsers = _parsers()
+    name = _ALIASES.get(name, name)
+    if name not in parsers:
+        raise ValueError(f"unknown tool call parser '{name}', known are {AUTO}, {', '.join(sorted(parsers))}")
+    return parsers[name]()
+
+
+def detect_tool_parser(template: str) -> ToolParser:
+    """The parser for models with this chat template; Hermes' where it tells nothing."""
+    for parser in (*_foreign().values(), *BUILTIN.values()):
+        if parser.matches(template):
+            return parser()
+    return HermesParser()
+
+
+def _parsers() -> dict[str, type[ToolParser]]:
+    return {**BUILTIN, **_foreign()}
+
+
+@cache
+def _foreign() -> dict[str, type[ToolParser]]:
+    return {point.name: point.load() for point in entry_points(group=GROUP)}

@@ -1,0 +1,237 @@
+"""Formats that put every argument into tags of its own: Qwen3-Coder and GLM 4.5.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+What a value is says the function's schema: text is taken as it stands, anything else is JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from neso.frontends.openai.tool_parsers.base import MAX_CALL_CHARS, Function, ToolParser, ToolStream
+from neso.frontends.openai.tool_parsers.call_stream import CallStream
+from neso.frontends.openai.tool_parsers.forms import (
+    Form,
+    const,
+    either,
+    json_form,
+    properties,
+    repeated,
+    sequence,
+    tag,
+    text_before,
+    triggered,
+)
+from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+
+
+class Qwen3CoderParser(ToolParser):
+    """Qwen3-Coder's tags."""
+
+    special_tokens = (OPEN, CLOSE)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return FUNCTION in template
+
+    def stream(
+        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
+    ) -> ToolStream:
+        return Qwen3CoderStream(functions, eager=eager, max_call_chars=max_call_chars)
+
+    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return repeated(self._tags(functions), separator="\n", many=many_calls)
+
+    def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return triggered(self._tags(functions), trigger=OPEN, many=many_calls)
+
+    def _tags(self, functions: Sequence[Function]) -> list[Form]:
+        return [
+            tag(
+                f"{OPEN}\n{FUNCTION}{f.name}>\n",
+                _parameters_form(f.schema, f"{PARAMETER}{{}}>\n", f"\n{END_PARAMETER}\n"),
+                f"{END_FUNCTION}\n{CLOSE}",
+            )
+            for f in functions
+        ]
+
+
+class Glm45Parser(ToolParser):
+    """GLM 4.5's tags: `<tool_call>name`, then `<arg_key>…</arg_key>` and `<arg_value>…</arg_value>` by turns."""
+
+    special_tokens = (OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return KEY in template
+
+    def stream(
+        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
+    ) -> ToolStream:
+        return Glm45Stream(functions, eager=eager, max_call_chars=max_call_chars)
+
+    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return repeated(self._tags(functions), separator="\n", many=many_calls)
+
+    def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return triggered(self._tags(functions), trigger=OPEN, many=many_calls)
+
+    def _tags(self, functions: Sequence[Function]) -> list[Form]:
+        return [
+            tag(
+                f"{OPEN}{f.name}\n",
+                _parameters_form(f.schema, f"{KEY}{{}}{END_KEY}\n{VALUE}", f"{END_VALUE}\n"),
+                CLOSE,
+            )
+            for f in functions
+        ]
+
+
+class TaggedStream(CallStream):
+    """Passes each argument on when its tag is closed."""
+
+    @abstractmethod
+    def read_argument(self) -> Reading[tuple[str, str] | None]:
+        """Take the next argument, its name and text; None at the end of the call, which is taken."""
+
+    def read_arguments(self, name: str) -> Reading[None]:
+        """Take the call of `name` from its arguments on."""
+        self.begin(name)
+        function = self.functions.get(name)
+        types = {} if function is None else {key: value for key, value, _ in properties(function.schema)}
+        separator = "{"
+        while (argument := (yield from self.read_argument())) is not None:
+            key, text = argument
+            value = _json_value(types.get(key, {}), text)
+            self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
+            separator = ", "
+        self.arguments("{}" if separator == "{" else "}")
+        self.end_call()
+
+    def read_broken(self) -> Reading[None]:
+        if (yield from self.source.skip_to(CLOSE, OPEN)) == CLOSE:
+            self.source.position += len(CLOSE)
+
+
+class Qwen3CoderStream(TaggedStream):
+    """The outer tag and the closing ones of parameters are forgotten at times."""
+
+    markers = (OPEN, FUNCTION)
+
+    def read_calls(self, marker: str) -> Reading[None]:
+        source = self.source
+        if marker == OPEN:
+            yield from source.space()
+            yield from source.expect(FUNCTION)
+        name, _ = yield from source.up_to(">")
+        if "\n" in name or "<" in name:
+            raise NoCall
+        yield from self.read_arguments(name.strip())
+        yield from source.space()
+        yield from source.take(CLOSE)
+
+    def read_argument(self) -> Reading[tuple[str, str] | None]:
+        source = self.source
+        yield from source.space()
+        if (yield from source.expect(PARAMETER, END_FUNCTION)) == END_FUNCTION:
+            return None
+        key, _ = yield from source.up_to(">")
+        text, end = yield from source.up_to(END_PARAMETER, PARAMETER, END_FUNCTION)
+        if end != END_PARAMETER:
+            source.position -= len(end)
+        return key.strip(), text.removeprefix("\n").removesuffix("\n")
+
+
+class Glm45Stream(TaggedStream):
+    markers = (OPEN,)
+
+    def read_calls(self, marker: str) -> Reading[None]:
+        source = self.source
+        name, end = yield from source.up_to("\n", KEY, CLOSE)
+        if not name.strip() and end == "\n":
+            name, end = yield from source.up_to("\n", KEY, CLOSE)
+        if "{" in name or "<" in name:
+            raise NoCall
+        if end != "\n":
+            source.position -= len(end)
+        yield from self.read_arguments(name.strip())
+
+    def read_argument(self) -> Reading[tuple[str, str] | None]:
+        source = self.source
+        yield from source.space()
+        if (yield from source.expect(KEY, CLOSE)) == CLOSE:
+            return None
+        key, _ = yield from source.up_to(END_KEY)
+        yield from source.space()
+        yield from source.expect(VALUE)
+        text, _ = yield from source.up_to(END_VALUE)
+        return key.strip(), text
+
+
+def _json_value(schema: dict[str, Any], text: str) -> str:
+    """JSON text of a value as it stands between tags."""
+    kinds = _kinds(schema)
+    if text.strip() == "null" and "null" in kinds:
+        return "null"
+    if kinds and "string" not in kinds:
+        for read in (json.loads, ast.literal_eval):
+            try:
+                value = json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
+                value.encode()
+                return value
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kinds(schema: dict[str, Any]) -> set[str]:
+    """The types that a schema allows; empty where it does not say."""
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {entry for entry in kind if isinstance(entry, str)}
+    for name in ("enum", "const"):
+        if name in schema:
+            values = schema[name] if name == "enum" and isinstance(schema[name], list) else [schema[name]]
+            return {"string" if isinstance(value, str) else "other" for value in values}
+    branches = [
+        branch for name in ("anyOf", "oneOf") for branch in schema.get(name) or () if isinstance(branch, dict)
+    ]
+    return set().union(*map(_kinds, branches)) if branches else {"other"} & schema.keys()
+
+
+def _parameters_form(schema: dict[str, Any], begin: str, end: str) -> Form:
+    """The parameters in their order; those that are not required may be left out. `begin` has the name's place."""
+    elements: list[Form] = []
+    for name, value, required in properties(schema):
+        argument = sequence(const(begin.format(name)), _value_form(value, end))
+        elements.append(argument if required else either(argument, const("")))
+    return sequence(*elements) if elements else const("")
+
+
+def _value_form(schema: dict[str, Any], end: str) -> Form:
+    """A value up to `end`, and that: text where the schema says no more than that it is one."""
+    texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        return sequence(either(*map(const, texts)), const(end))
+    kinds = _kinds(schema)
+    if not kinds or "string" in kinds:
+        return text_before(end)
+    return sequence(json_form(schema), const(end))

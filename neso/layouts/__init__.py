@@ -1,0 +1,1 @@
+"""Model repositories that `neso repo init` writes."""

@@ -1,0 +1,84 @@
+"""The parts of a config.pbtxt as text that people edit: a line for each tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TensorField:
+    """An input or an output. `data_type` is without "TYPE_"; `dims` are without the batch dimension.
+
+    `ragged`: requests in one batch may differ in it. `scalar`: of its one element the backend sees no dimension.
+    """
+
+    name: str
+    data_type: str
+    dims: tuple[int, ...] = (1,)
+    optional: bool = False
+    ragged: bool = False
+    scalar: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"name: {quoted(self.name)}", f"data_type: TYPE_{self.data_type}"]
+        parts.append(f"dims: [ {', '.join(map(str, self.dims))} ]")
+        if self.scalar:
+            parts.append("reshape { shape: [ ] }")
+        if self.optional:
+            parts.append("optional: true")
+        if self.ragged:
+            parts.append("allow_ragged_batch: true")
+        return f"{{ {' '.join(parts)} }}"
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleStep:
+    """A model of an ensemble; its tensors' names to the ensemble's."""
+
+    model: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+    def __str__(self) -> str:
+        maps = [("input_map", *pair) for pair in self.inputs.items()]
+        maps += [("output_map", *pair) for pair in self.outputs.items()]
+        lines = [f"model_name: {quoted(self.model)}", "model_version: -1"]
+        lines += [f"{kind} {{ key: {quoted(key)} value: {quoted(value)} }}" for kind, key, value in maps]
+        return "{\n" + "".join(f"      {line}\n" for line in lines) + "    }"
+
+
+def quoted(text: str) -> str:
+    """A string as the text format has it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def truth(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def tensors(kind: str, fields: Iterable[TensorField]) -> str:
+    """The list `input` or `output`."""
+    return f"{kind} [\n" + ",\n".join(f"  {field}" for field in fields) + "\n]\n"
+
+
+def steps(found: Iterable[EnsembleStep]) -> str:
+    """`ensemble_scheduling`."""
+    return "ensemble_scheduling {\n  step [\n    " + ",\n    ".join(map(str, found)) + "\n  ]\n}\n"
+
+
+def parameters(values: Mapping[str, str]) -> str:
+    """One entry for each."""
+    return "".join(
+        f"parameters {{ key: {quoted(key)} value {{ string_value: {quoted(value)} }} }}\n"
+        for key, value in values.items()
+    )
+
+
+def instances(count: int) -> str:
+    return f"instance_group [ {{ count: {count} kind: KIND_CPU }} ]\n"
+
+
+def decoupled(value: bool) -> str:
+    return f"model_transaction_policy {{ decoupled: {truth(value)} }}\n"

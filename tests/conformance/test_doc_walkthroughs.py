@@ -1,0 +1,56 @@
+"""The guides, section by section: their files, their `neso serve`, their clients, and the answers that they print."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from doc_reader import DocReader, sections
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (
+    "quick-deployment.md",
+    "lora.md",
+    "speculative-decoding.md",
+    "metrics.md",
+    "from-tritonserver.md",
+    "from-vllm-serve.md",
+)
+OPTIONAL = {"torch", "transformers", "peft", "onnx", "onnxruntime", "PIL", "vllm"}
+"""Packages without which a section cannot be followed."""
+
+
+def walkthroughs() -> list:
+    return [
+        pytest.param(text, id=f"{page}-{title}")
+        for page in PAGES
+        for title, text in sections((DOCS / page).read_text()).items()
+        if "\nneso serve" in text
+    ]
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory) -> dict[str, str]:
+    """Small checkpoints of the kinds that the guides name; their weights are random."""
+    checkpoints = pytest.importorskip("checkpoints")
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "BAAI/bge-small-en-v1.5": str(checkpoints.make_encoder(root / "bge", "bert")),
+        "llava-hf/llava-1.5-7b-hf": str(checkpoints.make_llava(root / "llava")),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", walkthroughs())
+def test_walkthrough(text, tmp_path, stand_ins):
+    needed = set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)) & OPTIONAL
+    missing = sorted(name for name in needed if find_spec(name) is None)
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    with DocReader(tmp_path, stand_ins) as reader:
+        assert reader.follow(text)

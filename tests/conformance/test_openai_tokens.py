@@ -1,0 +1,86 @@
+"""Tokens of texts and chats, and the small routes that vLLM's clients ask."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import neso
+
+MODEL = "neso-pilot"
+CHAT = [{"role": "user", "content": "What is TTFT?"}]
+
+
+@pytest.fixture(params=[("openai", ""), ("openai", "/v1"), ("http", "/v1")], ids=lambda place: "".join(place))
+def post(server, request):
+    port, prefix = request.param
+
+    def send(path, body, status=200):
+        got, answer = server.post(prefix + path, body, port)
+        assert got == status, answer
+        return answer
+
+    return send
+
+
+def test_there_and_back(post, llm):
+    text = "Grüße, what is ☃?"
+    told = post("/tokenize", {"model": MODEL, "prompt": text, "return_token_strs": True})
+    assert told["tokens"] == llm.tokenizer.encode(text)
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert told["max_model_len"] == 2048
+    assert post("/detokenize", {"model": MODEL, "tokens": told["tokens"]})["prompt"].endswith(text)
+
+
+def test_the_only_model_needs_no_name(post):
+    told = post("/tokenize", {"prompt": "Hi"})
+    assert told["token_strs"] is None
+    assert post("/detokenize", {"tokens": told["tokens"]})["prompt"].endswith("Hi")
+
+
+def test_a_chat_has_the_tokens_of_its_prompt(post, server):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    for extra in ({}, {"tools": [tool]}, {"chat_template_kwargs": {}}):
+        told = post("/tokenize", {"model": MODEL, "messages": CHAT, **extra})
+        tools = {name: value for name, value in extra.items() if name == "tools"}
+        body = {"model": MODEL, "messages": CHAT, "max_tokens": 1, **tools}
+        assert server.post("/v1/chat/completions", body)[1]["usage"]["prompt_tokens"] == told["count"]
+    short = post("/tokenize", {"model": MODEL, "messages": CHAT, "add_generation_prompt": False})
+    assert short["count"] < post("/tokenize", {"model": MODEL, "messages": CHAT})["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {"model": "nobody", "prompt": "Hi"}, 404, "model"),
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "Hi", "messages": CHAT}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+    ],
+)
+def test_bad_input(server, path, body, status, param):
+    got, answer = server.post(path, body, "openai")
+    assert (got, answer["error"]["param"]) == (status, param)
+
+
+def test_unknown_tokens_are_no_text(server):
+    assert server.post("/detokenize", {"tokens": [2**31 - 1]}, "openai") == (200, {"prompt": ""})
+
+
+def test_version_and_ping(server):
+    assert json.loads(server.get("/version", "openai")[1]) == {"version": neso.__version__}
+    assert server.get("/ping", "openai")[0] == 200
+    assert server.post("/ping", {}, "openai")[0] == 200
+
+
+def test_a_model_s_card(server):
+    (card,) = json.loads(server.get("/v1/models", "openai")[1])["data"]
+    assert (card["id"], card["root"], card["parent"]) == (MODEL, MODEL, None)
+    assert card["max_model_len"] == 2048
+    assert card["permission"][0]["allow_sampling"] is True
+    assert json.loads(server.get(f"/v1/models/{MODEL}", "openai")[1]) == card

@@ -1,0 +1,243 @@
+"""TensorRT-LLM's layout as `neso repo init` writes it, served and asked by the real clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc_client
+from layout_repository import ANSWER, PROMPT, Stream, ask, init, tensors, text
+from server_process import ServerProcess, wait_until
+from tritonclient.utils import InferenceServerException
+
+CHAINS = ("ensemble", "tensorrt_llm_bls")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    repository = init(tmp_path_factory.mktemp("trtllm"), "--max-beam-width=3", "--draft-model=neso-pilot")
+    with ServerProcess(f"--model-repository={repository}") as server:
+        assert server.ports, server.output
+        yield server
+
+
+@pytest.fixture(scope="module")
+def address(served: ServerProcess) -> str:
+    return served.address("grpc")
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_generate(served, model):
+    """As the guide of TensorRT-LLM's backend asks with curl, and the keys that it shows."""
+    body = {"text_input": PROMPT, "max_tokens": 12, "bad_words": "", "stop_words": ""}
+    status, answer = served.post(f"/v2/models/{model}/generate", body)
+    assert status == 200
+    assert answer["text_output"] == PROMPT + ANSWER
+    expected = {"model_name", "model_version", "text_output"}
+    if model == "ensemble":
+        expected |= {"sequence_id", "sequence_start", "sequence_end"}
+    assert answer.keys() == expected
+    _, answer = served.post(f"/v2/models/{model}/generate", body | {"exclude_input_in_output": True})
+    assert answer["text_output"] == ANSWER
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_streams_tell_what_is_new(address, model):
+    results = ask(address, model, text_input=PROMPT, max_tokens=12, stream=True)
+    assert len(results) == 12
+    assert text(results) == ANSWER
+
+
+@pytest.mark.parametrize("model", CHAINS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_characters_of_several_tokens(address, model, stream):
+    written = "héllo 你好, 🎉🎉 ça va!"
+    results = ask(
+        address,
+        model,
+        text_input="Say:",
+        max_tokens=60,
+        stream=stream,
+        exclude_input_in_output=True,
+        guided_decoding_guide_type="regex",
+        guided_decoding_guide=f" {written}",
+    )
+    assert text(results) == f" {written}"
+    assert not stream or len(results) > 15
+    assert all("\ufffd" not in text([result]) for result in results)
+
+
+@pytest.mark.parametrize("model", CHAINS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_words(address, model, stream):
+    given = {"text_input": PROMPT, "max_tokens": 12, "stream": stream, "exclude_input_in_output": True}
+    assert text(ask(address, model, **given, stop_words=["", "time"])) == " TTFT is the time"
+    assert "time" not in text(ask(address, model, **given, bad_words=["time", "nothing"]))
+    biased = ask(address, model, **given, embedding_bias_words=[" time"], embedding_bias_weights=[-100.0])
+    assert "time" not in text(biased)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_words_within_tokens(address, stream):
+    given = {"text_input": PROMPT, "max_tokens": 12, "stream": stream, "exclude_input_in_output": True}
+    assert (
+        text(ask(address, "tensorrt_llm_bls", **given, stop_words=["irst to"]))
+        == " TTFT is the time to first to"
+    )
+    assert text(ask(address, "tensorrt_llm_bls", **given, stop_words=["token!"])) == ANSWER
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_batches(address, model):
+    results = ask(address, model, 2, text_input=[[PROMPT], ["What is Neso?"]], max_tokens=8, stream=True)
+    rows: list[list] = [[], []]
+    for result in results:
+        rows[result.as_numpy("batch_index").item()].append(result)
+    for row, prompt in zip(rows, (PROMPT, "What is Neso?"), strict=True):
+        assert text(row) == text(ask(address, model, text_input=prompt, max_tokens=8, stream=True))
+
+
+@pytest.mark.parametrize("model", CHAINS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_beams(address, model, stream):
+    (result,) = ask(address, model, text_input=PROMPT, max_tokens=8, beam_width=3, stream=stream)
+    texts = [beam.decode() for beam in result.as_numpy("text_output")]
+    assert len(set(texts)) == 3
+    assert any(beam.startswith(PROMPT + ANSWER[:20]) for beam in texts)
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_several_sequences(address, model):
+    results = ask(
+        address,
+        model,
+        text_input=PROMPT,
+        max_tokens=6,
+        num_return_sequences=3,
+        top_k=50,
+        temperature=3.0,
+        seed=1,
+    )
+    assert sorted(result.as_numpy("sequence_index").item() for result in results) == [0, 1, 2]
+    assert len({text([result]) for result in results}) == 3
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_what_goes_with_the_text(address, model):
+    names = ("return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics")
+    counts = ("return_num_input_tokens", "return_num_output_tokens")
+    (result,) = ask(address, model, text_input=PROMPT, max_tokens=5, **dict.fromkeys(names + counts, True))
+    assert result.as_numpy("output_log_probs").shape == (1, 1, 5)
+    assert result.as_numpy("cum_log_probs").shape == (1, 1)
+    assert result.as_numpy("context_logits").shape == (1, 4, 4096)
+    assert result.as_numpy("generation_logits").shape == (1, 1, 5, 4096)
+    assert result.as_numpy("num_input_tokens").item() == 4
+    assert result.as_numpy("num_output_tokens").item() == 5
+    assert result.as_numpy("first_token_time_ns").item() <= result.as_numpy("last_token_time_ns").item()
+
+
+@pytest.mark.parametrize("model", CHAINS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_go_away_end_the_generation(served, address, model, stream):
+    given = tensors(1, text_input=PROMPT, max_tokens=1900, end_id=-1, stream=stream)
+    request = Stream(address, model, given)
+    if stream:
+        request.next()
+    wait_until(lambda: running(served) == 1)
+    request.client.stop_stream(cancel_requests=True)
+    wait_until(lambda: running(served) == 0, timeout=3)
+    assert text(ask(address, model, text_input=PROMPT, max_tokens=12)) == PROMPT + ANSWER
+
+
+def running(served: ServerProcess) -> float:
+    name = 'nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"}'
+    return served.metrics()[name]
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_refusals(address, model):
+    for wrong, word in (
+        ({"max_tokens": 0}, "request_output_len"),
+        ({"beam_width": 9}, "beam_width"),
+        ({"text_input": b"\xff\xfe"}, "utf-8"),
+        ({"embedding_bias_words": ["a"]}, "embedding_bias"),
+        ({"guided_decoding_guide_type": "magic", "guided_decoding_guide": "x"}, "guide"),
+    ):
+        with pytest.raises(InferenceServerException, match=word):
+            ask(address, model, **{"text_input": PROMPT, "max_tokens": 5, **wrong})
+
+
+def test_older_names(served, address):
+    values = {"random_seed": 7, "top_k": 40, "temperature": 2.0}
+    texts = {text(ask(address, "ensemble", text_input=PROMPT, max_tokens=8, **values)) for _ in range(3)}
+    assert len(texts) == 1
+    status, _ = served.post(
+        "/v2/models/ensemble/generate", {"text_input": PROMPT, "max_tokens": 8, "min_length": 8}
+    )
+    assert status == 200
+
+
+def test_speculative_decoding(address):
+    given = {"text_input": PROMPT, "max_tokens": 30}
+    alone = text(ask(address, "tensorrt_llm_bls", **given))
+    for extra in ({}, {"use_draft_logits": True}):
+        (result,) = ask(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, **extra)
+        assert text([result]) == alone
+        assert result.as_numpy("total_accepted_draft_tokens").item() >= 20
+        assert result.as_numpy("acceptance_rate").item() == 1.0
+    stopped = ask(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, stop_words=["first token"])
+    assert text(stopped) == PROMPT + " TTFT is the time to first token"
+    for refused in ("return_context_logits", "return_generation_logits", "stream"):
+        with pytest.raises(InferenceServerException, match=refused):
+            ask(address, "tensorrt_llm_bls", **given, num_draft_tokens=4, **{refused: True})
+
+
+@pytest.fixture(scope="module", params=[8, 0])
+def rows(request: pytest.FixtureRequest) -> int:
+    """`max_batch_size` of models that are not decoupled; 0: no batch dimension."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain(rows, tmp_path_factory) -> Iterator[grpc_client.InferenceServerClient]:
+    """Such models, which leave the prompt out."""
+    options = ("--no-decoupled", f"--max-batch-size={rows}", "--exclude-input-in-output")
+    repository = init(tmp_path_factory.mktemp("plain"), *options)
+    with ServerProcess(f"--model-repository={repository}") as server:
+        assert server.ports, server.output
+        with grpc_client.InferenceServerClient(server.address("grpc")) as client:
+            yield client
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_one_response_to_a_request(plain, rows, model):
+    batch = 1 if rows else None
+    result = plain.infer(model, tensors(batch, text_input=PROMPT, max_tokens=12))
+    assert result.as_numpy("text_output").tolist() == [ANSWER.encode()]
+    with pytest.raises(InferenceServerException, match="decoupled"):
+        plain.infer(model, tensors(batch, text_input=PROMPT, max_tokens=5, stream=True))
+
+
+def test_one_response_to_a_batch(plain, rows):
+    if not rows:
+        pytest.skip("there are no rows")
+    prompts = [[PROMPT], ["What is Neso?"], [PROMPT]]
+    given = tensors(3, text_input=prompts, max_tokens=12, return_log_probs=True)
+    result = plain.infer("tensorrt_llm_bls", given)
+    texts = result.as_numpy("text_output").tolist()
+    assert texts[0] == texts[2] == ANSWER.encode() and texts[1] != texts[0]
+    assert result.as_numpy("output_log_probs").shape == (3, 1, 12)
+    assert result.as_numpy("batch_index").tolist() == [[0], [1], [2]]
+
+
+def test_accumulated_tokens(tmp_path):
+    repository = init(tmp_path, "--accumulate-tokens")
+    with ServerProcess(f"--model-repository={repository}") as server:
+        given = {"text_input": PROMPT, "max_tokens": 12, "stream": True}
+        results = ask(server.address("grpc"), "tensorrt_llm_bls", **given)
+    texts = [text([result]) for result in results]
+    assert texts[0] == " TTFT" and texts[-1] == ANSWER
+    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
+    assert np.all(np.diff([len(part) for part in texts]) > 0)

@@ -1,0 +1,54 @@
+"""Links between the pages of the documentation lead somewhere, and its index has every page."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"`[^`\n]+`")
+LINK = re.compile(r"\]\(([^()\s]+(?:\([^()\s]*\))?)\)")
+HEADING = re.compile(r"^#+ +(.+?)\s*$", re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code, in which brackets are no links."""
+    return FENCE.sub("", page.read_text())
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Those that GitHub makes of the headings of a page."""
+    found: set[str] = set()
+    seen: Counter[str] = Counter()
+    for heading in HEADING.findall(prose(page)):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+        seen[anchor] += 1
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == DOCS else "/README.md")
+def test_links_lead_somewhere(page):
+    dead = []
+    for target in LINK.findall(INLINE_CODE.sub("", prose(page))):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+            dead.append(target)
+    assert not dead
+
+
+def test_the_index_has_every_page():
+    index = set(LINK.findall((DOCS / "README.md").read_text()))
+    assert {page.name for page in DOCS.glob("*.md")} - index == {"README.md"}
