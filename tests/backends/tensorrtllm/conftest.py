@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoints import make_checkpoint
-from trtllm_repository import NAME, write_model
+from trtllm_repository import NAME, PROMPT, write_model
 
 from neso.engine.llm import LLM
 from neso.generation import SamplingParams
@@ -24,7 +24,6 @@ from neso.server.inference_request import InferenceRequest
 from neso.server.options import ServerOptions
 from neso.server.tensor import Tensor
 
-PROMPT = list(range(10, 22))
 Outputs = dict[str, npt.NDArray[Any]]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PROMPT
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
@@ -18,6 +17,7 @@ from checkpoints import VOCAB_SIZE, load_oracle
 from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
 from peft_adapters import greedy_with, write_adapter
 from test_bad_adapters import as_tensors
+from trtllm_repository import PROMPT
 
 from neso.engine.text.tokenizer import Tokenizer
 from neso.server.errors import ServerError

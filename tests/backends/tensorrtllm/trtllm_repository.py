@@ -13,6 +13,7 @@ from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.parameters import PARAMETERS
 
 NAME = "tensorrt_llm"
+PROMPT = list(range(10, 22))
 
 
 def write_model(
