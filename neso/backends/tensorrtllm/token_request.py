@@ -116,7 +116,7 @@ class RequestReader:
         # Preprocessing gives every model one token to begin its decoder with; decoders alone have no use for it.
         if row.has("decoder_input_ids") and row.array("decoder_input_ids").size > 1:
             raise InvalidArgument("decoder_input_ids: models with an encoder are not run")
-        wanted = row.wanted()
+        wanted, streaming = row.wanted(), bool(row.scalar("streaming", False))
         end_id = row.scalar("end_id", NO_END)
         try:
             sampling = SamplingParams.from_mapping(self._sampling(row, end_id, wanted))
@@ -134,9 +134,10 @@ class RequestReader:
                 prompt_vocab_size=row.scalar("prompt_vocab_size") or None,
                 draft=read_draft(*(row.optional(name) for name in DRAFT_NAMES)),
                 detokenize=False,
+                stream=streaming,
                 retention=retention,
             ),
-            streaming=bool(row.scalar("streaming", False)),
+            streaming=streaming,
             exclude_input=bool(row.scalar("exclude_input_in_output", self._settings.exclude_input_in_output)),
             end_id=end_id,
             pad_id=row.scalar("pad_id", NO_END),
