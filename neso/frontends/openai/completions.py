@@ -59,7 +59,7 @@ class CompletionsApi:
         self, request: CompletionRequest, target: Target, prompts: list[Prompt]
     ) -> list[CompletionChoice]:
         n = request.n or 1
-        text = target.language_model.text
+        text = target.text
         records = [PromptRecord(request, prompt, text) for prompt in prompts]
         return [
             CompletionChoice(number * n + i, request, record, text)
