@@ -199,7 +199,7 @@ class TensorLanguageModel:
 def _flag(model: Model, name: str) -> bool:
     """A parameter of a model's configuration."""
     parameters = model.config.parameters
-    return name in parameters and parameters[name].string_value.lower() in ("true", "1")
+    return name in parameters and parameters[name].string_value.lower() in ("true", "t", "yes", "1")
 
 
 def _sum(usages: list[Usage]) -> Usage:
