@@ -49,7 +49,8 @@ def stand_ins(tmp_path_factory) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", walkthroughs())
 def test_walkthrough(text, tmp_path, stand_ins):
-    needed = set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)) & OPTIONAL
+    named = re.findall(r'^(?:import|from) (\w+)|^backend: "(\w+)"', text, re.MULTILINE)
+    needed = {name for names in named for name in names} & OPTIONAL
     missing = sorted(name for name in needed if find_spec(name) is None)
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
