@@ -9,8 +9,8 @@ from typing import Any
 
 import openai
 import pytest
+from layout_repository import ANSWER, PROMPT, init
 from server_process import ServerProcess, wait_until
-from trtllm_repository import ANSWER, PROMPT, init
 
 CHAINS = ("ensemble", "tensorrt_llm_bls")
 MODELS = (*CHAINS, "tensorrt_llm")
