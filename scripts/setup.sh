@@ -46,5 +46,22 @@ install() {
     echo "$state" >"$stamp"
 }
 
+# Real vLLM, its CPU build, in .venv-vllm: it pins versions that the rest does not. It is tried once for each state;
+# where there is no build for the machine, the tests that need it are skipped.
+install_vllm() {
+    local stamp=".venv/.neso-vllm" state
+    state="$(cat scripts/install_vllm.py constraints.txt constraints-vllm.txt .venv/pyvenv.cfg | cksum)"
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
+        return
+    fi
+    echo "neso: installing vLLM for the tests of its backend (some minutes, 1.5 GB)"
+    rm -rf .venv-vllm
+    if ! .venv/bin/python scripts/install_vllm.py .venv-vllm; then
+        rm -rf .venv-vllm
+        echo "neso: vLLM cannot be installed here, its tests are skipped; rm $stamp to try again" >&2
+    fi
+    echo "$state" >"$stamp"
+}
+
 setup_base() { install base ""; }
-setup_tests() { install tests "[dev]"; }
+setup_tests() { install tests "[dev]" && install_vllm; }

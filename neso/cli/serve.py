@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from neso.cli.options import OPTIONS, TOPICS
+from neso.cli.options.access import joined
 from neso.cli.options.help import help_text
 from neso.cli.options.option import Option
 
@@ -22,6 +23,9 @@ _MODELS = (
 
 class ServeCommand(TyperCommand):
     """A command with the help of the table."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, joined(args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(help_text(SUMMARY, _MODELS, TOPICS))

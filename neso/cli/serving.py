@@ -24,6 +24,9 @@ from neso.server.metadata import ModelState
 
 logger = logging.getLogger("neso")
 
+OPENAI_ON_HTTP = ("/v1", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
+"""Paths below which the port of HTTP answers OpenAI's API too: what clients of vLLM look for on its one port."""
+
 
 class FrontEnd(Protocol):
     """What every front end has."""
@@ -60,6 +63,7 @@ def run(command_line: Mapping[str, list[str]]) -> int:
 async def _serve(options: ServeOptions, started: float) -> int:
     stopping = asyncio.Event()
     _on_signals(stopping.set)
+    _on_hangup(options)
     core = Core(options.server)
     for model in options.models:
         _add_checkpoint(core, model, options.engine)
@@ -119,7 +123,8 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
 
         http = KServeHttp(core, options.http)
         if app is not None:
-            http.mount("/v1", app)
+            for path in OPENAI_ON_HTTP:
+                http.mount(path, app)
         await start("http", http)
     if options.grpc is not None:
         from neso.frontends.kserve_grpc import KServeGrpc
@@ -163,6 +168,13 @@ async def _unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
 async def _stop(front_ends: dict[str, FrontEnd], core: Core, timeout: float) -> None:
     await asyncio.gather(*(front_end.stop(timeout) for front_end in front_ends.values()))
     await core.stop()
+
+
+def _on_hangup(options: ServeOptions) -> None:
+    """SIGHUP reads the API keys again, where there are any."""
+    keys = None if options.openai is None else options.openai.access.keys
+    if keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: keys.reload(force=True))
 
 
 def _on_signals(first: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from neso.server.errors import InvalidArgument
@@ -39,8 +40,10 @@ class Restrictions:
         self._required = required or {}
 
     @classmethod
-    def parse(cls, settings: list[str], header_prefix: str = "") -> Restrictions:
-        """From texts like `GROUP,GROUP:KEY=VALUE`; the header is `header_prefix` and KEY.
+    def parse(
+        cls, settings: list[str], header_prefix: str = "", known: Sequence[str] = GROUPS
+    ) -> Restrictions:
+        """From texts like `GROUP,GROUP:KEY=VALUE`; the header is `header_prefix` and KEY. `known` are the groups.
 
         Raises `InvalidArgument` for an unknown group, and for one that is in several settings.
         """
@@ -52,9 +55,9 @@ class Restrictions:
                 # The text itself is not shown: it holds the secret.
                 raise InvalidArgument("expected GROUP[,GROUP…]:KEY=VALUE")
             for group in groups.split(","):
-                if group not in GROUPS:
+                if group not in known:
                     raise InvalidArgument(
-                        f"unknown restricted group '{group}', expected one of: {', '.join(GROUPS)}"
+                        f"unknown restricted group '{group}', expected one of: {', '.join(known)}"
                     )
                 if group in required:
                     raise InvalidArgument(f"restricted group '{group}' can not be specified more than once")

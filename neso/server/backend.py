@@ -29,8 +29,9 @@ BUILTIN = {
     "python": "neso.backends.python.backend:PythonBackend",
     "pytorch": "neso.backends.pytorch:PyTorchBackend",
     "tensorrtllm": "neso.backends.tensorrtllm:TensorRtLlmBackend",
+    "vllm": "neso.backends.vllm.backend:VllmBackend",
 }
-EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch"}
+EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 """The extras of the `neso` package that backends need."""
 ENTRY_POINT_GROUP = "neso.backends"
 

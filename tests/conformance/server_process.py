@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,29 @@ PLACES = {
 
 
 class ServerProcess:
-    """Started by the constructor, which returns when the server says that it is ready, or has ended."""
+    """Started by the constructor, which returns when the server says that it is ready, or has ended.
 
-    def __init__(self, *arguments: str | Path, cwd: Path | None = None, timeout: float = 60.0) -> None:
+    `python`: the interpreter, this one unless another is named. `environment`: variables beside those of this process.
+    """
+
+    def __init__(
+        self,
+        *arguments: str | Path,
+        cwd: Path | None = None,
+        timeout: float = 60.0,
+        python: str | Path = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         given = {str(argument).split("=")[0] for argument in arguments}
         places = [f"{flag}={value}" for flag, value in PLACES.items() if flag not in given]
-        command = [sys.executable, "-m", "neso.cli", "serve", *places, *map(str, arguments)]
+        command = [str(python), "-m", "neso.cli", "serve", *places, *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, **(environment or {})},
         )
         self.output = ""
         self._ready = threading.Event()

@@ -17,6 +17,7 @@ PAGES = (
     "quick-deployment.md",
     "lora.md",
     "speculative-decoding.md",
+    "metrics.md",
     "from-tritonserver.md",
     "from-vllm-serve.md",
 )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from neso.backends.generation_metrics import ENGINE_FAMILIES
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.server.metrics import MetricsRegistry
@@ -45,22 +46,16 @@ class EngineGauges:
         )
 
     def _vllm(self, info: EngineInfo) -> None:
-        gauges: dict[str, tuple[str, Read]] = {
-            "num_requests_running": ("Number of sequences in execution.", lambda s: s.num_running),
-            "num_requests_waiting": ("Number of sequences waiting to be processed.", lambda s: s.num_waiting),
-            "kv_cache_usage_perc": ("KV cache usage. 1 means 100 percent usage.", _used_share),
-            "num_preemptions_total": ("Cumulative number of preemptions.", lambda s: s.preemptions),
-            "prefix_cache_queries_total": (
-                "Prompt tokens looked up in the prefix cache.",
-                lambda s: s.prefix_queried_tokens,
-            ),
-            "prefix_cache_hits_total": (
-                "Prompt tokens found in the prefix cache.",
-                lambda s: s.prefix_hit_tokens,
-            ),
+        reads: dict[str, Read] = {
+            "num_requests_running": lambda s: s.num_running,
+            "num_requests_waiting": lambda s: s.num_waiting,
+            "kv_cache_usage_perc": _used_share,
+            "num_preemptions_total": lambda s: s.preemptions,
+            "prefix_cache_queries_total": lambda s: s.prefix_queried_tokens,
+            "prefix_cache_hits_total": lambda s: s.prefix_hit_tokens,
         }
-        for name, (help, read) in gauges.items():
-            self._watch(f"vllm:{name}", help, read)
+        for name, read in reads.items():
+            self._watch(f"vllm:{name}", ENGINE_FAMILIES[f"vllm:{name}"], read)
         # The values are in the labels, as in vLLM.
         self._watch(
             "vllm:cache_config_info",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from neso.backends.generation_metrics import GenerationMetrics
 from neso.backends.llm.adapter_metrics import AdapterMetrics, AdapterUse
 from neso.backends.llm.engine_gauges import EngineGauges
 from neso.engine.core.stats import EngineStats
@@ -12,25 +13,9 @@ from neso.engine.ipc.messages import EngineInfo
 from neso.generation import FinishReason, GenerationOutput, GenerationRequest
 from neso.server.metrics import MetricsRegistry
 
-FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-PER_TOKEN_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0),
-)
-REQUEST_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
-    *(240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-N_BUCKETS = (1, 2, 5, 10, 20)
 
-
-class LlmMetrics:
-    """Counters and histograms of one model, and the gauges of its engine."""
+class LlmMetrics(GenerationMetrics):
+    """The metrics of one model's requests, and the gauges of its engine."""
 
     def __init__(
         self,
@@ -40,80 +25,16 @@ class LlmMetrics:
         stats: Callable[[], EngineStats],
         info: EngineInfo,
     ) -> None:
-        labels = (model, version)
+        super().__init__(registry, model, version)
         self.adapters = AdapterMetrics(registry, model, version, info.lora) if info.lora.enabled else None
         self._gauges = EngineGauges(registry, model, version, stats, info)
         self._steps = 0
-
-        def counter(name: str, help: str):  # type: ignore[no-untyped-def]
-            return registry.counter(f"vllm:{name}", help).labels(*labels)
-
-        def histogram(name: str, help: str, buckets: tuple[float, ...]):  # type: ignore[no-untyped-def]
-            return registry.histogram(f"vllm:{name}", help, buckets=buckets).labels(*labels)
-
-        def seconds(name: str, what: str, buckets: tuple[float, ...] = REQUEST_BUCKETS):  # type: ignore[no-untyped-def]
-            return histogram(name, f"Histogram of {what} in seconds.", buckets)
-
-        success = registry.counter(
-            "vllm:request_success",
-            "Count of successfully processed requests.",
-            ("model", "version", "finished_reason"),
-        )
-        self.finished = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
-        self.prompt_tokens = counter("prompt_tokens", "Number of prefill tokens processed.")
-        self.cached_tokens = counter("prompt_tokens_cached", "Number of prompt tokens found in the cache.")
-        self.generation_tokens = counter("generation_tokens", "Number of generation tokens processed.")
-        self.first_token = seconds("time_to_first_token_seconds", "time to first token", FIRST_TOKEN_BUCKETS)
-        self.per_token = [
-            seconds("inter_token_latency_seconds", "inter-token latency", PER_TOKEN_BUCKETS),
-            seconds("time_per_output_token_seconds", "time per output token", PER_TOKEN_BUCKETS),
-        ]
-        self.mean_per_token = seconds(
-            "request_time_per_output_token_seconds",
-            "mean time per output token of a request",
-            PER_TOKEN_BUCKETS,
-        )
-        self.request = seconds("e2e_request_latency_seconds", "end to end request latency")
-        self.queue = seconds("request_queue_time_seconds", "time spent in the waiting phase")
-        self.prefill = seconds("request_prefill_time_seconds", "time spent in the prefill phase")
-        self.decode = seconds("request_decode_time_seconds", "time spent in the decode phase")
-        self.inference = seconds("request_inference_time_seconds", "time spent in the running phase")
-        self.request_prompt_tokens = histogram(
-            "request_prompt_tokens", "Number of prefill tokens processed.", COUNT_BUCKETS
-        )
-        self.request_generation_tokens = histogram(
-            "request_generation_tokens", "Number of generation tokens processed.", COUNT_BUCKETS
-        )
-        self.longest_generation = histogram(
-            "request_max_num_generation_tokens",
-            "Histogram of maximum number of requested generation tokens.",
-            COUNT_BUCKETS,
-        )
-        self.max_tokens = histogram(
-            "request_params_max_tokens", "Histogram of the max_tokens request parameter.", COUNT_BUCKETS
-        )
-        self.best_of = histogram(
-            "request_params_best_of", "Histogram of the best_of request parameter.", N_BUCKETS
-        )
-        self.n = histogram("request_params_n", "Histogram of the n request parameter.", N_BUCKETS)
-        self.preemptions = histogram(
-            "request_preemptions", "Histogram of how often a request had to start over.", (0, *N_BUCKETS)
-        )
-        self.step_tokens = histogram(
-            "iteration_tokens_total", "Histogram of number of tokens per engine step.", STEP_BUCKETS
-        )
 
     def observe_step(self, stats: EngineStats) -> None:
         """The engine has told of a step, or of something between two."""
         if stats.step > self._steps:
             self._steps = stats.step
             self.step_tokens.observe(stats.num_batched_tokens)
-
-    def observe_pooled(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A prompt became a vector."""
-        self.prompt_tokens.inc(num_prompt_tokens)
-        self.request_prompt_tokens.observe(num_prompt_tokens)
-        self.request.observe(seconds)
 
     def close(self) -> None:
         """Forget the gauges of a model that is unloaded; what was counted stays."""

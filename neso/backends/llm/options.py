@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
 from msgspec.structs import replace
 
+from neso.backends.json_file import read_object
 from neso.engine.config import EngineConfig
 from neso.engine.weights.errors import ModelNotFound
 from neso.engine.weights.hub import resolve_model
@@ -26,13 +26,13 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     The checkpoint is the option `model` (a path, relative to the version's folder, or a name on the hub), else
     the version's folder itself; `speculative_model` is found in the same way. Raises `InvalidArgument`.
     """
-    options = _read_json(version_directory / "model.json")
+    options = read_object(version_directory / "model.json")
     options |= {
         name: value.string_value
         for name, value in config.parameters.items()
         if name not in FRONT_END_PARAMETERS
     }
-    adapters = _read_json(version_directory / "multi_lora.json")
+    adapters = read_object(version_directory / "multi_lora.json")
     if adapters and str(options.get("enable_lora", "")).lower() in ("true", "1"):
         options.setdefault("lora_modules", adapters)
     model = options.pop("model", None) or str(version_directory)
@@ -55,16 +55,3 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
 def _local(version_directory: Path, path: str) -> str:
     inside = version_directory / path
     return str(inside) if inside.exists() else path
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"{path.name}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InvalidArgument(f"{path.name}: must hold a JSON object")
-    return content

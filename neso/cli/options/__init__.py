@@ -3,6 +3,7 @@
 Nothing here imports the server: `--help` is to be quick.
 """
 
+from neso.cli.options.access import ACCESS
 from neso.cli.options.cache import CACHE
 from neso.cli.options.cloud import CLOUD
 from neso.cli.options.engine import ENGINE
@@ -24,6 +25,7 @@ TOPICS = (
     HTTP,
     GRPC,
     OPENAI,
+    ACCESS,
     METRICS,
     PROCESS,
     LOGGING,

@@ -79,17 +79,19 @@ def http_address(values: Values) -> str:
     return address
 
 
-def tls_files(values: Values) -> TlsFiles | None:
-    """Of HTTP and of OpenAI's API. Raises `OptionError`."""
+def tls_files(values: Values, prefix: str = "http") -> TlsFiles | None:
+    """Of the options that begin with `prefix`. Raises `OptionError`."""
     from neso.frontends.tls import TlsFiles
 
-    certificate, key, root = (values[f"http-{name}"] for name in ("server-cert", "server-key", "root-cert"))
+    certificate, key, root = (
+        values[f"{prefix}-{name}"] for name in ("server-cert", "server-key", "root-cert")
+    )
     if certificate is None and key is None and root is None:
         return None
     if certificate is None or key is None:
-        raise OptionError("--http-server-cert and --http-server-key must be given together")
+        raise OptionError(f"--{prefix}-server-cert and --{prefix}-server-key must be given together")
     files = TlsFiles(certificate, key, root)
-    with about("--http-server-cert"):
+    with about(f"--{prefix}-server-cert"):
         files.context("http/1.1")
     return files
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from neso.cli.options.access import access_options, openai_restrictions
 from neso.cli.options.http import http_address, restrictions, tls_files
-from neso.cli.options.kinds import BOOLEAN, PORT, integer
+from neso.cli.options.kinds import BOOLEAN, PATH, PORT, integer
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
 
@@ -19,6 +20,18 @@ OPENAI = Topic(
         Option("allow-openai", "Serve OpenAI's API, on its own port and under /v1 of HTTP.", BOOLEAN, True),
         Option("openai-address", "Where OpenAI's API listens.", metavar="HOST", default_text="that of HTTP"),
         Option("openai-port", "OpenAI's API.", PORT, 9000),
+        Option(
+            "openai-server-cert",
+            "PEM file of the certificate of OpenAI's port; with it that port is HTTPS.",
+            PATH,
+            default_text="that of HTTP",
+        ),
+        Option("openai-server-key", "PEM file of the certificate's key.", PATH),
+        Option(
+            "openai-root-cert",
+            "PEM file of the certificates that clients of OpenAI's port must show one below (mutual TLS).",
+            PATH,
+        ),
         Option(
             "tool-call-parser",
             "Format in which the models write tool calls; auto: their chat templates tell.",
@@ -70,18 +83,23 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         max_stored_responses=values["max-stored-responses"],
         max_stored_response_bytes=values["max-stored-response-bytes"],
         restrictions=restrictions(values),
+        openai_restrictions=openai_restrictions(values),
+        access=access_options(values),
+        metrics=values["allow-metrics"],
     )
 
 
 def openai_http_options(values: Values) -> HttpServerOptions:
     """Of the server on the port that OpenAI's API has for itself."""
     from neso.frontends.http import HttpServerOptions
+    from neso.frontends.openai.errors import refusal_body
 
-    tls = tls_files(values)
+    tls = tls_files(values, "openai") or tls_files(values)
     return HttpServerOptions(
         host=values["openai-address"] or http_address(values),
         port=values["openai-port"],
         max_body=values["http-max-input-size"],
         reuse_port=values["reuse-http-port"],
         tls=None if tls is None else tls.context("http/1.1"),
+        refusal_body=refusal_body,
     )

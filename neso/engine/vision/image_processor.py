@@ -70,7 +70,7 @@ class ImageProcessor:
 
         Raises `InvalidParameter("images", …)`.
         """
-        opened = _open(image)
+        opened = open_image(image)
         if self.resize_to is not None:
             width, height = _resized(*opened.size, self.resize_to)
             if width * height > MAX_PIXELS:
@@ -83,7 +83,8 @@ class ImageProcessor:
         return _cut_middle(np.asarray(opened, np.uint8), self.crop)
 
 
-def _open(image: Any) -> Image:
+def open_image(image: Any) -> Image:
+    """An RGB image of what `GenerationRequest.images` may hold. Raises `InvalidParameter("images", …)`."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:

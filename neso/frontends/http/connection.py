@@ -17,7 +17,6 @@ from neso.frontends.http.response import (
     JSON,
     Response,
     StreamingResponse,
-    error_body,
     error_response,
     header_lines,
     response_head,
@@ -371,7 +370,7 @@ class HttpConnection(asyncio.Protocol):
         """
         self._closing = self._lingering = True
         self._since = self._shared.clock.now
-        body = error_body(refusal.message)
+        body = self._shared.options.refusal_body(refusal.status, refusal.message)
         date = self._shared.clock.date
         self._transport.write(
             response_head(refusal.status, JSON, (), len(body), date, "connection: close\r\n") + body

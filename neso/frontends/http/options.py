@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from neso.frontends.http.response import error_body
+
+
+def _error(status: int, message: str) -> bytes:
+    return error_body(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +20,7 @@ class HttpServerOptions:
     `header_timeout` runs from the first byte of a request to the end of its headers, whatever trickles in;
     `body_timeout` is the longest pause within a body; `write_timeout` the longest that a client may leave the
     write buffer full; `linger` how long a refused client may go on sending so that it can read the refusal.
+    `refusal_body(status, message)`: the JSON body of what is refused before it reaches the handler.
     `tls`: serve over TLS; its handshake has the header's time. `reuse_port`: share the port with other processes.
     """
 
@@ -30,6 +38,7 @@ class HttpServerOptions:
     backlog: int = 2048
     reuse_port: bool = False
     tls: ssl.SSLContext | None = None
+    refusal_body: Callable[[int, str], bytes] = _error
 
     @property
     def tick(self) -> float:

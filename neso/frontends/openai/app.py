@@ -15,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import neso
+from neso.frontends.openai.access.options import AccessOptions
+from neso.frontends.openai.access.protection import limit_rates, protect
 from neso.frontends.openai.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
 from neso.frontends.openai.chat import ChatApi
 from neso.frontends.openai.completions import CompletionsApi
@@ -22,6 +24,7 @@ from neso.frontends.openai.connection import Body, parse_body, read_body
 from neso.frontends.openai.embeddings import EmbeddingsApi
 from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
 from neso.frontends.openai.errors import ApiError, to_api_error
+from neso.frontends.openai.management_routes import control_routes, metrics_route
 from neso.frontends.openai.models import ModelsApi
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -53,16 +56,21 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
         await responses.close()
 
     app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
+    inference = [
+        *_generation_routes(core, targets, options),
+        *response_routes(core, responses, options.max_body_size),
+    ]
     for group, routes in (
-        ("inference", _generation_routes(core, targets, options)),
-        ("inference", response_routes(core, responses, options.max_body_size)),
-        ("model-repository", [*_model_routes(targets), *_adapter_routes(targets, options)]),
+        ("inference", limit_rates(inference, options.access)),
+        ("model-repository", [*control_routes(core, options.max_body_size), *_model_routes(targets)]),
+        ("model-repository", _adapter_routes(targets, options)),
+        ("metrics", [metrics_route(core)] if options.metrics else []),
         ("health", _health_routes(core)),
     ):
-        required = options.restrictions.get(group)
-        app.router.routes.extend(routes if required is None else restrict(routes, required))
-    app.openapi = _description  # type: ignore[method-assign]
+        app.router.routes.extend(restrict(routes, group, options))
+    app.openapi = lambda: _description(options.access)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_http_exception)
+    protect(app, options.access)
     return app
 
 
@@ -114,7 +122,7 @@ def _token_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
     async def detokenize(request: Request) -> Response:
         return await _change(request, DetokenizeRequest, tokens.detokenize, options.max_body_size)
 
-    # Under /v1, too: the port of the tensor protocols has that only.
+    # Under /v1, too, where the base URL of clients ends.
     return [
         Route(prefix + path, endpoint, methods=["POST"])
         for prefix in ("", "/v1")
@@ -195,10 +203,10 @@ def _answer(make: Callable[[], dict[str, Any]]) -> Response:
         return error_response(to_api_error(error))
 
 
-def _description() -> dict[str, Any]:
+def _description(access: AccessOptions) -> dict[str, Any]:
     from neso.frontends.openai.description import openapi_document
 
-    return openapi_document()
+    return openapi_document(access)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

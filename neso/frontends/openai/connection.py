@@ -71,4 +71,8 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"The request body is larger than {limit} bytes.", code="request_too_large")
+    return ApiError(
+        413,
+        f"The request body is larger than {limit} bytes, the limit that --http-max-input-size sets.",
+        code="content_too_large",
+    )

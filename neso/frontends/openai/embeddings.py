@@ -16,7 +16,6 @@ from neso.frontends.openai.pooling_schemas import EmbeddingRequest
 from neso.frontends.openai.prompts import MAX_PROMPTS
 from neso.frontends.openai.targets import Targets
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
-from neso.generation.pooling_batch import pool_together
 
 if TYPE_CHECKING:
     from neso.server.tracing import Trace
@@ -43,7 +42,7 @@ class EmbeddingsApi:
             for prompt in _inputs(request)
         ]
         try:
-            pooled = await pool_together(target.model.pool, requests)
+            pooled = await target.pool(requests)
         except InvalidParameter as error:
             if error.field == "prompt":  # which is the client's input
                 raise invalid("input", f"Invalid 'input': {error.message}") from None

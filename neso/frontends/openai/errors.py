@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from neso.engine.errors import EngineDead
+from neso.frontends.openai.request_id import REQUEST_ID
 from neso.generation import InvalidParameter
 from neso.server.errors import ErrorCode, ServerError
 
@@ -59,10 +60,22 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ServerError):
         status = _STATUS.get(error.code, 500)
         if status == 500:
-            logger.error("a request failed: %s", error.message, exc_info=error)
+            logger.error("a request failed: %s", error.message, exc_info=error, extra=_fields())
         return ApiError(status, error.message)
-    logger.error("a request failed", exc_info=error)
+    logger.error("a request failed", exc_info=error, extra=_fields())
     return ApiError(500, "The server had an error while processing the request.")
+
+
+def refusal_body(status: int, message: str) -> bytes:
+    """What the HTTP server answers to what it does not pass on: requests that are broken or too large."""
+    code = {413: "content_too_large"}.get(status)
+    hint = ", which --http-max-input-size sets" if status == 413 else ""
+    return ApiError(status, f"{message[:1].upper()}{message[1:]}{hint}.", code=code).body()
+
+
+def _fields() -> dict[str, str]:
+    """What the log is told of the request."""
+    return {"request_id": REQUEST_ID.get()}
 
 
 def _type_of(status: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from neso.frontends.openai.access.options import AccessOptions
 from neso.frontends.restrictions import Restrictions
 
 
@@ -18,7 +19,8 @@ class OpenAIOptions:
     reasoning, "auto": their chat templates tell. `max_tool_call_parse_bytes`: the longest call that is read.
     The last `max_stored_responses` of the Responses API are kept, as long as they take no more than
     `max_stored_response_bytes`.
-    `restrictions` of the groups inference, model-repository (the list of models) and health.
+    `restrictions` are those of the whole of HTTP, `openai_restrictions` those of this API (`restricted.GROUPS`).
+    `metrics`: `GET /metrics` is answered.
     """
 
     max_body_size: int = 64 * 1024 * 1024
@@ -31,3 +33,6 @@ class OpenAIOptions:
     max_stored_responses: int = 1000
     max_stored_response_bytes: int = 256 * 1024 * 1024
     restrictions: Restrictions = field(default_factory=Restrictions)
+    openai_restrictions: Restrictions = field(default_factory=Restrictions)
+    access: AccessOptions = field(default_factory=AccessOptions)
+    metrics: bool = True

@@ -15,7 +15,6 @@ from neso.frontends.openai.pooling_schemas import PoolingFields, RerankRequest, 
 from neso.frontends.openai.prompts import MAX_PROMPTS
 from neso.frontends.openai.targets import Targets
 from neso.generation import InvalidParameter, PooledOutput, PoolingRequest
-from neso.generation.pooling_batch import pool_together
 from neso.generation.scoring import Float32Array, Scoring
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class ScoresApi:
                 )
                 for prompt in scoring.prompts
             ]
-            pooled = await pool_together(target.model.pool, requests)
+            pooled = await target.pool(requests)
         except InvalidParameter as error:
             if error.field in ("prompt", "documents"):
                 raise invalid(field, f"Invalid '{field}': {error.message}") from None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from neso.frontends.openai.access.token_meter import TOKENS_USED, metered
 from neso.frontends.openai.chat_template import UNKNOWN_TEXT, TemplatedText, read_chat_template
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.model_texts import ModelTexts, open_tokenizer
 from neso.frontends.openai.tensor_models import TensorLanguageModel, missing_for_text
 from neso.generation import AdaptableModel, LanguageModel, PoolingModel, TextTools
-from neso.server.errors import NotFound
+from neso.generation.pooling_batch import pool_together
+from neso.server.errors import NotFound, Unavailable
+from neso.server.metadata import ModelState
 
 if TYPE_CHECKING:
     from neso.frontends.openai.options import OpenAIOptions
-    from neso.generation import GenerationOutput, GenerationRequest
+    from neso.generation import GenerationOutput, GenerationRequest, PooledOutput, PoolingRequest
     from neso.server.core import Core
     from neso.server.model import Model
     from neso.server.tracing import Trace
@@ -35,8 +38,8 @@ class Target:
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Generate text, as `LanguageModel.generate` does."""
         if isinstance(self.language_model, TensorLanguageModel):
-            return self.language_model.generate(request, trace)
-        return self.model.generate(request, trace)
+            return metered(self.language_model.generate(request, trace))
+        return metered(self.model.generate(request, trace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,14 @@ class PoolingTarget:
 
     model: Model
     pooling_model: PoolingModel
+
+    async def pool(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
+        """The vectors of all of them, in their order. Raises as `Model.pool`."""
+        pooled = await pool_together(self.model.pool, requests)
+        tell = TOKENS_USED.get()
+        if tell is not None:
+            tell(sum(output.num_prompt_tokens for output in pooled))
+        return pooled
 
 
 class Targets:
@@ -135,10 +146,19 @@ class Targets:
     def _find(self, name: str) -> Model:
         try:
             return self._core.model(name)
-        except NotFound:
+        except (NotFound, Unavailable) as error:
+            if not self._core.live() or self._is_loading(name):
+                raise  # it is worth trying again
+            what = "does not exist" if isinstance(error, NotFound) else "is not loaded"
             raise ApiError(
-                404, f"The model '{name}' does not exist.", param="model", code="model_not_found"
+                404, f"The model '{name}' {what}.", param="model", code="model_not_found"
             ) from None
+
+    def _is_loading(self, name: str) -> bool:
+        return any(
+            entry.name == name and entry.state is ModelState.LOADING
+            for entry in self._core.repository_index()
+        )
 
 
 def _check_text_face(model: Model) -> None:

@@ -34,12 +34,16 @@ def docs():
 @pytest.fixture(scope="module")
 def families(docs):
     listed = [family for section in docs.sections() for family in section.families]
-    assert len({family.name for family in listed}) == len(listed)
+    assert len({family.name for family in listed}) == len(listed) > 70
     return {family.name: family for family in listed}
 
 
 def test_the_page_is_up_to_date(docs):
     assert docs.PAGE.read_text() == docs.page(), "run: python scripts/metrics_docs.py"
+
+
+def test_what_the_backend_vllm_exports_is_listed(docs, families):
+    assert set(docs.vllm_model()) <= set(families.values())
 
 
 @asynccontextmanager

@@ -186,7 +186,7 @@ async def test_errors_after_the_start_of_a_stream(
 async def test_too_large_bodies(client: AsgiClient) -> None:
     big = b" " * 100_001
     headers = ((b"content-length", b"100001"),)
-    code = "request_too_large"
+    code = "content_too_large"
     check(await client.request("POST", CHAT, b"", headers=headers), 413, code=code)
     check(await client.request("POST", CHAT, big[:60_000], big[60_000:]), 413, code=code)
 

@@ -84,8 +84,9 @@ class ResponseRun:
 
     def _end(self, deltas: list[CompletionDelta]) -> list[Event]:
         reason = next((finish_name(delta.finish_reason) for delta in deltas if delta.finish_reason), "stop")
-        events = self.response.output.finish(complete=reason != "length")
-        if reason == "length" or self._reader.cut_off:
+        is_cut = reason == "length" or self._reader.cut_off
+        events = self.response.output.finish(complete=not is_cut)
+        if is_cut:
             self.response.cut_short()
             return [*events, self._state("incomplete")]
         self.response.complete()

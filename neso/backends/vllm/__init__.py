@@ -1,0 +1,1 @@
+"""The backend of language models on vLLM's engine; its name is `vllm`."""

@@ -1,0 +1,221 @@
+"""The backend itself: an engine of vLLM behind tensors, and behind the faces that front ends for text know."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from neso.backends.vllm import library, signature
+from neso.backends.vllm.adapters import Adapters, UnknownAdapter
+from neso.backends.vllm.engine import VllmEngine
+from neso.backends.vllm.generation import image_data
+from neso.backends.vllm.language_model import VllmLanguageModel
+from neso.backends.vllm.metrics import VllmMetrics
+from neso.backends.vllm.model_files import ModelFiles
+from neso.backends.vllm.pooling_model import VllmPoolingModel, vector_of
+from neso.backends.vllm.sampling import from_loose
+from neso.backends.vllm.tensor_request import EmbeddingRequest, TextRequest, read_request
+from neso.backends.vllm.tensor_response import ResponseTensors, embedding_tensors
+from neso.backends.vllm.text import text_tools
+from neso.generation import InvalidParameter, LanguageModel, PoolingModel
+from neso.server.backend import Backend, ModelContext
+from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.log import request_fields
+from neso.server.tensor import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class VllmBackend(Backend):
+    """Every request is vLLM's as soon as it comes: what runs together is up to its scheduler."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        self._engine: VllmEngine | None = None
+        self._metrics: VllmMetrics | None = None
+        self._adapters = Adapters(library.lora_request, enabled=False)
+        self._language_model: VllmLanguageModel | None = None
+        self._pooling_model: VllmPoolingModel | None = None
+        self._checks_health = _switched_on(context.config, "ENABLE_VLLM_HEALTH_CHECK")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._types = library.sampling_fields()
+        self._form = library.structured_outputs_fields()
+
+    @classmethod
+    def auto_complete(
+        cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
+    ) -> None:
+        signature.complete(config)
+
+    async def load(self) -> None:
+        context = self.context
+        started = time.perf_counter()
+        files = ModelFiles.read(context.version_directory)
+        arguments, ignored = await asyncio.to_thread(library.engine_arguments, files.arguments)
+        if ignored:
+            logger.warning("model '%s': arguments without effect: %s", context.name, ", ".join(ignored))
+        self._metrics = self._make_metrics(arguments)
+        try:
+            engine = await VllmEngine.start(arguments, self._metrics.record if self._metrics else None)
+        except BaseException:
+            if self._metrics is not None:
+                self._metrics.close()
+            raise
+        self._engine = engine
+        self._adapters = Adapters(library.lora_request, files.adapters, enabled=bool(arguments.enable_lora))
+        tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
+        text = await asyncio.to_thread(text_tools, str(arguments.tokenizer or arguments.model), tokenizer)
+        if "generate" in engine.tasks:
+            self._language_model = VllmLanguageModel(engine, text, self._adapters)
+        if engine.tasks & {"embed", "classify"}:
+            self._pooling_model = VllmPoolingModel(engine, text)
+        logger.info(
+            "model '%s' on vLLM %s in %.1f s, context %d tokens",
+            *(context.name, library.VERSION, time.perf_counter() - started, engine.max_model_len),
+        )
+
+    def _make_metrics(self, arguments: Any) -> VllmMetrics | None:
+        """None unless the configuration asks for them, as in Triton, and the engine keeps statistics."""
+        context = self.context
+        if not _switched_on(context.config, "REPORT_CUSTOM_METRICS") or arguments.disable_log_stats:
+            return None
+        return VllmMetrics(
+            context.core.metrics,
+            context.name,
+            context.version,
+            lambda: 0 if self._engine is None else self._engine.num_requests,
+        )
+
+    async def unload(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._engine is not None:
+            await self._engine.stop()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def ready(self) -> bool:
+        return self._engine is not None and self._engine.alive
+
+    async def check_ready(self) -> bool:
+        if not self.ready():
+            return False
+        if self._checks_health:
+            try:
+                await self.engine.check_health()
+            except ServerError:
+                return False
+        return True
+
+    @property
+    def engine(self) -> VllmEngine:
+        """The engine, once loaded."""
+        assert self._engine is not None, "the model is not loaded"
+        return self._engine
+
+    @property
+    def language_model(self) -> LanguageModel | None:
+        return self._language_model
+
+    @property
+    def pooling_model(self) -> PoolingModel | None:
+        return self._pooling_model
+
+    # -- the tensor face ----------------------------------------------------------------------------------------
+
+    def submit(self, request: ResponseStream) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        request.request.on_cancel(lambda: _cancel(task))
+
+    async def _answer(self, stream: ResponseStream) -> None:
+        """Answer one request; what goes wrong becomes the response."""
+        stream.timeline.response_start = stream.timeline.queue_start
+        try:
+            if self._checks_health:
+                await self.engine.check_health()
+            request = read_request(stream.request)
+            if isinstance(request, EmbeddingRequest):
+                await self._embed(stream, request)
+            else:
+                await self._generate(stream, request)
+        except asyncio.CancelledError:
+            stream.fail(Cancelled("Request was cancelled"))
+        except UnknownAdapter as error:
+            self._fail(stream, InvalidArgument(str(error)), "[Error] Unsupported LoRA.")
+        except InvalidParameter as error:
+            self._fail(stream, InvalidArgument(f"Error generating stream: {error}"))
+        except ServerError as error:
+            self._fail(stream, type(error)(f"Error generating stream: {error.message}"))
+        except Exception as error:
+            logger.exception("model '%s' failed", self.context.name, extra=request_fields(stream))
+            self._fail(stream, InternalError(f"Error generating stream: {error}"))
+
+    async def _generate(self, stream: ResponseStream, request: TextRequest) -> None:
+        lora = None if request.lora is None else self._adapters.find(request.lora)
+        if self._language_model is None:
+            raise InvalidArgument(
+                f"model '{self.context.name}' gives vectors, not text: send embedding_request"
+            )
+        values = from_loose(request.values, self._types, self._form)
+        params = self.engine.sampling_params(values, stream=request.stream)
+        prompt: dict[str, Any] = {"prompt": request.prompt}
+        if request.images:
+            prompt["multi_modal_data"] = await asyncio.to_thread(image_data, request.images)
+        tensors = ResponseTensors(request, params.n)
+        outputs = self.engine.generate(prompt, params, lora=lora, priority=stream.request.priority)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if not stream.timeline.compute_start:
+                    stream.timeline.compute_start = time.monotonic_ns()
+                self._send(stream, tensors.of(output), final=output.finished)
+
+    async def _embed(self, stream: ResponseStream, request: EmbeddingRequest) -> None:
+        if "embed" not in self.engine.tasks:
+            raise InvalidArgument(f"model '{self.context.name}' gives no embeddings")
+        key = "prompt" if isinstance(request.prompt, str) else "prompt_token_ids"
+        output = await self.engine.encode(
+            {key: request.prompt},
+            library.pooling_params("embed", dimensions=request.dimensions),
+            priority=stream.request.priority,
+        )
+        stream.timeline.compute_start = stream.timeline.compute_start or time.monotonic_ns()
+        values = vector_of(output).tolist()
+        tensors = embedding_tensors(values, len(output.prompt_token_ids), request.wanted)
+        self._send(stream, tensors, final=True)
+
+    def _send(self, stream: ResponseStream, tensors: list[Tensor], *, final: bool) -> None:
+        context = self.context
+        stream.send(InferenceResponse(context.name, context.version, outputs=tensors), final=final)
+
+    def _fail(self, stream: ResponseStream, error: ServerError, text: str = "N/A") -> None:
+        """End with an error; a text comes with it, as from Triton's backend, where a protocol carries both."""
+        context = self.context
+        stream.send(
+            InferenceResponse(
+                context.name,
+                context.version,
+                outputs=[Tensor.from_strings("text_output", [text])],
+                error=error,
+            ),
+            final=True,
+        )
+
+
+def _switched_on(config: Any, name: str) -> bool:
+    """Whether a parameter of the configuration says so."""
+    if name not in config.parameters:
+        return False
+    return str(config.parameters[name].string_value).strip().lower() in ("true", "yes", "1", "on")
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

@@ -1,0 +1,209 @@
+"""vLLM's engine, which works in processes of its own, as the server sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from neso.backends.vllm import library
+from neso.generation import InvalidParameter
+from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
+
+
+class Refused(InvalidParameter):
+    """A request that vLLM does not take, in vLLM's words; `field` is what they are about, as far as they tell."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class VllmEngine:
+    """Made by `start`. Its methods belong to one event loop; each request is vLLM's from the moment it is asked for."""
+
+    def __init__(self, engine: Any, tasks: frozenset[str]) -> None:
+        self._engine = engine
+        self._names = itertools.count()
+        self._num_requests = 0
+        self.tasks = tasks
+
+    @classmethod
+    async def start(cls, arguments: Any, record: library.Record | None = None) -> VllmEngine:
+        """Start the engine's processes and wait until the model is loaded. Raises `InvalidArgument` with the reason."""
+        starting = asyncio.ensure_future(asyncio.to_thread(library.start_engine, arguments, record))
+        try:
+            engine = await asyncio.shield(starting)
+            return cls(engine, await library.supported_tasks(engine))
+        except asyncio.CancelledError:
+            starting.add_done_callback(_shut_down)
+            raise
+        except Exception as error:
+            raise InvalidArgument(f"vLLM cannot load the model: {error}") from None
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return int(self._engine.model_config.max_model_len)
+
+    @property
+    def model_config(self) -> Any:
+        """vLLM's `ModelConfig`."""
+        return self._engine.model_config
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be served."""
+        return not self._engine.errored
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight."""
+        return self._num_requests
+
+    async def check_health(self) -> None:
+        """Raises `Unavailable` if vLLM says that its engine is not well."""
+        try:
+            await self._engine.check_health()
+        except Exception as error:
+            raise Unavailable(f"vLLM's engine is not healthy: {error}") from None
+
+    async def tokenizer(self) -> Any:
+        """vLLM's tokenizer of the model, in transformers' interface."""
+        return await library.tokenizer_of(self._engine)
+
+    def sampling_params(self, values: Mapping[str, Any], *, stream: bool) -> Any:
+        """vLLM's `SamplingParams`; see `library.sampling_params`. Raises `Refused`."""
+        try:
+            return library.sampling_params(values, stream=stream)
+        except Exception as error:
+            if isinstance(error, (ValueError, TypeError)) or library.about_request(error):
+                raise refusal(error) from None
+            raise
+
+    async def generate(
+        self, prompt: dict[str, Any], params: Any, *, lora: Any = None, priority: int = 0
+    ) -> AsyncGenerator[Any, None]:
+        """vLLM's `RequestOutput`s. Closing the iterator early aborts the request.
+
+        `prompt` is a `TextPrompt` or a `TokensPrompt`. Raises `Refused` for what the engine does not take,
+        `Unavailable` when it has ended or takes no more requests, and `InternalError`.
+        """
+        name = f"neso-{next(self._names)}"
+
+        async def outputs() -> AsyncIterator[Any]:
+            ready = await library.prepared(self._engine, prompt)
+            async with aclosing(
+                self._engine.generate(ready, params, name, lora_request=lora, priority=priority)
+            ) as generation:
+                async for output in generation:
+                    yield output
+
+        async with aclosing(self._follow(name, outputs())) as followed:
+            async for output in followed:
+                yield output
+
+    async def encode(
+        self, prompt: dict[str, Any], params: Any, *, lora: Any = None, priority: int = 0
+    ) -> Any:
+        """vLLM's `PoolingRequestOutput`. Cancelling aborts the request; raises as `generate` does."""
+        name = f"neso-{next(self._names)}"
+
+        async def outputs() -> AsyncIterator[Any]:
+            ready = await library.prepared(self._engine, prompt)
+            async for output in self._engine.encode(
+                ready, params, name, lora_request=lora, priority=priority
+            ):
+                yield output
+
+        last = None
+        async with aclosing(self._follow(name, outputs())) as followed:
+            async for output in followed:
+                last = output
+        if last is None:
+            raise InternalError("vLLM gave no vector")
+        return last
+
+    async def _follow(self, name: str, outputs: Any) -> AsyncGenerator[Any, None]:
+        """The outputs of one request; it is counted, aborted when the caller leaves, and its errors are worded."""
+        self._num_requests += 1
+        finished = False
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    finished = output.finished
+                    yield output
+        except (ServerError, InvalidParameter):
+            raise
+        except Exception as error:
+            finished = True  # vLLM has let it go
+            raise _worded(error) from None
+        finally:
+            self._num_requests -= 1
+            if not finished and self.alive:
+                await self._engine.abort(name)
+
+    async def add_lora(self, lora: Any) -> None:
+        """Load an adapter before the first request that wants it. Raises `InvalidArgument`."""
+        try:
+            await self._engine.add_lora(lora)
+        except Exception as error:
+            raise InvalidArgument(f"vLLM cannot load adapter '{lora.lora_name}': {_text(error)}") from None
+
+    async def remove_lora(self, number: int) -> None:
+        """Forget an adapter."""
+        await self._engine.remove_lora(number)
+
+    async def stop(self) -> None:
+        """End the engine's processes, which gives their memory back."""
+        engine, self._engine = self._engine, _Ended(self._engine)
+        await asyncio.to_thread(engine.shutdown)
+
+
+class _Ended:
+    """In place of an engine that was shut down, which may go with all it holds."""
+
+    errored = True
+
+    def __init__(self, engine: Any) -> None:
+        self.model_config = engine.model_config
+
+
+def _shut_down(starting: asyncio.Future[Any]) -> None:
+    """End an engine that nobody waits for any more."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().shutdown()
+
+
+def _worded(error: Exception) -> Exception:
+    """vLLM's error as one that clients can be told."""
+    if library.about_dead_engine(error):
+        return Unavailable("vLLM's engine has ended")
+    if library.about_full_queue(error):
+        return Unavailable(str(error))
+    if library.about_request(error):
+        return refusal(error)
+    return InternalError(_text(error))
+
+
+def refusal(error: BaseException) -> Refused:
+    """What vLLM says of a request."""
+    text = str(error.args[0]) if error.args else _text(error)
+    return Refused(_field(error, text), text)
+
+
+def _field(error: BaseException, text: str) -> str:
+    named = getattr(error, "parameter", None)
+    if named is None:
+        first = text.replace("`", "").split(maxsplit=1)[:1]
+        named = next((word.rstrip(":,.") for word in first), "")
+        named = named if named in library.sampling_fields() else "prompt" if "prompt" in text else "request"
+    return "prompt" if str(named) in ("input_tokens", "input_text") else str(named)
+
+
+def _text(error: BaseException) -> str:
+    """What it says, or what its cause says: errors within the engine are wrapped into one without a text."""
+    while not str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error) or type(error).__name__

@@ -1,0 +1,203 @@
+"""vLLM itself: the public names that the backend uses, and what differs between its versions."""
+
+from __future__ import annotations
+
+import os
+
+# A fork of a process with threads, such as this one, can hang; and nobody was asked whether usage may be reported.
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import vllm
+from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
+
+from neso.server.errors import InvalidArgument
+
+VERSION: str = vllm.__version__
+
+_GONE = frozenset({"swap_space", "use_v2_block_manager", "num_scheduler_steps", "device", "worker_use_ray"})
+"""Arguments of earlier versions, in use in repositories, that have no meaning any more."""
+
+Record = Callable[[Any, Any, int], None]
+"""Told of each step: vLLM's `SchedulerStats` and `IterationStats`, either may be None, and the engine's number."""
+
+
+def engine_arguments(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """`AsyncEngineArgs` of what `model.json` says, and those of its names that have no effect any more.
+
+    Booleans and numbers may be written as strings. Raises `InvalidArgument`, which names what is wrong.
+    """
+    known = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
+    values: dict[str, Any] = {}
+    ignored = []
+    for name, value in given.items():
+        if name in known:
+            values[name] = _typed(name, value, _default(known[name]))
+        elif name == "disable_log_requests":  # its opposite has taken its place
+            values.setdefault("enable_log_requests", not _typed(name, value, False))
+        elif name in _GONE:
+            ignored.append(name)
+        else:
+            raise InvalidArgument(f"model.json: vLLM {VERSION} has no engine argument '{name}'")
+    try:
+        return AsyncEngineArgs(**values), ignored
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        raise InvalidArgument(f"model.json: {error}") from None
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
+
+
+def _typed(name: str, value: Any, default: Any) -> Any:
+    """A value as what its default is: a number, or one of vLLM's groups of settings, which JSON has as an object."""
+    try:
+        if isinstance(value, dict) and dataclasses.is_dataclass(default):
+            group: Any = type(default)
+            return group(**value)
+        if isinstance(value, str) and isinstance(default, (bool, int, float)):
+            return msgspec.convert(value, type(default), strict=False)
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument(f"model.json: {name}: {error}, got {value!r}") from None
+    return value
+
+
+def start_engine(arguments: Any, record: Record | None) -> Any:
+    """An `AsyncLLMEngine`, whose model is loaded then. Blocks, up to minutes. Raises what vLLM raises."""
+    loggers = None if record is None else [_stat_logger(record)]
+    return AsyncLLMEngine.from_engine_args(arguments, stat_loggers=loggers)
+
+
+def _stat_logger(record: Record) -> type:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Recorder(StatLoggerBase):  # type: ignore[misc]  # vLLM's, which is not always there
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            self._engine_index = engine_index
+
+        def record(
+            self, scheduler_stats: Any = None, iteration_stats: Any = None, *further: Any, **named: Any
+        ) -> None:
+            record(scheduler_stats, iteration_stats, self._engine_index)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Recorder
+
+
+async def supported_tasks(engine: Any) -> frozenset[str]:
+    """What the model can do, such as "generate" and "embed"."""
+    return frozenset(await engine.get_supported_tasks())
+
+
+async def tokenizer_of(engine: Any) -> Any:
+    """The engine's own tokenizer, in transformers' interface; a coroutine gave it in earlier versions."""
+    found = engine.get_tokenizer()
+    return await found if inspect.isawaitable(found) else found
+
+
+async def prepared(engine: Any, prompt: dict[str, Any]) -> Any:
+    """A prompt, as `TextPrompt` or `TokensPrompt` has it, in the form that `generate` and `encode` like best.
+
+    Tokenizes and reads images beside the event loop. Raises vLLM's errors about the prompt.
+    """
+    renderer = getattr(engine, "renderer", None)
+    if renderer is None or not hasattr(renderer, "render_cmpl_async"):
+        return prompt
+    (rendered,) = await renderer.render_cmpl_async([prompt])
+    return rendered
+
+
+def sampling_fields() -> dict[str, Any]:
+    """Names and types of the sampling parameters that clients may set."""
+    return {
+        field.name: field.type
+        for field in msgspec.structs.fields(SamplingParams)
+        if field.name not in _NOT_FOR_CLIENTS and not field.name.startswith("_")
+    }
+
+
+_NOT_FOR_CLIENTS = frozenset({"output_kind", "skip_clone", "output_text_buffer_length"})
+
+
+def sampling_params(values: Mapping[str, Any], *, stream: bool) -> Any:
+    """`SamplingParams`; with `structured_outputs` as an object or its fields. Raises vLLM's errors and `TypeError`.
+
+    A stream gets what is new in each output, others get one output.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    values = dict(values)
+    form = values.pop("structured_outputs", None) or values.pop("guided_decoding", None)
+    if form is not None:
+        name, kind = _structured_outputs()
+        values[name] = kind(**form)
+    kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**values, output_kind=kind)
+
+
+def _structured_outputs() -> tuple[str, Any]:
+    """The parameter's name, and its type; both had others before 0.11."""
+    from vllm import sampling_params as module
+
+    if hasattr(module, "StructuredOutputsParams"):
+        return "structured_outputs", module.StructuredOutputsParams
+    return "guided_decoding", module.GuidedDecodingParams
+
+
+def structured_outputs_fields() -> frozenset[str]:
+    """What a form of the output can be made of, and how it can be told."""
+    return frozenset(
+        field.name for field in dataclasses.fields(_structured_outputs()[1]) if not field.name.startswith("_")
+    )
+
+
+def pooling_params(task: str, *, dimensions: int | None = None, activation: bool | None = None) -> Any:
+    """`PoolingParams`. `activation` None: the model's default."""
+    values: dict[str, Any] = {"task": task, "dimensions": dimensions}
+    if activation is not None:
+        known = {field.name for field in msgspec.structs.fields(PoolingParams)}
+        values["use_activation" if "use_activation" in known else "activation"] = activation
+    return PoolingParams(**values)
+
+
+def lora_request(name: str, number: int, path: str) -> Any:
+    """`LoRARequest`; `number` must be another for each adapter."""
+    return LoRARequest(name, number, path)
+
+
+def about_request(error: BaseException) -> bool:
+    """Whether an error of `generate` or `encode` is about what the client asked for."""
+    kind = getattr(_exceptions(), "VLLMClientError", None)
+    return isinstance(error, (ValueError, TypeError) if kind is None else (kind, ValueError, TypeError))
+
+
+def about_dead_engine(error: BaseException) -> bool:
+    """Whether an error says that the engine has ended."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+def about_full_queue(error: BaseException) -> bool:
+    """Whether the engine takes no more requests for now (`max_num_queued_reqs` and the like)."""
+    kind = getattr(_exceptions(), "GracefulHTTPError", None)
+    return kind is not None and isinstance(error, kind)
+
+
+def _exceptions() -> Any:
+    try:
+        from vllm import exceptions
+    except ImportError:
+        return None
+    return exceptions

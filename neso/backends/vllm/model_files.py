@@ -1,0 +1,52 @@
+"""What the version's folder of a model says of its engine: `model.json` and `multi_lora.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neso.backends.json_file import read_object
+from neso.models import SHIPPED_MODELS
+from neso.server.errors import InvalidArgument
+
+_PATHS = ("model", "tokenizer", "speculative_model")
+"""Arguments that name a checkpoint: on the hub, or a folder, which may be one within the version's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """`arguments`: of vLLM's engine, as the file has them. `adapters`: names and paths of LoRA adapters."""
+
+    arguments: dict[str, Any]
+    adapters: dict[str, str]
+
+    @classmethod
+    def read(cls, version_directory: Path) -> ModelFiles:
+        """Read the files. Without `model`, the version's folder is the checkpoint. Raises `InvalidArgument`."""
+        path = version_directory / "model.json"
+        if not path.is_file() and not (version_directory / "config.json").is_file():
+            raise InvalidArgument(
+                f"there is no {path.name} in the version's folder '{version_directory.name}': it holds the arguments "
+                'of vLLM\'s engine, such as {"model": "facebook/opt-125m"}'
+            )
+        arguments = read_object(path)
+        arguments.setdefault("model", str(version_directory))
+        for name in _PATHS:
+            if isinstance(arguments.get(name), str):
+                arguments[name] = _found(version_directory, arguments[name])
+        adapters = read_object(version_directory / "multi_lora.json")
+        for name, place in adapters.items():
+            if not isinstance(place, str) or not place:
+                raise InvalidArgument(
+                    f"multi_lora.json: the path of '{name}' must be a string, got {place!r}"
+                )
+            adapters[name] = _found(version_directory, place)
+        return cls(arguments, adapters)
+
+
+def _found(directory: Path, name: str) -> str:
+    """A path within the version's folder, if there is one; a model that ships with Neso; else what it was."""
+    if name and (directory / name).exists():
+        return str(directory / name)
+    return str(SHIPPED_MODELS.get(name, name))

@@ -1,0 +1,61 @@
+"""Text to tokens and back for a model on vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from neso.engine.text.errors import TokenizerError
+from neso.engine.text.tokenizer import Tokenizer
+from neso.generation import InvalidParameter, TextTools
+
+
+def text_tools(directory: str, tokenizer: Any) -> TextTools:
+    """Neso's tokenizer, where the directory has files that it reads; else vLLM's `tokenizer`."""
+    try:
+        return Tokenizer.from_directory(Path(directory))
+    except TokenizerError:
+        return LibraryText(tokenizer)
+
+
+class LibraryText:
+    """`TextTools` over a tokenizer with transformers' interface."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can be used."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `TextTools.encode`."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """See `TextTools.decode`."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """See `TextTools.apply_chat_template`."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=None if tools is None else list(tools),
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **variables,
+                )
+            )
+        except Exception as error:  # templates raise what they like
+            raise InvalidParameter("messages", f"the chat template refuses them: {error}") from None

@@ -1,0 +1,36 @@
+"""The endpoints that docs/from-vllm-serve.md tells of are where it says."""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-vllm-serve.md"
+PORTS = {"8000": "http", "9000": "openai", "8002": "metrics"}
+
+
+def is_there(server, protocol: str, path: str) -> bool:
+    """Whether some method is answered there."""
+    body = urllib.request.Request(server.url(path, protocol), b"{}")
+    for request in (server.url(path, protocol), body):
+        try:
+            with urllib.request.urlopen(request, timeout=10):
+                return True
+        except urllib.error.HTTPError as error:
+            if error.code not in (404, 413):  # the port of metrics takes no bodies
+                return True
+    return False
+
+
+def test_endpoints(server):
+    section = PAGE.read_text().partition("\n## Endpoints\n")[2].partition("\n## ")[0]
+    checked = 0
+    for paths, where in re.findall(r"^\| (`.+`) \| (.+) \|$", section, re.M):
+        named = set() if where == "not there" else set(re.findall(r"\d{4}", where))
+        for path in re.findall(r"`(/[^`]+)`", paths):
+            for port, protocol in PORTS.items():
+                assert is_there(server, protocol, path) == (port in named), (path, port)
+                checked += 1
+    assert checked > 40

@@ -1,0 +1,178 @@
+"""What stands between a request and the application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from asgi_client import Answer, AsgiClient
+
+from neso.frontends.openai import OpenAIOptions, create_app
+from neso.frontends.openai.access import AccessOptions, ApiKeys, Quota
+from neso.frontends.openai.access.standing import duration
+from neso.server.core import Core
+
+BODY = {"model": "scripted", "prompt": "the quick", "max_tokens": 3}
+
+
+def client_of(core: Core, **access: Any) -> AsgiClient:
+    return AsgiClient(create_app(core, OpenAIOptions(access=AccessOptions(**access))))
+
+
+async def ask(client: AsgiClient, key: str = "", **headers: str) -> Answer:
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    pairs = tuple((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items())
+    return await client.post("/v1/completions", BODY, headers=pairs)
+
+
+async def test_without_options_everybody_may_ask(core: Core) -> None:
+    client = client_of(core)
+    answer = await ask(client)
+    assert answer.status == 200
+    assert not any(name.startswith(("x-ratelimit", "access-control")) for name in answer.headers)
+
+
+async def test_only_who_has_a_key_may_ask(core: Core) -> None:
+    client = client_of(core, keys=ApiKeys(["right", "other"]))
+    assert (await ask(client, "right")).status == 200
+    assert (await ask(client, x_api_key="other")).status == 200
+    assert (await ask(client, authorization="bearer right")).status == 200
+    for answer in (
+        await ask(client),
+        await ask(client, "wrong"),
+        await ask(client, x_api_key="wrong"),
+        await ask(client, authorization="Basic right"),
+        await ask(client, "wrong", x_api_key="right"),
+    ):
+        error = answer.json()["error"]
+        assert answer.status == 401
+        assert (error["type"], error["param"], error["code"]) == (
+            "invalid_request_error",
+            None,
+            "invalid_api_key",
+        )
+        assert "wrong" not in error["message"]
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+async def test_what_is_open_without_a_key(core: Core) -> None:
+    paths = (
+        "/health/ready",
+        "/health",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+        "/v1/models",
+        "/nowhere",
+        "/healthy",
+    )
+
+    async def open_paths(*groups: str) -> list[str]:
+        client = client_of(core, keys=ApiKeys(["right"]), open_groups=groups)
+        return [path for path in paths if (await client.get(path)).status == 200]
+
+    assert await open_paths("health") == ["/health/ready", "/health"]
+    assert await open_paths("metrics", "docs") == ["/metrics", "/docs", "/openapi.json"]
+    assert await open_paths() == []
+
+
+async def test_requests_a_minute(core: Core) -> None:
+    client = client_of(core, keys=ApiKeys(["a", "b"]), quota=Quota(requests=2))
+    first, second, third = [await ask(client, "a") for _ in range(3)]
+    assert [first.status, second.status, third.status] == [200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (first, second, third)] == [
+        "1",
+        "0",
+        "0",
+    ]
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert third.json()["error"]["code"] == "rate_limit_exceeded"
+    assert third.json()["error"]["type"] == "requests"
+    assert 1 <= int(third.headers["retry-after"]) <= 60
+    assert (await ask(client, "b")).status == 200  # another key has its own
+    assert (await client.get("/v1/models")).status == 401
+    assert "x-ratelimit-limit-requests" not in (await client.get("/health")).headers
+
+
+async def test_tokens_a_minute(core: Core) -> None:
+    client = client_of(core, quota=Quota(tokens=20))
+    first = await ask(client)
+    used = first.json()["usage"]["total_tokens"]
+    assert first.headers["x-ratelimit-remaining-tokens"] == "20"
+    await asyncio.sleep(0)
+    second = await ask(client)
+    assert second.headers["x-ratelimit-remaining-tokens"] == str(20 - used)
+    answers = [await ask(client) for _ in range(6)]
+    assert answers[-1].status == 429
+    assert answers[-1].json()["error"]["type"] == "tokens"
+    assert "TPM" in answers[-1].json()["error"]["message"]
+
+
+async def test_streams_and_clients_that_leave_count_too(core: Core) -> None:
+    client = client_of(core, quota=Quota(tokens=1000))
+
+    async def remaining() -> int:
+        await asyncio.sleep(0.01)
+        return int((await client.post("/v1/completions", {})).headers["x-ratelimit-remaining-tokens"])
+
+    await client.post("/v1/completions", {**BODY, "stream": True})
+    after_stream = await remaining()
+    assert after_stream < 1000
+    await client.post("/v1/completions", {**BODY, "stream": True}, hang_up_after=1)
+    assert await remaining() < after_stream
+
+
+async def test_keys_may_have_quotas_of_their_own(core: Core, tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("few:sk-few rpm=1\nmany:sk-many\n")
+    client = client_of(core, keys=ApiKeys(file=file))
+    assert [(await ask(client, "sk-few")).status for _ in range(2)] == [200, 429]
+    assert [(await ask(client, "sk-many")).status for _ in range(3)] == [200] * 3
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0, 0.25, 1, 59.5, 60, 360)] == [
+        "0ms",
+        "250ms",
+        "1s",
+        "1m0s",
+        "1m0s",
+        "6m0s",
+    ]
+
+
+async def test_pages_of_other_origins(core: Core) -> None:
+    client = client_of(core, keys=ApiKeys(["right"]), origins=("https://chat.example",))
+    asked = ((b"origin", b"https://chat.example"), (b"access-control-request-method", b"POST"))
+    preflight = await client.request(
+        "OPTIONS", "/v1/completions", headers=(*asked, (b"access-control-request-headers", b"authorization"))
+    )
+    assert preflight.status == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    answer = await ask(client, origin="https://chat.example")
+    assert answer.status == 401  # the page can read why
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+    other = await ask(client, "right", origin="https://evil.example")
+    assert "access-control-allow-origin" not in other.headers
+
+
+async def test_request_ids(core: Core, caplog: pytest.LogCaptureFixture) -> None:
+    client = client_of(core, keys=ApiKeys(["right"]))
+    assert (await ask(client, "right", x_request_id="mine-1")).headers["x-request-id"] == "mine-1"
+    made = [(await ask(client, "right")).headers["x-request-id"] for _ in range(2)]
+    assert len(set(made)) == 2
+    assert all(name.startswith("req_") for name in made)
+    assert (await ask(client, x_request_id="mine-2")).headers["x-request-id"] == "mine-2"
+    assert (await ask(client, "right", x_request_id="two words")).headers["x-request-id"].startswith("req_")
+    with caplog.at_level(logging.DEBUG, "neso"):
+        await ask(client, "right", x_request_id="mine-3")
+    (record,) = [record for record in caplog.records if "mine-3" in record.getMessage()]
+    assert "POST /v1/completions: 200" in record.getMessage()
+    assert "key 'key-1'" in record.getMessage()
+    assert record.request_id == "mine-3"
+    assert "right" not in caplog.text

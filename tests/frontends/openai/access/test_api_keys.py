@@ -1,0 +1,118 @@
+"""API keys: given, in a file, and read again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from neso.frontends.openai.access import ApiKeys, Quota, api_keys
+from neso.server.errors import InvalidArgument
+
+FILE = """
+# who may ask
+alice:sk-alice rpm=10
+bob:sk:with:colons  rpm=unlimited tpm=500
+
+sk-nameless
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(FILE)
+    return path
+
+
+def name_of(keys: ApiKeys, secret: str) -> str | None:
+    found = keys.find(secret.encode())
+    return None if found is None else found.name
+
+
+def test_keys_that_were_given() -> None:
+    keys = ApiKeys(["one", "two"])
+    assert [name_of(keys, secret) for secret in ("one", "two", "three", "", "tw")] == [
+        "key-1",
+        "key-2",
+        None,
+        None,
+        None,
+    ]
+
+
+def test_a_file_of_keys(file: Path) -> None:
+    keys = ApiKeys(["given"], file)
+    names = [
+        name_of(keys, secret) for secret in ("given", "sk-alice", "sk:with:colons", "sk-nameless", "alice")
+    ]
+    assert names == ["key-1", "alice", "bob", "line-6", None]
+
+
+def test_quotas_of_keys(file: Path) -> None:
+    keys = ApiKeys(file=file)
+    default = Quota(requests=5, tokens=100)
+    quotas = {
+        name: keys.find(name.encode()).quota(default)
+        for name in ("sk-alice", "sk:with:colons", "sk-nameless")
+    }
+    assert quotas == {"sk-alice": Quota(10, 100), "sk:with:colons": Quota(0, 500), "sk-nameless": default}
+
+
+def test_no_key_is_kept_as_it_is(file: Path) -> None:
+    keys = ApiKeys(["secret-1"], file)
+    assert "secret-1" not in repr(vars(keys))
+    assert "sk-alice" not in repr(vars(keys))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# nobody\n", "holds none"),
+        ("a:\n", ":1: expected"),
+        ("\n:b\n", ":2: expected"),
+        ("a:b rpm=often\n", ":1: expected rpm=N"),
+        ("a:b hello\n", ":1: expected rpm=N"),
+        ("a:b\na:c\n", "the same"),
+        ("a:b\nc:b\n", "the same"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(InvalidArgument, match=message):
+        ApiKeys(file=file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        ApiKeys(file=tmp_path / "keys")
+
+
+def test_the_file_is_read_again_when_it_has_changed(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api_keys, "_LOOK_EVERY", 0.0)
+    keys = ApiKeys(["given"], file)
+    file.write_text("carol:sk-carol\n")
+    assert name_of(keys, "sk-carol") == "carol"
+    assert name_of(keys, "sk-alice") is None
+    assert name_of(keys, "given") == "key-1"
+    with caplog.at_level(logging.ERROR):
+        file.write_text("carol:\n")
+        assert name_of(keys, "sk-carol") == "carol"
+        file.unlink()
+        assert name_of(keys, "sk-carol") == "carol"
+    assert "stay as they are" in caplog.text
+
+
+def test_it_is_not_looked_at_for_every_request(file: Path) -> None:
+    keys = ApiKeys(file=file)
+    file.write_text("carol:sk-carol\n")
+    os.utime(file, (time.time(), time.time() + 5))
+    assert name_of(keys, "sk-carol") is None
+    keys.reload(force=True)
+    assert name_of(keys, "sk-carol") == "carol"
