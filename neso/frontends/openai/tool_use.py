@@ -79,5 +79,13 @@ def _function(tool: dict[str, Any]) -> Function:
     return Function(function["name"], schema, bool(function.get("strict")))
 
 
-_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
+_OPEN = {
+    "additionalProperties",
+    "patternProperties",
+    "unevaluatedProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+}
 """What says in a schema whether members may come that are not named."""
