@@ -100,6 +100,7 @@ class ChatChoice(Choice):
             "role": "assistant",
             "content": message.content or (None if bare else ""),
             "refusal": None,
+            "annotations": [],
         }
         if message.reasoning and self._with_reasoning:
             whole |= _reasoning(message.reasoning)

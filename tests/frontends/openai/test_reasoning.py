@@ -116,6 +116,7 @@ async def test_whole(client: AsgiClient, thinker: ScriptedModel) -> None:
         "role": "assistant",
         "content": "hello there",
         "refusal": None,
+        "annotations": [],
         "reasoning_content": "Hm, hm.",
         "reasoning": "Hm, hm.",
     }
