@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neso.cli.options.access import access_options, openai_restrictions
+from neso.cli.options.errors import OptionError
 from neso.cli.options.http import http_address, restrictions, tls_files
 from neso.cli.options.kinds import BOOLEAN, PATH, PORT, integer
 from neso.cli.options.option import Option, Topic
@@ -61,6 +62,11 @@ OPENAI = Topic(
             "Jinja2 file in place of the chat templates of all models.",
             metavar="FILE",
         ),
+        Option(
+            "lora-separator",
+            "Stands between the name of a model and that of its LoRA adapter: MODEL:ADAPTER.",
+            default=":",
+        ),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
         Option("max-stored-responses", "Responses kept for the Responses API.", integer(0), 1000),
         Option(
@@ -88,6 +94,7 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         allowed_media_domains=tuple(values["allowed-media-domain"] or ()),
         tokenizer=values["tokenizer"] or "",
         chat_template=values["chat-template"] or "",
+        lora_separator=_separator(values["lora-separator"]),
         max_stored_responses=values["max-stored-responses"],
         max_stored_response_bytes=values["max-stored-response-bytes"],
         restrictions=restrictions(values),
@@ -95,6 +102,12 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         access=access_options(values),
         metrics=values["allow-metrics"],
     )
+
+
+def _separator(text: str) -> str:
+    if not text:
+        raise OptionError("--lora-separator: must not be empty")
+    return text
 
 
 def openai_http_options(values: Values) -> HttpServerOptions:
