@@ -47,6 +47,13 @@ OPENAI = Topic(
         ),
         Option("max-tool-call-parse-bytes", "Longest tool call that is read.", integer(1), 131072),
         Option(
+            "allowed-media-domain",
+            "Host that images of chats may be fetched from; * for any.",
+            repeated=True,
+            metavar="HOST",
+            default_text="none: images come within the request",
+        ),
+        Option(
             "tokenizer",
             "Of models that take text as tensors and name no tokenizer_dir: a directory, or an org/name on the hub.",
         ),
@@ -101,6 +108,7 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         tool_call_parser=values["tool-call-parser"],
         reasoning_parser=values["reasoning-parser"],
         max_tool_call_parse_bytes=values["max-tool-call-parse-bytes"],
+        allowed_media_domains=tuple(values["allowed-media-domain"] or ()),
         tokenizer=values["tokenizer"] or "",
         chat_template=values["chat-template"] or "",
         lora_separator=_separator(values["lora-separator"]),
