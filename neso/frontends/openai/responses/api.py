@@ -14,6 +14,7 @@ from starlette.responses import Response as HttpResponse
 from neso.frontends.openai.answer import generation_request
 from neso.frontends.openai.chat import explain
 from neso.frontends.openai.errors import ApiError, invalid
+from neso.frontends.openai.media import Media
 from neso.frontends.openai.message_formats import MessageFormats
 from neso.frontends.openai.messages import chat_prompt
 from neso.frontends.openai.options import OpenAIOptions
@@ -45,8 +46,9 @@ MAX_BACKGROUND = 256
 class ResponsesApi:
     """Makes responses, and keeps them: in the memory of this process, for as long as there is room."""
 
-    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+    def __init__(self, targets: Targets, media: Media, options: OpenAIOptions) -> None:
         self._targets = targets
+        self._media = media
         self._formats = MessageFormats(options)
         self._store = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
 
@@ -157,7 +159,7 @@ class ResponsesApi:
             chat_sampling(chat, message_format),
             response.id,
             add_special_tokens=False,
-            images=images,
+            images=await self._media.fetched(images),
         )
         return ResponseRun(
             response,
