@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from doc_reader import DocReader, sections
 
+from neso.models import SHIPPED_MODELS
+
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,6 +22,7 @@ PAGES = (
     "metrics.md",
     "from-tritonserver.md",
     "from-vllm-serve.md",
+    "openai-access.md",
 )
 OPTIONAL = {"torch", "transformers", "peft", "onnx", "onnxruntime", "PIL", "vllm"}
 """Packages without which a section cannot be followed."""
@@ -36,10 +39,11 @@ def walkthroughs() -> list:
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory) -> dict[str, str]:
-    """Small checkpoints of the kinds that the guides name; their weights are random."""
+    """Small checkpoints of the kinds that the guides name."""
     checkpoints = pytest.importorskip("checkpoints")
     root = tmp_path_factory.mktemp("checkpoints")
     return {
+        "Qwen/Qwen3-0.6B": str(SHIPPED_MODELS["neso-pilot"]),
         "BAAI/bge-small-en-v1.5": str(checkpoints.make_encoder(root / "bge", "bert")),
         "llava-hf/llava-1.5-7b-hf": str(checkpoints.make_llava(root / "llava")),
     }

@@ -21,27 +21,29 @@ def read_retention(
 
     Raises `InvalidArgument`, `InvalidParameter`.
     """
-    starts, ends, priorities, durations = (None if r is None else r.reshape(-1).tolist() for r in ranges)
-    if starts is None:
-        for name, values in zip(RANGES, ranges, strict=True):
-            if values is not None:
-                raise InvalidArgument(f"{name}: needs {RANGES[0]}")
-        if decode_priority is None and decode_duration_ms is None:
-            return None
-        starts, ends, priorities = [], [], []
-    durations = [_NONE] * len(starts) if durations is None else durations
-    for name, values in zip(RANGES, (starts, ends, priorities, durations), strict=True):
-        if values is None or len(values) != len(starts):
-            raise InvalidArgument(f"{name}: must have as many values as {RANGES[0]}, {len(starts)}")
+    given = {
+        name: values.reshape(-1).tolist()
+        for name, values in zip(RANGES, ranges, strict=True)
+        if values is not None
+    }
+    if not given and decode_priority is None and decode_duration_ms is None:
+        return None
+    if RANGES[0] not in given and given:
+        raise InvalidArgument(f"{next(iter(given))}: needs {RANGES[0]}")
+    count = len(given.get(RANGES[0], ()))
+    given.setdefault(RANGES[3], [_NONE] * count)
+    for name in RANGES:
+        if len(given.setdefault(name, [])) != count:
+            raise InvalidArgument(f"{name}: must have as many values as {RANGES[0]}, {count}")
     return CacheRetention(
         [
             RetainedRange(start, _value(end), priority, _value(duration))
-            for start, end, priority, duration in zip(starts, ends, priorities, durations, strict=True)
+            for start, end, priority, duration in zip(*(given[name] for name in RANGES), strict=True)
         ],
         DEFAULT_PRIORITY if decode_priority is None else decode_priority,
-        decode_duration_ms if decode_duration_ms is None else _value(decode_duration_ms),
+        _value(decode_duration_ms),
     )
 
 
-def _value(number: int) -> int | None:
+def _value(number: int | None) -> int | None:
     return None if number == _NONE else number
