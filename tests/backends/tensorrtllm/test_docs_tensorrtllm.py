@@ -54,7 +54,7 @@ def test_the_example(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "models" / "tensorrt_llm" / "1").mkdir(parents=True)
     (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").write_text(config)
-    with ServerProcess("--model-repository=models", cwd=tmp_path) as server:
+    with ServerProcess(f"--model-repository={tmp_path / 'models'}") as server:
         code = code.replace("localhost:8001", server.address("grpc"))
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
