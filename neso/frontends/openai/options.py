@@ -20,6 +20,7 @@ class OpenAIOptions:
     "auto": their chat templates tell. `max_tool_call_parse_bytes`: the longest call that is read.
     The last `max_stored_responses` of the Responses API are kept, as long as they take no more than
     `max_stored_response_bytes`.
+    Images are fetched from `allowed_media_domains` ("*": any).
     `restrictions` are those of the whole of HTTP, `openai_restrictions` those of this API (`restricted.GROUPS`).
     `metrics`: `GET /metrics` is answered.
     """
@@ -29,6 +30,7 @@ class OpenAIOptions:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     max_tool_call_parse_bytes: int = 131072
+    allowed_media_domains: tuple[str, ...] = ()
     tokenizer: str = ""
     chat_template: str = ""
     lora_separator: str = ":"
