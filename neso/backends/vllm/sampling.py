@@ -84,7 +84,7 @@ _SAME = (
     "skip_special_tokens",
 )
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
-_ELSEWHERE = ("logit_bias", "guided_decoding", "best_of")
+_ELSEWHERE = ("logit_bias", "guided_decoding", "best_of", "shown_special_tokens")
 
 
 def from_params(params: SamplingParams) -> dict[str, Any]:
@@ -95,6 +95,8 @@ def from_params(params: SamplingParams) -> dict[str, Any]:
         given = getattr(params, name)
         if given:
             values[name] = list(given)
+    if params.shown_special_tokens:
+        values["skip_special_tokens"] = False  # there it is all or none
     if params.logit_bias:
         values["logit_bias"] = dict(params.logit_bias)
     if params.guided_decoding is not None:

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from neso.frontends.openai.answer import Answer, AnswerKind
 from neso.frontends.openai.chat_choice import ChatChoice
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
+from neso.frontends.openai.media import Media
 from neso.frontends.openai.message_format import MessageFormat
 from neso.frontends.openai.message_formats import MessageFormats
 from neso.frontends.openai.messages import chat_prompt
 from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.openai.prompts import is_too_long
+from neso.frontends.openai.prompt_record import PromptRecord
+from neso.frontends.openai.prompts import cut_prompt, is_too_long
 from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.sampling import CHAT_NAMES, chat_sampling, renamed
 from neso.frontends.openai.schemas import ChatCompletionRequest
@@ -29,9 +31,10 @@ KIND = AnswerKind(
 class ChatApi:
     """Answers chats."""
 
-    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+    def __init__(self, targets: Targets, media: Media, options: OpenAIOptions) -> None:
         """Raises `ValueError` for options that name parsers that there are not."""
         self._targets = targets
+        self._media = media
         self._formats = MessageFormats(options)
 
     async def create(self, request: ChatCompletionRequest, trace: Trace | None = None) -> Any:
@@ -39,26 +42,32 @@ class ChatApi:
         refuse_what_cannot_be_honoured(request)
         target = await self._targets.find(request.model)
         prompt, images = chat_prompt(request, target.text)
+        cut = cut_prompt(
+            prompt,
+            target.text,
+            request.truncate_prompt_tokens,
+            target.language_model.max_model_len,
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+        if cut is not prompt and images:
+            raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
         message_format = self._formats.of(request, target, prompt)
         sampling = chat_sampling(request, message_format)
         answer = Answer(
             KIND,
             request,
             target,
-            [self._choice(index, request, message_format) for index in range(request.n or 1)],
+            [self._choice(index, request, target, message_format) for index in range(request.n or 1)],
             lambda error: explain(error, request, target, prompt),
+            prompt=PromptRecord(request),
         )
-        return await answer.respond([prompt], sampling, trace, images)
+        return await answer.respond([cut], sampling, trace, await self._media.fetched(images))
 
     def _choice(
-        self, index: int, request: ChatCompletionRequest, message_format: MessageFormat
+        self, index: int, request: ChatCompletionRequest, target: Target, message_format: MessageFormat
     ) -> ChatChoice:
-        return ChatChoice(
-            index,
-            message_format.reader(eager=bool(request.stream)),
-            with_logprobs=bool(request.logprobs),
-            with_reasoning=request.include_reasoning is not False,
-        )
+        reader = message_format.reader(eager=bool(request.stream))
+        return ChatChoice(index, request, reader, target.language_model.text)
 
 
 def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:

@@ -106,10 +106,20 @@ def queried(text: str, families) -> dict[str, bool]:
     return {name: listed(name) for name in PROMQL_NAME.findall(text)}
 
 
+def unknown_labels(query: str, families) -> set[str]:
+    """Those by which a query groups or selects and that none of its metrics has."""
+    known = {"le", "instance", "job"}
+    for name in PROMQL_NAME.findall(query):
+        known |= set(families[name if name in families else PARTS.sub("", name)].labels)
+    grouped = {label for labels in re.findall(r"by \(([^)]*)\)", query) for label in labels.split(", ")}
+    return (grouped | set(re.findall(r"[{,]\s*(\w+)\s*[=!]", query))) - known
+
+
 def test_the_dashboard_asks_for_metrics_that_are_there(families):
     dashboard = json.loads(DASHBOARD.read_text())
     names = queried("\n".join(expressions(dashboard)), families)
     assert len(names) > 20 and all(names.values()), names
+    assert not [query for query in expressions(dashboard) if unknown_labels(query, families)]
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -126,3 +136,4 @@ def test_the_queries_of_the_guide_ask_for_metrics_that_are_there(families):
     queries = "\n".join(re.findall(r"^```promql\n(.*?)^```", page, re.M | re.S))
     names = queried(queries, families)
     assert len(names) > 5 and all(names.values()), names
+    assert not [query for query in queries.split("\n\n") if unknown_labels(query, families)]

@@ -94,7 +94,7 @@ class ResponseRun:
 
     def _add(self, delta: CompletionDelta) -> list[Event]:
         if delta.logprobs:
-            self._logprobs += chat_logprobs(delta.logprobs)
+            self._logprobs += chat_logprobs(delta.logprobs, self._target.language_model.text)
         read = self._reader.feed(delta.text, len(delta.token_ids))
         self.response.reasoning_tokens = self._reader.num_reasoning_tokens
         if delta.finish_reason is not None:
