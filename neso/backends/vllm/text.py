@@ -28,7 +28,13 @@ class LibraryText:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(self.chat_template_source)
+
+    @property
+    def chat_template_source(self) -> str:
+        """See `TextTools.chat_template_source`."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `TextTools.encode`."""
