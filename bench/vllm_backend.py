@@ -123,32 +123,53 @@ async def _generate_stream(session: aiohttp.ClientSession, url: str, prompt: str
     return Timing(pieces)
 
 
-def measure(server: RunningServer, words: list[str], quick: bool) -> dict[str, LoadResult]:
+@dataclass(frozen=True)
+class Measured(LoadResult):
+    """And the CPU time of the front process, in milliseconds a token."""
+
+    cpu: float
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}  front CPU {self.cpu:.3f} ms/token"
+
+
+def measured(server: RunningServer, workload: Workload, load: Coroutine[Any, Any, LoadResult]) -> Measured:
+    before = _cpu_seconds(server)
+    result = asyncio.run(load)
+    cpu = 1e3 * (_cpu_seconds(server) - before) / (workload.requests * workload.osl)
+    return Measured(**dataclasses.asdict(result), cpu=cpu)
+
+
+def _cpu_seconds(server: RunningServer) -> float:
+    times = psutil.Process(server.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def measure(server: RunningServer, words: list[str], quick: bool) -> dict[str, Measured]:
     """All cases, after a warm-up."""
     asyncio.run(run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99), words=words))
     results = {}
     for name, workload in CASES.items():
         if quick:
             workload = dataclasses.replace(workload, requests=workload.concurrency * 2)
-        results[name] = asyncio.run(run_load(server.url, server.model, workload, words=words))
+        load = run_load(server.url, server.model, workload, words=words)
+        results[name] = measured(server, workload, load)
         print(f"{server.name:4} {name:5} {'/v1/completions':16} {results[name]}", flush=True)
         if server.name == "neso":
-            again = dataclasses.replace(
-                workload, seed=workload.seed + 1
-            )  # other prompts: none is in the cache
-            results[f"{name} generate"] = asyncio.run(run_generate_stream(again, words))
-            print(
-                f"{server.name:4} {name:5} {'generate_stream':16} {results[f'{name} generate']}", flush=True
-            )
+            # Other prompts: those are in the cache.
+            again = dataclasses.replace(workload, seed=workload.seed + 1)
+            result = measured(server, again, run_generate_stream(again, words))
+            print(f"{server.name:4} {name:5} {'generate_stream':16} {result}", flush=True)
+            results[f"{name} generate"] = result
     return results
 
 
-def median(results: list[LoadResult]) -> LoadResult:
-    fields = [field.name for field in dataclasses.fields(LoadResult)]
-    return LoadResult(**{name: statistics.median(getattr(r, name) for r in results) for name in fields})
+def median(results: list[Measured]) -> Measured:
+    fields = [field.name for field in dataclasses.fields(Measured)]
+    return Measured(**{name: statistics.median(getattr(r, name) for r in results) for name in fields})
 
 
-def report(ours: dict[str, LoadResult], theirs: dict[str, LoadResult]) -> None:
+def report(ours: dict[str, Measured], theirs: dict[str, Measured]) -> None:
     print("Neso / vLLM (tok/s: more is better; times as vLLM / Neso: more is better)")
     for name in CASES:
         their = theirs[name]
