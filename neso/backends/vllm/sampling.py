@@ -85,6 +85,12 @@ _SAME = (
 )
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 _ELSEWHERE = ("logit_bias", "guided_decoding", "best_of")
+_UNKNOWN = tuple(
+    (field.name, field.default)
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in (*_SAME, *_LISTS, *_ELSEWHERE)
+)
+"""Names and defaults of what vLLM has no counterpart of."""
 
 
 def from_params(params: SamplingParams) -> dict[str, Any]:
@@ -103,11 +109,8 @@ def from_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _refuse_unknown(params: SamplingParams) -> None:
-    for field in msgspec.structs.fields(SamplingParams):
-        name = field.name
-        if name in _SAME or name in _LISTS or name in _ELSEWHERE:
-            continue
-        if getattr(params, name) != field.default:
+    for name, default in _UNKNOWN:
+        if getattr(params, name) != default:
             raise InvalidParameter(name, "models on vLLM do not have it")
     if params.best_of is not None and params.best_of != params.n:
         raise InvalidParameter("best_of", "models on vLLM do not have it, other than equal to n")
