@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from neso.backends.llm.metrics import LlmMetrics
+from neso.backends.vllm.metrics import VllmMetrics
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
@@ -75,6 +76,7 @@ def sections() -> list[Section]:
     guessing = _language_model(num_speculative_tokens=1)
     adapted = _language_model(lora=LoraConfig(enable_lora=True))
     static = _language_model(in_flight_batching=False)
+    vllm = vllm_model()
     everywhere = [f for f in plain.describe() if f in static.describe()]
     return [
         Section("Every model", "Always.", counts, {"reason": [reason.value for reason in FailureReason]}),
@@ -110,9 +112,15 @@ def sections() -> list[Section]:
         ),
         Section(
             "Language models, by vLLM's names",
-            "Models of the backends `llm` and `neso`.",
-            [f for f in everywhere if f.name.startswith("vllm:")],
+            "Models of the backends `llm`, `neso` and `tensorrtllm`; of `vllm`, if its parameter "
+            "`REPORT_CUSTOM_METRICS` is true.",
+            [f for f in everywhere if f in vllm],
             _values(plain),
+        ),
+        Section(
+            "Neso's engine, by vLLM's names",
+            "Models of the backends `llm`, `neso` and `tensorrtllm`.",
+            [f for f in everywhere if f.name.startswith("vllm:") and f not in vllm],
         ),
         Section(
             "Speculative decoding, by the place of a guess", "With `speculative`.", _new(guessing, plain)
@@ -120,7 +128,7 @@ def sections() -> list[Section]:
         Section("LoRA adapters", "With `enable_lora` or `lora_modules`.", _new(adapted, plain)),
         Section(
             "Language models, by TensorRT-LLM's names",
-            "Models of the backends `llm` and `neso`.",
+            "Models of the backends `llm`, `neso` and `tensorrtllm`.",
             [f for f in everywhere if f.name.startswith("nv_")],
             _values(plain),
         ),
@@ -153,6 +161,13 @@ def _language_model(
     registry = MetricsRegistry()
     LlmMetrics(registry, "model", "1", EngineStats, info)
     return registry
+
+
+def vllm_model() -> list[FamilyDescription]:
+    """What a model of the backend `vllm` registers."""
+    registry = MetricsRegistry()
+    VllmMetrics(registry, "model", "1", lambda: 0)
+    return registry.describe()
 
 
 def _new(registry: MetricsRegistry, known: MetricsRegistry) -> list[FamilyDescription]:

@@ -24,7 +24,7 @@ from neso.server.metadata import ModelState
 
 logger = logging.getLogger("neso")
 
-OPENAI_ON_HTTP = ("/v1", "/health", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
+OPENAI_ON_HTTP = ("/v1", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
 """Paths below which the port of HTTP answers OpenAI's API too: what clients of vLLM look for on its one port."""
 
 

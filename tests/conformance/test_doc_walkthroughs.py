@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from doc_reader import DocReader, sections
 
+from neso.models import SHIPPED_MODELS
+
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -36,10 +38,11 @@ def walkthroughs() -> list:
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory) -> dict[str, str]:
-    """Small checkpoints of the kinds that the guides name; their weights are random."""
+    """Small checkpoints of the kinds that the guides name."""
     checkpoints = pytest.importorskip("checkpoints")
     root = tmp_path_factory.mktemp("checkpoints")
     return {
+        "Qwen/Qwen3-0.6B": str(SHIPPED_MODELS["neso-pilot"]),
         "BAAI/bge-small-en-v1.5": str(checkpoints.make_encoder(root / "bge", "bert")),
         "llava-hf/llava-1.5-7b-hf": str(checkpoints.make_llava(root / "llava")),
     }
@@ -48,7 +51,8 @@ def stand_ins(tmp_path_factory) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", walkthroughs())
 def test_walkthrough(text, tmp_path, stand_ins):
-    needed = set(re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)) & OPTIONAL
+    named = re.findall(r'^(?:import|from) (\w+)|^backend: "(\w+)"', text, re.MULTILINE)
+    needed = {name for names in named for name in names} & OPTIONAL
     missing = sorted(name for name in needed if find_spec(name) is None)
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")

@@ -104,23 +104,6 @@ def test_logprobs_are_the_engine_s(server, llm):
     assert told["token_logprobs"][1:] == pytest.approx([entry.logprob for entry in entries[1:]], abs=1e-5)
 
 
-def test_parts_of_characters_have_their_bytes_in_chats(api):
-    reply = api.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "Hi"}],
-        logprobs=True,
-        top_logprobs=1,
-        max_tokens=4,
-        temperature=0,
-    )
-    content = reply.choices[0].logprobs.content
-    assert (
-        bytes(byte for entry in content for byte in entry.bytes)
-        .decode()
-        .startswith(reply.choices[0].message.content)
-    )
-
-
 def test_tokens_by_number_and_token_ids(server, llm):
     (expected,) = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=5), progress=False)
     choice = complete(

@@ -19,9 +19,8 @@ from neso.generation import SamplingParams
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 sys.path.append(str(Path(__file__).parents[1] / "backends" / "tensorrtllm"))
 from checkpoints import EOS, VOCAB_SIZE, load_oracle, make_checkpoint
-from trtllm_repository import write_model
+from trtllm_repository import PROMPT, write_model
 
-PROMPT = list(range(10, 22))
 LENGTH = 12
 FLAGS = (
     *("return_log_probs", "return_context_logits", "return_generation_logits"),

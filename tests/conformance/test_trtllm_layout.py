@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
+from layout_repository import ANSWER, PROMPT, Stream, ask, init, tensors, text
 from server_process import ServerProcess, wait_until
 from tritonclient.utils import InferenceServerException
-from trtllm_repository import ANSWER, PROMPT, Stream, ask, init, tensors, text
 
 CHAINS = ("ensemble", "tensorrt_llm_bls")
 

@@ -89,7 +89,7 @@ class EngineGauges:
 
         family(
             "nv_trt_llm_request_metrics",
-            "Requests by state",
+            "TRT LLM request metrics",
             "request_type",
             {
                 "active": lambda s: s.num_requests,
@@ -101,13 +101,13 @@ class EngineGauges:
         )
         family(
             "nv_trt_llm_runtime_memory_metrics",
-            "Memory of the engine in bytes",
+            "TRT LLM runtime memory metrics",
             "memory_type",
             {"cpu": lambda s: s.host_memory, "gpu": lambda s: s.device_memory, "pinned": lambda s: 0},
         )
         family(
             KV_CACHE_FAMILY,
-            "KV cache block metrics",
+            "TRT LLM KV cache block metrics",
             KV_CACHE_LABEL,
             {
                 "max": lambda s: s.num_blocks,
@@ -121,14 +121,14 @@ class EngineGauges:
         )
         family(
             "nv_trt_llm_general_metrics",
-            "General metrics of the engine",
+            "General TRT LLM metrics",
             "general_type",
             {"iteration_counter": lambda s: s.step, "timestamp": lambda s: int(time.time())},
         )
         if info.in_flight_batching:
             family(
                 "nv_trt_llm_inflight_batcher_metrics",
-                "In-flight batching",
+                "TRT LLM inflight_batcher-specific metrics",
                 "inflight_batcher_specific_metric",
                 {
                     "generation_requests": lambda s: s.num_decoding,
@@ -140,7 +140,7 @@ class EngineGauges:
         else:
             family(
                 "nv_trt_llm_v1_metrics",
-                "Static batching",
+                "TRT LLM v1-specific metrics",
                 "v1_specific_metric",
                 {
                     "total_context_tokens": lambda s: s.num_context_tokens,

@@ -1,4 +1,4 @@
-"""The metrics of a language model's requests and steps, by vLLM's names and buckets."""
+"""The metrics of a language model's requests and steps, by vLLM's names and buckets; lengths also by TensorRT-LLM's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.generation import FinishReason, GenerationOutput, GenerationRequest
 from neso.server.metrics import MetricsRegistry
+
+LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
+"""TensorRT-LLM's, of tokens."""
 
 
 class LlmMetrics(GenerationMetrics):
@@ -29,6 +32,15 @@ class LlmMetrics(GenerationMetrics):
         self.adapters = AdapterMetrics(registry, model, version, info.lora) if info.lora.enabled else None
         self._gauges = EngineGauges(registry, model, version, stats, info)
         self._steps = 0
+        self.input_length, self.output_length = (
+            registry.histogram(
+                f"nv_llm_{what}_token_len",
+                "TRT LLM response metrics",
+                ("model", "version", "response_metric_type"),
+                LENGTH_BUCKETS,
+            ).labels(model, version, f"total_{what}_tokens")
+            for what in ("input", "output")
+        )
 
     def observe_step(self, stats: EngineStats) -> None:
         """The engine has told of a step, or of something between two."""
@@ -94,6 +106,8 @@ class RequestTimer:
             metrics.mean_per_token.observe((self._last - self._first) / 1e9 / (max(self._tokens) - 1))
         metrics.request_prompt_tokens.observe(last.usage.prompt_tokens)
         metrics.request_generation_tokens.observe(last.usage.completion_tokens)
+        metrics.input_length.observe(last.usage.prompt_tokens)
+        metrics.output_length.observe(last.usage.completion_tokens)
         metrics.longest_generation.observe(max(self._tokens))
         if self._sampling.max_tokens is not None:
             metrics.max_tokens.observe(self._sampling.max_tokens)

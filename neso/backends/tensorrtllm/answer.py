@@ -32,6 +32,15 @@ class AnswerFormat:
     batched: bool
     block_size: int
     logits: dict[str, DataType] = field(default_factory=dict)
+    _one: list[Tensor] = field(default_factory=list)
+
+    def lengths(self, lengths: list[int]) -> Tensor:
+        """`sequence_length`. In streams it is nearly always one, and then the same tensor."""
+        if lengths != [1]:
+            return self.tensor("sequence_length", DataType.INT32, np.array(lengths, np.int32))
+        if not self._one:
+            self._one.append(self.tensor("sequence_length", DataType.INT32, np.ones(1, np.int32)))
+        return self._one[0]
 
     def tensor(self, name: str, datatype: DataType, array: npt.NDArray[Any]) -> Tensor:
         return Tensor(name, datatype, array[np.newaxis] if self.batched else array)
@@ -68,6 +77,14 @@ class _Gained:
             self.cum_log_prob = delta.cumulative_logprob
         if delta.generation_logits is not None:
             self.logits.append(delta.generation_logits[:count])
+
+    def clear(self) -> None:
+        """It has been sent."""
+        self.tokens = []
+        if self.log_probs:
+            self.log_probs = []
+        if self.logits:
+            self.logits = []
 
 
 class RowAnswer:
@@ -128,8 +145,6 @@ class RowAnswer:
 
     def _respond(self, indices: range, *, ends: bool) -> list[Tensor]:
         gained = [self._sequences[index] for index in indices]
-        for index, sequence in zip(indices, gained, strict=True):
-            self._sequences[index] = _Gained(cum_log_prob=sequence.cum_log_prob, answered=ends)
         if ends:
             self.num_open -= 1
         tensors = self._tokens(gained)
@@ -141,21 +156,19 @@ class RowAnswer:
             tensors.append(self._format.scalar("batch_index", DataType.INT32, self._row))
         if self._request.num_responses > 1:
             tensors.append(self._format.scalar("sequence_index", DataType.INT32, indices.start))
+        for sequence in gained:
+            sequence.clear()
+            sequence.answered = ends
         return tensors
 
     def _tokens(self, gained: list[_Gained]) -> list[Tensor]:
         """`output_ids` int32[sequences, tokens] and `sequence_length` int32[sequences]."""
-        rows = (
-            [self._in_front + sequence.tokens for sequence in gained]
-            if self._in_front
-            else [g.tokens for g in gained]
-        )
-        if len(rows) == 1:
-            ids, lengths = np.array(rows, np.int32), np.array([len(rows[0])], np.int32)
-        else:
-            ids, lengths = _padded(rows, self._request.pad_id), np.array([len(row) for row in rows], np.int32)
-        tensor = self._format.tensor
-        return [tensor("output_ids", DataType.INT32, ids), tensor("sequence_length", DataType.INT32, lengths)]
+        rows = [self._in_front + sequence.tokens for sequence in gained]
+        ids = np.array(rows, np.int32) if len(rows) == 1 else _padded(rows, self._request.pad_id)
+        return [
+            self._format.tensor("output_ids", DataType.INT32, ids),
+            self._format.lengths([len(row) for row in rows]),
+        ]
 
     def _preceding(self, index: int, gained: _Gained) -> Tensor:
         """`preceding_ids` int32[at most NUM_PRECEDING]: the tokens before these. Beams all go on from the prompt."""

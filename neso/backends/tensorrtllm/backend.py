@@ -13,6 +13,7 @@ from typing import Any
 from neso.backends.llm.engine_backend import EngineBackend
 from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.answer import AnswerFormat, RowAnswer
+from neso.backends.tensorrtllm.prefetched_adapters import read_adapters
 from neso.backends.tensorrtllm.request_answer import RequestAnswer
 from neso.backends.tensorrtllm.running import RunningRequest, RunningRequests
 from neso.backends.tensorrtllm.settings import Settings, read_settings
@@ -67,6 +68,17 @@ class TensorRtLlmBackend(EngineBackend):
             if tensor.name in ("context_logits", "generation_logits")
         }
         self._format = AnswerFormat(batched, self.engine.info.block_size, logits)
+        if self._settings.lora_prefetch_dir is not None:
+            await self._load_adapters(self._settings.lora_prefetch_dir)
+
+    async def _load_adapters(self, directory: Path) -> None:
+        """Load what `lora_prefetch_dir` holds, or nothing at all."""
+        try:
+            for adapter in await asyncio.to_thread(lambda: list(read_adapters(directory))):
+                await self.load_lora(adapter)
+        except InvalidArgument as error:
+            await self.unload()
+            raise InvalidArgument(f"lora_prefetch_dir: {error.message}") from None
 
     def submit(self, stream: ResponseStream) -> None:
         request = stream.request

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.merge import Indexed, merge
+from neso.frontends.openai.prompt_record import PromptRecord
 from neso.frontends.openai.prompts import Prompt
 from neso.frontends.openai.schemas import GenerationFields
 from neso.frontends.openai.sse import DONE, ChunkWriter, EventStream
@@ -71,7 +72,7 @@ class Answer:
     """The answer to one API request, which asks for one generation a prompt, of `n` choices each.
 
     `explain` words an engine's refusal for the client. `count_completion` False hides tokens that nobody
-    asked for.
+    asked for. `prompt`: what the answer, and not its choices, tells of a prompt.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Answer:
         explain: Callable[[InvalidParameter], ApiError],
         *,
         count_completion: bool = True,
+        prompt: PromptRecord | None = None,
     ) -> None:
         self.id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
         self._kind = kind
@@ -92,6 +94,7 @@ class Answer:
         self._n = request.n or 1
         self._explain = explain
         self._count_completion = count_completion
+        self._prompt = prompt
         self._usage = UsageTotals(len(choices) // self._n)
 
     async def respond(
@@ -141,7 +144,7 @@ class Answer:
         try:
             async with aclosing(outputs):
                 async for number, output in outputs:
-                    self._usage.update(number, output.usage)
+                    self._note(number, output)
                     for delta in output.deltas:
                         self._choices[number * self._n + delta.index].gather(output, delta)
         except InvalidParameter as error:
@@ -149,6 +152,8 @@ class Answer:
         body = self._envelope(self._kind.whole)
         body["choices"] = [choice.gathered() for choice in self._choices]
         body["usage"] = self._total_usage()
+        if self._prompt is not None:
+            body |= self._prompt.about()
         return Response(orjson.dumps(body), media_type="application/json")
 
     async def _events(self, outputs: AsyncGenerator[Indexed, None]) -> AsyncGenerator[bytes, None]:
@@ -156,21 +161,27 @@ class Answer:
         include_usage = options is not None and bool(options.include_usage)
         continuous = options is not None and bool(options.continuous_usage_stats)
         writer = ChunkWriter(self._envelope(self._kind.chunk), include_usage=include_usage)
+        prompt = self._prompt  # until it has been told
         try:
             async with aclosing(outputs):
                 async for number, output in outputs:
-                    self._usage.update(number, output.usage)
-                    usage = self._total_usage() if continuous else None
-                    chunks = [
-                        writer.chunk(choice, usage)
-                        for delta in output.deltas
-                        for choice in self._choices[number * self._n + delta.index].stream(output, delta)
-                    ]
+                    self._note(number, output)
+                    extra: dict[str, Any] = {"usage": self._total_usage()} if continuous else {}
+                    chunks: list[bytes] = []
+                    for delta in output.deltas:
+                        for choice in self._choices[number * self._n + delta.index].stream(output, delta):
+                            about, prompt = {} if prompt is None else prompt.about(), None
+                            chunks.append(writer.chunk(choice, {**extra, **about}))
                     if chunks:
                         yield chunks[0] if len(chunks) == 1 else b"".join(chunks)
         except InvalidParameter as error:
             raise self._explain(error) from None
         yield writer.usage(self._total_usage()) + DONE if include_usage else DONE
+
+    def _note(self, generation: int, output: GenerationOutput) -> None:
+        self._usage.update(generation, output.usage)
+        if self._prompt is not None:
+            self._prompt.note(output)
 
     def _total_usage(self) -> dict[str, Any]:
         usage = self._usage.as_dict(count_completion=self._count_completion)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import neso
+from neso.frontends.openai.access.options import AccessOptions
 from neso.frontends.openai.access.protection import limit_rates, protect
 from neso.frontends.openai.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
 from neso.frontends.openai.chat import ChatApi
@@ -67,7 +68,7 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
         ("health", _health_routes(core)),
     ):
         app.router.routes.extend(restrict(routes, group, options))
-    app.openapi = _description  # type: ignore[method-assign]
+    app.openapi = lambda: _description(options.access)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_http_exception)
     protect(app, options.access)
     return app
@@ -202,10 +203,10 @@ def _answer(make: Callable[[], dict[str, Any]]) -> Response:
         return error_response(to_api_error(error))
 
 
-def _description() -> dict[str, Any]:
+def _description(access: AccessOptions) -> dict[str, Any]:
     from neso.frontends.openai.description import openapi_document
 
-    return openapi_document()
+    return openapi_document(access)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

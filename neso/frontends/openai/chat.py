@@ -11,7 +11,8 @@ from neso.frontends.openai.message_format import MessageFormat
 from neso.frontends.openai.message_formats import MessageFormats
 from neso.frontends.openai.messages import chat_prompt
 from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.openai.prompts import is_too_long
+from neso.frontends.openai.prompt_record import PromptRecord
+from neso.frontends.openai.prompts import cut_prompt, is_too_long
 from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.sampling import CHAT_NAMES, chat_sampling, renamed
 from neso.frontends.openai.schemas import ChatCompletionRequest
@@ -39,26 +40,32 @@ class ChatApi:
         refuse_what_cannot_be_honoured(request)
         target = await self._targets.find(request.model)
         prompt, images = chat_prompt(request, target.text)
+        cut = cut_prompt(
+            prompt,
+            target.text,
+            request.truncate_prompt_tokens,
+            target.language_model.max_model_len,
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+        if cut is not prompt and images:
+            raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
         message_format = self._formats.of(request, target, prompt)
         sampling = chat_sampling(request, message_format)
         answer = Answer(
             KIND,
             request,
             target,
-            [self._choice(index, request, message_format) for index in range(request.n or 1)],
+            [self._choice(index, request, target, message_format) for index in range(request.n or 1)],
             lambda error: explain(error, request, target, prompt),
+            prompt=PromptRecord(request),
         )
-        return await answer.respond([prompt], sampling, trace, images)
+        return await answer.respond([cut], sampling, trace, images)
 
     def _choice(
-        self, index: int, request: ChatCompletionRequest, message_format: MessageFormat
+        self, index: int, request: ChatCompletionRequest, target: Target, message_format: MessageFormat
     ) -> ChatChoice:
-        return ChatChoice(
-            index,
-            message_format.reader(eager=bool(request.stream)),
-            with_logprobs=bool(request.logprobs),
-            with_reasoning=request.include_reasoning is not False,
-        )
+        reader = message_format.reader(eager=bool(request.stream))
+        return ChatChoice(index, request, reader, target.language_model.text)
 
 
 def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:

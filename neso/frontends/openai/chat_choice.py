@@ -8,20 +8,24 @@ from typing import Any
 from neso.frontends.openai.answer import Choice, finish_name
 from neso.frontends.openai.logprobs import chat_logprobs
 from neso.frontends.openai.message_reader import Message, MessageEvent, MessageReader, Reasoning
+from neso.frontends.openai.schemas import ChatCompletionRequest
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart
-from neso.generation import CompletionDelta, GenerationOutput
+from neso.generation import CompletionDelta, GenerationOutput, TextTools
 
 
 class ChatChoice(Choice):
-    """Its text is read by `reader`; without `with_reasoning` reasoning is kept to ourselves."""
+    """Its text is read by `reader`. `text` knows the bytes of the model's tokens."""
 
     def __init__(
-        self, index: int, reader: MessageReader, *, with_logprobs: bool, with_reasoning: bool = True
+        self, index: int, request: ChatCompletionRequest, reader: MessageReader, text: TextTools
     ) -> None:
         self._index = index
         self._reader = reader
-        self._with_reasoning = with_reasoning
-        self._logprobs: list[dict[str, Any]] | None = [] if with_logprobs else None
+        self._tools = text
+        self._by_number = bool(request.return_tokens_as_token_ids)
+        self._with_reasoning = request.include_reasoning is not False
+        self._logprobs: list[dict[str, Any]] | None = [] if request.logprobs else None
+        self._token_ids: list[int] | None = [] if request.return_token_ids else None
         self._begun = False
         self._called = False
         self._message = Message()
@@ -46,24 +50,31 @@ class ChatChoice(Choice):
         if self._logprobs:
             chunks[-1]["logprobs"] = {"content": self._logprobs}
             self._logprobs = []
+        if chunks and self._token_ids is not None:
+            chunks[-1]["token_ids"], self._token_ids = self._token_ids, []
         return chunks
 
     def gather(self, output: GenerationOutput, delta: CompletionDelta) -> None:
         self._message.add(self._read(delta))
 
     def gathered(self) -> dict[str, Any]:
-        return {
+        choice: dict[str, Any] = {
             "index": self._index,
             "message": self._whole_message(),
             "logprobs": None if self._logprobs is None else {"content": self._logprobs},
             "finish_reason": self._final_reason(),
             "stop_reason": self._stop_reason,
         }
+        if self._token_ids is not None:
+            choice["token_ids"] = self._token_ids
+        return choice
 
     def _read(self, delta: CompletionDelta) -> list[MessageEvent]:
         """Take note of a delta; what it makes known of the message."""
         if self._logprobs is not None and delta.logprobs:
-            self._logprobs += chat_logprobs(delta.logprobs)
+            self._logprobs += chat_logprobs(delta.logprobs, self._tools, by_number=self._by_number)
+        if self._token_ids is not None:
+            self._token_ids += delta.token_ids
         events = self._reader.feed(delta.text, len(delta.token_ids))
         if delta.finish_reason is not None:
             self._finish_reason = finish_name(delta.finish_reason)

@@ -5,24 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from neso.frontends.openai.answer import Choice, finish_name
-from neso.frontends.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from neso.frontends.openai.prompts import Prompt, prompt_text
+from neso.frontends.openai.logprobs import CompletionLogprobs
+from neso.frontends.openai.prompt_record import PromptRecord
 from neso.frontends.openai.schemas import CompletionRequest
-from neso.generation import CompletionDelta, GenerationOutput, TextTools, TokenLogprobs
-
-
-class PromptRecord:
-    """What the choices of one prompt tell of it. The engine tells it once, whichever choice is first."""
-
-    def __init__(self, request: CompletionRequest, prompt: Prompt, text: TextTools) -> None:
-        self.echo = prompt_text(prompt, text) if request.echo else ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs | None] = []
-
-    def note(self, output: GenerationOutput) -> None:
-        """Keep what the first output says of the prompt."""
-        self.token_ids = self.token_ids or output.prompt_token_ids
-        self.logprobs = self.logprobs or output.prompt_logprobs or []
+from neso.generation import CompletionDelta, GenerationOutput, TextTools
 
 
 class CompletionChoice(Choice):
@@ -80,7 +66,7 @@ class CompletionChoice(Choice):
             choice["token_ids"], self._token_ids = self._token_ids, []
         if not self._told_prompt:
             self._told_prompt = True
-            choice |= self._about_prompt()
+            choice |= self._prompt.about()
         return choice
 
     def _begin(self) -> None:
@@ -89,12 +75,3 @@ class CompletionChoice(Choice):
         self._text.append(self._prompt.echo)
         if self._logprobs is not None:
             self._logprobs.add_prompt(self._prompt.logprobs, self._prompt.token_ids, self._prompt.echo)
-
-    def _about_prompt(self) -> dict[str, Any]:
-        request = self._request
-        about: dict[str, Any] = {}
-        if request.return_token_ids:
-            about["prompt_token_ids"] = self._prompt.token_ids
-        if request.prompt_logprobs is not None:
-            about["prompt_logprobs"] = prompt_logprobs(self._prompt.logprobs, request.prompt_logprobs)
-        return about

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from neso.frontends.openai.answer import Answer, AnswerKind
-from neso.frontends.openai.completion_choice import CompletionChoice, PromptRecord
+from neso.frontends.openai.completion_choice import CompletionChoice
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
 from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.openai.prompts import Prompt, completion_prompts, cut_prompt, is_too_long
+from neso.frontends.openai.prompt_record import PromptRecord
+from neso.frontends.openai.prompts import Prompt, completion_prompts, cut_prompt, is_too_long, prompt_text
 from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.sampling import completion_names, completion_sampling, renamed
 from neso.frontends.openai.schemas import CompletionRequest
@@ -60,7 +61,9 @@ class CompletionsApi:
     ) -> list[CompletionChoice]:
         n = request.n or 1
         text = target.language_model.text
-        records = [PromptRecord(request, prompt, text) for prompt in prompts]
+        records = [
+            PromptRecord(request, prompt_text(prompt, text) if request.echo else "") for prompt in prompts
+        ]
         return [
             CompletionChoice(number * n + i, request, record, text)
             for number, record in enumerate(records)

@@ -119,15 +119,12 @@ def _by_id(entry: TokenLogprobs, top: int) -> dict[str, Any]:
 
 
 def chat_logprobs(
-    logprobs: Sequence[TokenLogprobs], tools: TextTools | None = None, *, by_number: bool = False
+    logprobs: Sequence[TokenLogprobs], tools: TextTools, *, by_number: bool = False
 ) -> list[dict[str, Any]]:
     """The entries of `logprobs.content` of a chat. `tools` know the bytes of tokens that are parts of characters."""
 
     def entry(token_id: int, logprob: float, text: str) -> dict[str, Any]:
-        if tools is not None:
-            encoded = token_bytes(tools, text, token_id)
-        else:
-            encoded = text.encode() if "\ufffd" not in text else None
+        encoded = token_bytes(tools, text, token_id)
         return {
             "token": f"token_id:{token_id}" if by_number else text,
             "logprob": _finite(logprob),

@@ -10,10 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from neso.generation.sampling_params import MAX_N
+
 # The engine's messages carry integers of a machine's size.
 Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = list[TokenId]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Word = Annotated[str | TokenIds, Field(union_mode="left_to_right")]
 
 
@@ -38,24 +41,24 @@ class GenerationFields(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str
-    n: Integer | None = Field(None, description="Choices for each prompt.")
-    temperature: float | None = None
-    top_p: float | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = Field(None, description="Choices for each prompt.")
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Annotated[Integer, Field(ge=0)] | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, not used.")
     response_format: ResponseFormat | None = Field(None, description="For completions an extension.")
 
-    top_k: Integer | None = Field(None, description="Extension.")
-    min_p: float | None = Field(None, description="Extension.")
-    repetition_penalty: float | None = Field(None, description="Extension.")
-    min_tokens: Integer | None = Field(None, description="Extension.")
+    top_k: Annotated[Integer, Field(ge=-1)] | None = Field(None, description="Extension.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Extension.")
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = Field(None, description="Extension.")
+    min_tokens: Annotated[Integer, Field(ge=0)] | None = Field(None, description="Extension.")
     ignore_eos: bool | None = Field(None, description="Extension.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Extension.")
     stop_words: list[TokenIds] | None = Field(None, description="Extension: sequences of tokens that end it.")

@@ -24,13 +24,16 @@ class ChunkWriter:
 
     def __init__(self, envelope: dict[str, Any], *, include_usage: bool) -> None:
         self._head = b"data: " + orjson.dumps(envelope)[:-1] + b',"choices":['
+        self._has_usage = include_usage
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def chunk(self, choice: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        """A chunk with one choice, and perhaps the usage so far."""
-        if usage is None:
+    def chunk(self, choice: dict[str, Any], extra: dict[str, Any] | None = None) -> bytes:
+        """A chunk with one choice, and perhaps further fields, such as the usage so far."""
+        if not extra:
             return self._head + orjson.dumps(choice) + self._tail
-        return self._head + orjson.dumps(choice) + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+        if self._has_usage:
+            extra = {"usage": None, **extra}
+        return self._head + orjson.dumps(choice) + b"]," + orjson.dumps(extra)[1:] + b"\n\n"
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk that ends a stream whose client asked for usage: it has no choices."""

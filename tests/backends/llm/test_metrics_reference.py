@@ -34,12 +34,16 @@ def docs():
 @pytest.fixture(scope="module")
 def families(docs):
     listed = [family for section in docs.sections() for family in section.families]
-    assert len({family.name for family in listed}) == len(listed)
+    assert len({family.name for family in listed}) == len(listed) > 70
     return {family.name: family for family in listed}
 
 
 def test_the_page_is_up_to_date(docs):
     assert docs.PAGE.read_text() == docs.page(), "run: python scripts/metrics_docs.py"
+
+
+def test_what_the_backend_vllm_exports_is_listed(docs, families):
+    assert set(docs.vllm_model()) <= set(families.values())
 
 
 @asynccontextmanager
@@ -102,10 +106,20 @@ def queried(text: str, families) -> dict[str, bool]:
     return {name: listed(name) for name in PROMQL_NAME.findall(text)}
 
 
+def unknown_labels(query: str, families) -> set[str]:
+    """Those by which a query groups or selects and that none of its metrics has."""
+    known = {"le", "instance", "job"}
+    for name in PROMQL_NAME.findall(query):
+        known |= set(families[name if name in families else PARTS.sub("", name)].labels)
+    grouped = {label for labels in re.findall(r"by \(([^)]*)\)", query) for label in labels.split(", ")}
+    return (grouped | set(re.findall(r"[{,]\s*(\w+)\s*[=!]", query))) - known
+
+
 def test_the_dashboard_asks_for_metrics_that_are_there(families):
     dashboard = json.loads(DASHBOARD.read_text())
     names = queried("\n".join(expressions(dashboard)), families)
     assert len(names) > 20 and all(names.values()), names
+    assert not [query for query in expressions(dashboard) if unknown_labels(query, families)]
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -122,3 +136,4 @@ def test_the_queries_of_the_guide_ask_for_metrics_that_are_there(families):
     queries = "\n".join(re.findall(r"^```promql\n(.*?)^```", page, re.M | re.S))
     names = queried(queries, families)
     assert len(names) > 5 and all(names.values()), names
+    assert not [query for query in queries.split("\n\n") if unknown_labels(query, families)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -11,6 +13,7 @@ from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.parameters import PARAMETERS
 
 NAME = "tensorrt_llm"
+PROMPT = list(range(10, 22))
 
 
 def write_model(
@@ -21,11 +24,18 @@ def write_model(
     max_batch_size: int = 8,
     decoupled: bool = True,
     listed: bool = True,
+    files: dict[str, Path] | None = None,
+    change: Callable[[str], str] = str,
     **parameters: object,
 ) -> Path:
-    """Write a model's folder into `root` and return it. `listed`: config.pbtxt lists all inputs and outputs."""
+    """Write a model's folder into `root` and return it. `listed`: config.pbtxt lists all inputs and outputs.
+
+    `files`: directories that are copied into it, by their place there. `change`: of config.pbtxt.
+    """
     folder = root / name
     (folder / "1").mkdir(parents=True)
+    for place, directory in (files or {}).items():
+        shutil.copytree(directory, folder / place, dirs_exist_ok=True)
     config = pb.ModelConfig(name=name, backend="tensorrtllm", max_batch_size=max_batch_size)
     config.model_transaction_policy.decoupled = decoupled
     if max_batch_size:
@@ -39,5 +49,5 @@ def write_model(
     values |= {key: str(value) for key, value in parameters.items()}
     for key, value in values.items():
         config.parameters[key].string_value = value
-    (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
+    (folder / "config.pbtxt").write_text(change(text_format.MessageToString(config)))
     return folder

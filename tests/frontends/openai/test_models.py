@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from asgi_client import AsgiClient
+from fastapi import FastAPI
+from starlette.routing import Route
 
+from neso.frontends.openai import OpenAIOptions, create_app
+from neso.frontends.openai.access import AccessOptions, ApiKeys
 from neso.server.core import Core
+
+FASTAPI_S_OWN = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
 
 
 async def test_models_that_generate_text_are_listed(client: AsgiClient) -> None:
@@ -45,11 +51,22 @@ async def test_the_api_describes_itself(client: AsgiClient) -> None:
     schemas = document["components"]["schemas"]
     assert {"temperature", "messages", "tools"} <= set(schemas["ChatCompletionRequest"]["properties"])
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
-    assert body == {"schema": {"$ref": "#/components/schemas/CompletionRequest"}}
+    assert body["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
     assert all(name in schemas for name in _references(document))
     page = await client.get("/docs")
     assert page.status == 200
     assert b"swagger" in page.body
+
+
+async def test_every_route_is_described(app: FastAPI, client: AsgiClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    described = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
+    served = set()
+    for route in app.routes:
+        if isinstance(route, Route) and route.path not in FASTAPI_S_OWN:
+            path = route.path.replace(":path}", "}")
+            served |= {(path, method) for method in (route.methods or ()) if method != "HEAD"}
+    assert served == described
 
 
 def _references(value: object) -> set[str]:
@@ -57,3 +74,14 @@ def _references(value: object) -> set[str]:
         own = {value["$ref"].rpartition("/")[2]} if isinstance(value.get("$ref"), str) else set()
         return own.union(*(_references(item) for item in value.values()))
     return set().union(*(_references(item) for item in value)) if isinstance(value, list) else set()
+
+
+async def test_the_description_says_where_a_key_is_needed(core: Core) -> None:
+    access = AccessOptions(keys=ApiKeys(["secret"]), open_groups=("health", "docs"))
+    document = (await AsgiClient(create_app(core, OpenAIOptions(access=access))).get("/openapi.json")).json()
+    (name,) = document["components"]["securitySchemes"]
+    assert document["components"]["securitySchemes"][name] == {"type": "http", "scheme": "bearer"}
+    assert document["security"] == [{name: []}]
+    assert document["paths"]["/health"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/metrics"]["get"]
+    assert "401" in document["paths"]["/v1/completions"]["post"]["responses"]

@@ -160,7 +160,7 @@ class ResponsesApi:
             response,
             target,
             generation,
-            message_format.reader(eager=True),
+            message_format.reader(eager=bool(request.stream)),
             explain=lambda error: renamed_here(explain(error, chat, target, prompt)),
             trace=None if request.background else trace,  # which ends with the HTTP response
         )

@@ -84,8 +84,9 @@ class ResponseRun:
 
     def _end(self, deltas: list[CompletionDelta]) -> list[Event]:
         reason = next((finish_name(delta.finish_reason) for delta in deltas if delta.finish_reason), "stop")
-        events = self.response.output.finish(complete=reason != "length")
-        if reason == "length" or self._reader.cut_off:
+        is_cut = reason == "length" or self._reader.cut_off
+        events = self.response.output.finish(complete=not is_cut)
+        if is_cut:
             self.response.cut_short()
             return [*events, self._state("incomplete")]
         self.response.complete()
@@ -93,7 +94,7 @@ class ResponseRun:
 
     def _add(self, delta: CompletionDelta) -> list[Event]:
         if delta.logprobs:
-            self._logprobs += chat_logprobs(delta.logprobs)
+            self._logprobs += chat_logprobs(delta.logprobs, self._target.language_model.text)
         read = self._reader.feed(delta.text, len(delta.token_ids))
         self.response.reasoning_tokens = self._reader.num_reasoning_tokens
         if delta.finish_reason is not None:

@@ -121,8 +121,8 @@ class ResponseRequest(BaseModel):
     max_tool_calls: Annotated[Integer, Field(ge=1)] | None = Field(
         None, description="Of hosted tools: accepted, not used."
     )
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     include: list[Includable] | None = None
     text: TextOptions | None = None

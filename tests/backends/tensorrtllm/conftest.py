@@ -1,0 +1,104 @@
+"""Cores that serve one model `tensorrt_llm`, and requests to it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "engine"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoints import make_checkpoint
+from trtllm_repository import NAME, PROMPT, write_model
+
+from neso.engine.llm import LLM
+from neso.generation import SamplingParams
+from neso.server.core import Core
+from neso.server.inference_request import InferenceRequest
+from neso.server.options import ServerOptions
+from neso.server.tensor import Tensor
+
+Outputs = dict[str, npt.NDArray[Any]]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+class Served:
+    """A core with the one model. `reason` is why it is not ready, "" if it is."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    @property
+    def reason(self) -> str:
+        (entry,) = self.core.repository_index()
+        return entry.reason
+
+    @property
+    def backend(self) -> Any:
+        return self.core.model(NAME)._backend
+
+    async def responses(self, inputs: Outputs, id: str = "") -> list[Outputs]:
+        """What a request is answered with; an error is raised."""
+        tensors = {name: Tensor.from_numpy(name, array) for name, array in inputs.items()}
+        found = []
+        async for response in self.core.model(NAME).submit(InferenceRequest(NAME, tensors, id=id)):
+            if response.error is not None:
+                raise response.error
+            found.append({tensor.name: tensor.array for tensor in response.outputs})
+        return found
+
+    async def tokens(self, prompt: list[int] = PROMPT, length: int = 8, **further: Any) -> list[int]:
+        """The new tokens of a request that is answered once."""
+        inputs = {
+            "input_ids": np.array([prompt], np.int32),
+            "input_lengths": np.array([len(prompt)], np.int32)[np.newaxis],
+            "request_output_len": np.array([[length]], np.int32),
+            "exclude_input_in_output": np.array([[True]]),
+        }
+        (response,) = await self.responses(inputs | further)
+        tokens: list[int] = response["output_ids"][0, 0].tolist()
+        return tokens
+
+
+ServeModel = Callable[..., Awaitable[Served]]
+
+
+@pytest.fixture
+async def serve_model(tmp_path: Path, checkpoint: Path) -> AsyncIterator[ServeModel]:
+    """`await serve_model(parameter=value, ...)`; see `write_model` for more. The engine runs in this process."""
+    cores: list[Core] = []
+
+    async def serve(model: Path | str = checkpoint, **options: Any) -> Served:
+        root = tmp_path / f"models{len(cores)}"
+        write_model(root, model, **options)
+        core = Core(ServerOptions((root,), backend_config={"tensorrtllm": {"in-process": "true"}}))
+        cores.append(core)
+        await core.start()
+        return Served(core)
+
+    yield serve
+    for core in cores:
+        await core.stop()
+
+
+@pytest.fixture(scope="session")
+def greedy(checkpoint: Path) -> Callable[..., list[int]]:
+    """What the engine alone answers: `greedy(prompt, length, **sampling)`."""
+    llm = LLM(checkpoint)
+
+    def answer(prompt: list[int] = PROMPT, length: int = 8, **params: Any) -> list[int]:
+        params = {"temperature": 0, "max_tokens": length, "ignore_eos": True, **params}
+        (result,) = llm.generate([prompt], SamplingParams(**params), progress=False)
+        return result.outputs[0].token_ids
+
+    return answer

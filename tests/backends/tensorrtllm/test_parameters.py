@@ -1,0 +1,275 @@
+"""TensorRT-LLM's parameters: each has its effect or a reason not to, and bad values say what is expected."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as pb
+from trtllm_repository import write_model
+
+from neso.backends.tensorrtllm.parameters import BY_NAME, PARAMETERS
+from neso.backends.tensorrtllm.settings import read_settings
+from neso.engine.build import build_engine
+from neso.engine.config import EngineConfig
+from neso.engine.runners.base import RunnerOptions
+from neso.server.errors import InvalidArgument
+
+
+@pytest.fixture
+def read(tmp_path, checkpoint):
+    """`read(model, parameter=value, ...)`: the settings of a model with these parameters."""
+
+    def settings(model=checkpoint, **options):
+        folder = tmp_path / "tensorrt_llm"
+        shutil.rmtree(folder, ignore_errors=True)
+        write_model(tmp_path, model, **options)
+        config = text_format.Parse((folder / "config.pbtxt").read_text(), pb.ModelConfig())
+        return read_settings(config, folder / "1", folder)
+
+    return settings
+
+
+def test_a_template_that_nobody_filled(read, checkpoint):
+    settings = read()
+    assert settings.engine == EngineConfig.from_options(
+        str(checkpoint), {"batch_scheduler_policy": "guaranteed_no_evict", "enable_lora": "auto"}
+    )
+    assert (settings.max_beam_width, settings.exclude_input_in_output, settings.warnings) == (1, False, [])
+
+
+def test_options_of_the_engine(read):
+    engine = read(
+        gpt_model_type="inflight_batching",
+        batch_scheduler_policy="max_utilization",
+        max_tokens_in_paged_kv_cache=2048,
+        kv_cache_free_gpu_mem_fraction=0.5,
+        enable_kv_cache_reuse="False",
+        max_attention_window_size=64,
+        sink_token_length=4,
+        enable_chunked_context="true",
+        max_num_tokens=256,
+        max_queue_size=9,
+        enable_trt_overlap="false",
+        lora_cache_max_adapter_size=16,
+        lora_cache_host_memory_bytes=1000,
+    ).engine
+    assert engine.scheduler.gpt_model_type == "inflight_batching"
+    assert engine.scheduler.batch_scheduler_policy == "max_utilization"
+    assert (engine.max_tokens_in_paged_kv_cache, engine.kv_cache_free_gpu_mem_fraction) == (2048, 0.5)
+    assert (engine.max_attention_window_size, engine.sink_token_length) == (64, 4)
+    assert not engine.scheduler.enable_prefix_caching and not engine.scheduler.enable_overlap
+    assert (engine.scheduler.max_num_batched_tokens, engine.scheduler.max_queue_size) == (256, 9)
+    assert engine.scheduler.max_prefill_chunk == 512
+    assert engine.lora.largest_rank == 16 and engine.lora.lora_cache_host_memory_bytes == 1000
+
+
+def test_lists_and_trees(read):
+    assert read(max_attention_window_size="64, 32,128").engine.max_attention_window_size == [64, 32, 128]
+    medusa = read(decoding_mode="medusa", medusa_choices="{0}, {0, 0}, {1}").engine.speculation
+    assert (medusa.speculative, medusa.medusa_choices) == ("medusa", [[0], [0, 0], [1]])
+
+
+def test_old_spelling_and_static_batches(read):
+    for spelled in ("V1", "v1"):
+        assert not read(gpt_model_type=spelled).engine.scheduler.in_flight_batching
+
+
+def test_prompts_in_one_piece(read):
+    scheduler = read(enable_chunked_context="false", max_num_tokens=800).engine.scheduler
+    assert scheduler.max_prefill_chunk == scheduler.max_num_batched_tokens == 800
+
+
+def test_a_batch_finds_room(read):
+    scheduler = read(max_batch_size=2048).engine.scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (2048, 2048)
+    assert read(max_num_tokens=32).engine.scheduler.max_num_seqs == 32
+    assert read(max_num_seqs=3).engine.scheduler.max_num_seqs == 3
+
+
+def test_the_queue_of_dynamic_batching(read, tmp_path):
+    read()
+    path = tmp_path / "tensorrt_llm" / "config.pbtxt"
+    config = text_format.Parse(path.read_text(), pb.ModelConfig())
+    config.dynamic_batching.default_queue_policy.max_queue_size = 5
+    settings = read_settings(config, path.parent / "1", path.parent)
+    assert settings.engine.scheduler.max_queue_size == 5
+
+
+# A value that is read, for each parameter, and one that is not.
+VALUES = {
+    "gpt_model_type": ("inflight_fused_batching", "V2"),
+    "batch_scheduler_policy": ("max_utilization", "static_batch"),
+    "max_beam_width": ("2", "0"),
+    "max_tokens_in_paged_kv_cache": ("4096", "many"),
+    "kv_cache_free_gpu_mem_fraction": ("0.3", "1.5"),
+    "kv_cache_host_memory_bytes": ("1000", "-1"),
+    "enable_kv_cache_reuse": ("True", "maybe"),
+    "max_attention_window_size": ("64,32", "64,no"),
+    "sink_token_length": ("0", "-4"),
+    "max_num_tokens": ("2048", "0"),
+    "enable_chunked_context": ("true", "2"),
+    "max_queue_size": ("4", "0"),
+    "enable_trt_overlap": ("true", "x"),
+    "exclude_input_in_output": ("1", "x"),
+    "decoding_mode": ("top_k", "greedy"),
+    "medusa_choices": ("{0}", "{a}"),
+    "lora_cache_max_adapter_size": ("32", "0"),
+    "lora_cache_host_memory_bytes": ("1000", "1G"),
+    "num_nodes": ("1", "0"),
+    "lora_cache_optimal_adapter_size": ("8", "x"),
+    "lora_cache_gpu_memory_fraction": ("0.05", "5"),
+    "normalize_log_probs": ("true", "x"),
+    "guided_decoding_backend": ("xgrammar", "outlines"),
+    "gpu_device_ids": ("0,1", "0;1"),
+    "participant_ids": ("0", "a"),
+    "cancellation_check_period_ms": ("100", "x"),
+    "recv_poll_period_ms": ("10", "x"),
+    "stats_check_period_ms": ("100", "x"),
+    "iter_stats_max_iterations": ("1000", "x"),
+    "request_stats_max_iterations": ("0", "x"),
+    "cross_kv_cache_fraction": ("0.5", "x"),
+    "eagle_choices": ("{0},{0,1}", "{}"),
+    "lookahead_window_size": ("4", "x"),
+    "lookahead_ngram_size": ("4", "x"),
+    "lookahead_verification_set_size": ("4", "x"),
+    "gpu_weights_percent": ("0.5", "x"),
+    "multi_block_mode": ("true", "x"),
+    "enable_context_fmha_fp32_acc": ("true", "x"),
+    "cuda_graph_mode": ("true", "x"),
+    "cuda_graph_cache_size": ("16", "x"),
+    "speculative_decoding_fast_logits": ("false", "x"),
+    "kv_cache_onboard_blocks": ("true", "x"),
+}
+PATHS = {
+    *("gpt_model_path", "tokenizer_dir", "lora_prefetch_dir", "encoder_model_path"),
+    *("xgrammar_tokenizer_info_path", "executor_worker_path", "FORCE_CPU_ONLY_INPUT_TENSORS"),
+}
+
+
+def test_no_parameter_is_left_out():
+    assert VALUES.keys() | PATHS == BY_NAME.keys()
+    assert len(BY_NAME) == len(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_each_parameter(read, name):
+    good, bad = VALUES[name]
+    warnings = read(**{name: good}).warnings
+    without_effect = not BY_NAME[name].has_effect or name == "kv_cache_host_memory_bytes"
+    assert [f"'{name}' has no effect: " in warning for warning in warnings] == [True] * without_effect
+    with pytest.raises(InvalidArgument) as refused:
+        read(**{name: bad})
+    assert f"parameter '{name}' of model 'tensorrt_llm' is '{bad}', expected " in refused.value.message
+
+
+@pytest.mark.parametrize("mode", ["redrafter", "lookahead", "eagle"])
+def test_other_ways_to_decode(read, mode):
+    with pytest.raises(
+        InvalidArgument, match=rf"'decoding_mode' .* is '{mode}', which is not there: .*speculative"
+    ):
+        read(decoding_mode=mode)
+
+
+def test_encoders_and_nodes(read):
+    with pytest.raises(InvalidArgument, match=r"'encoder_model_path' .* models with an encoder are not run"):
+        read(encoder_model_path="/models/encoder")
+    with pytest.raises(InvalidArgument, match=r"'num_nodes' .* is '2', expected 1"):
+        read(num_nodes=2)
+
+
+def test_a_name_that_nobody_knows(read):
+    assert read(max_beam_wdith=3).warnings == ["parameter 'max_beam_wdith' is not known, it is ignored"]
+
+
+async def test_warnings_are_logged(serve_model, caplog):
+    with caplog.at_level(logging.WARNING, "neso.backends.tensorrtllm"):
+        await serve_model(cuda_graph_mode="true", cancellation_check_period_ms=100)
+    logged = [record.getMessage() for record in caplog.records]
+    assert (
+        "model 'tensorrt_llm': parameter 'cuda_graph_mode' has no effect: graphs of decode steps are captured "
+        "wherever they can be" in logged
+    )
+    assert not any("executor_worker_path" in line or "dynamic_batching" in line for line in logged)
+
+
+async def test_a_bad_value_makes_the_model_unavailable(serve_model):
+    served = await serve_model(max_beam_width="wide")
+    assert served.reason == (
+        "parameter 'max_beam_width' of model 'tensorrt_llm' is 'wide', expected an integer, at least 1"
+    )
+
+
+# -- where the model is -------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_directory(serve_model, checkpoint, tmp_path, greedy):
+    build_engine(checkpoint, tmp_path / "built", RunnerOptions())
+    served = await serve_model(tmp_path / "built")
+    assert await served.tokens() == greedy()
+
+
+@pytest.mark.parametrize("place", ["1/inside", "inside"])
+async def test_a_path_within_the_model(serve_model, checkpoint, place, greedy):
+    """Relative to the version's directory, or to the model's."""
+    served = await serve_model("inside", files={place: checkpoint})
+    assert await served.tokens() == greedy()
+
+
+@pytest.mark.parametrize("path", ["${engine_dir}", ""])
+async def test_the_version_directory_itself(serve_model, checkpoint, path, greedy):
+    served = await serve_model(path, files={"1": checkpoint})
+    assert await served.tokens() == greedy()
+
+
+def test_a_shipped_model(read):
+    from neso.models import SHIPPED_MODELS
+
+    assert read("neso-pilot").engine.model == str(SHIPPED_MODELS["neso-pilot"])
+
+
+def test_engines_of_tensorrt(read, tmp_path):
+    (tmp_path / "trt").mkdir()
+    (tmp_path / "trt" / "rank0.engine").touch()
+    with pytest.raises(InvalidArgument, match=r"holds an engine of TensorRT.*neso build"):
+        read(tmp_path / "trt")
+    (tmp_path / "trt" / "rank0.engine").unlink()
+    (tmp_path / "trt" / "config.json").write_text('{"mapping": {"tp_size": 1}}')
+    with pytest.raises(InvalidArgument, match=r"converted for TensorRT-LLM.*neso build"):
+        read(tmp_path / "trt")
+
+
+def test_nothing_anywhere(read):
+    with pytest.raises(InvalidArgument, match=r"gpt_model_path: is not set, and .*/1 holds no model"):
+        read("")
+    with pytest.raises(InvalidArgument, match="gpt_model_path: /nowhere: there is no such directory"):
+        read("/nowhere")
+
+
+# -- the tokenizer ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_checkpoint(checkpoint, tmp_path) -> Path:
+    """The weights alone."""
+    directory = tmp_path / "bare"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoint / name, directory)
+    return directory
+
+
+async def test_without_a_tokenizer(serve_model, bare_checkpoint, greedy):
+    served = await serve_model(bare_checkpoint)
+    assert await served.tokens() == greedy()
+    assert served.core.model("tensorrt_llm").language_model is None
+
+
+async def test_tokenizer_of_another_directory(serve_model, bare_checkpoint, checkpoint, greedy):
+    served = await serve_model(bare_checkpoint, tokenizer_dir=checkpoint)
+    assert await served.tokens() == greedy()
+    text = served.core.model("tensorrt_llm").language_model.text
+    assert text.decode(text.encode("The quick")) == "The quick"

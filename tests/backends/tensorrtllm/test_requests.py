@@ -1,0 +1,333 @@
+"""What comes beside the tokens of a request: adapters, virtual tokens, guesses, grammars; and how tokens are drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as pb
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "engine" / "lora"))
+from checkpoints import VOCAB_SIZE, load_oracle
+from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
+from peft_adapters import greedy_with, write_adapter
+from test_bad_adapters import as_tensors
+from trtllm_repository import PROMPT
+
+from neso.engine.text.tokenizer import Tokenizer
+from neso.server.errors import ServerError
+
+LENGTH = 8
+
+
+def row(value, dtype=np.int32):
+    """A tensor of one row with one element."""
+    return np.array([[value]], dtype)
+
+
+def text(value: str):
+    return np.array([[value.encode()]], np.object_)
+
+
+# -- adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint, tmp_path_factory):
+    """An adapter's tensors as a client sends them, [1, rows, width] and [1, rows, 3], and peft's own tokens."""
+    path = write_adapter(checkpoint, tmp_path_factory.mktemp("adapter") / "one", seed=1)
+    tensors = as_tensors(path)
+    weights = np.frombuffer(tensors.weights, np.float32).reshape(1, -1, tensors.width)
+    return weights, np.array([tensors.config], np.int32), greedy_with(checkpoint, path, [PROMPT], LENGTH)[0]
+
+
+def float32_weights(config: str) -> str:
+    """The configuration for adapters in single precision: half of it would change tokens here."""
+    parsed = text_format.Parse(config, pb.ModelConfig())
+    (tensor,) = (tensor for tensor in parsed.input if tensor.name == "lora_weights")
+    tensor.data_type = pb.TYPE_FP32
+    return text_format.MessageToString(parsed)
+
+
+async def test_an_adapter_comes_once_and_stays(serve_model, adapter, greedy):
+    weights, config, expected = adapter
+    served = await serve_model(change=float32_weights)
+    task = {"lora_task_id": row(7, np.uint64)}
+    with pytest.raises(ServerError, match="lora_task_id: 7 is not cached"):
+        await served.tokens(**task)
+    assert await served.tokens(**task, lora_weights=weights, lora_config=config) == expected != greedy()
+    assert await served.tokens(**task) == expected
+    assert await served.tokens() == greedy()
+    with pytest.raises(ServerError, match="lora_weights: must come together with lora_config"):
+        await served.tokens(lora_task_id=row(8, np.uint64), lora_weights=weights)
+
+
+async def test_adapters_that_are_there_from_the_start(serve_model, adapter, tmp_path):
+    weights, config, expected = adapter
+    folder = tmp_path / "adapters" / "3"
+    folder.mkdir(parents=True)
+    np.save(folder / "model.lora_weights.npy", weights)
+    np.save(folder / "model.lora_config.npy", config)
+    served = await serve_model(lora_prefetch_dir=tmp_path / "adapters")
+    assert await served.tokens(lora_task_id=row(3, np.uint64)) == expected
+    (folder / "model.lora_config.npy").write_bytes(b"nothing")
+    broken = await serve_model(lora_prefetch_dir=tmp_path / "adapters")
+    assert broken.reason.startswith("lora_prefetch_dir: ") and "model.lora_config.npy" in broken.reason
+    missing = await serve_model(lora_prefetch_dir="nowhere")
+    assert "'lora_prefetch_dir' of model 'tensorrt_llm' is 'nowhere', expected a directory" in missing.reason
+
+
+# -- vectors, guesses, grammars -------------------------------------------------------------------------------------
+
+
+async def test_virtual_tokens(serve_model, checkpoint):
+    """Ids from the size of the vocabulary on stand for rows of the table, as in P-tuning."""
+    import torch
+
+    served = await serve_model()
+    table = np.random.default_rng(0).normal(size=(1, 4, 48)).astype(np.float16)
+    ids = [VOCAB_SIZE, VOCAB_SIZE + 3, *PROMPT]
+    model = load_oracle(checkpoint)
+    expected: list[int] = []
+    with torch.no_grad():
+        rows = torch.tensor(table[0, [0, 3]].astype(np.float32))
+        for _ in range(LENGTH):
+            words = model.get_input_embeddings()(torch.tensor(PROMPT + expected))
+            logits = model(inputs_embeds=torch.cat([rows, words])[None]).logits
+            expected.append(int(logits[0, -1].argmax()))
+    given = {"prompt_embedding_table": table, "prompt_vocab_size": row(4)}
+    assert await served.tokens(ids, **given) == expected
+    extra = {"prompt_table_extra_ids": np.array([[1, 1, *([0] * len(PROMPT))]], np.uint64)}
+    assert await served.tokens(ids, **given, **extra) == expected
+    with pytest.raises(ServerError, match="prompt_vocab_size: is 5, but prompt_embedding_table has 4 rows"):
+        await served.tokens(ids, **given | {"prompt_vocab_size": row(5)})
+    with pytest.raises(ServerError, match=f"input_ids: token {VOCAB_SIZE} is not in the vocabulary"):
+        await served.tokens(ids)
+
+
+async def test_guessed_tokens(serve_model, greedy):
+    expected = greedy()
+    served = await serve_model()
+    guess = np.array([[*expected[:2], expected[2] + 1]], np.int32)
+    inputs = {
+        "input_ids": np.array([PROMPT], np.int32),
+        "input_lengths": row(len(PROMPT)),
+        "request_output_len": row(LENGTH),
+        "draft_input_ids": guess,
+        "return_perf_metrics": row(True, np.bool_),
+        "exclude_input_in_output": row(True, np.bool_),
+    }
+    (response,) = await served.responses(inputs)
+    assert response["output_ids"].tolist() == [[expected]]
+    assert response["total_draft_tokens"].item() == 3
+    assert response["total_accepted_draft_tokens"].item() == 2
+    assert response["acceptance_rate"].item() == pytest.approx(2 / 3)
+    logits = np.full((1, 3, VOCAB_SIZE), -10, np.float32)
+    np.put_along_axis(logits, guess[..., None], 10, axis=2)
+    given = {"draft_logits": logits, "draft_acceptance_threshold": row(0.9, np.float32)}
+    assert len(await served.tokens(draft_input_ids=guess, **given)) == LENGTH
+    with pytest.raises(ServerError, match="draft_logits"):
+        await served.tokens(draft_input_ids=guess, draft_logits=logits[..., :5])
+    with pytest.raises(ServerError, match="draft_input_ids: token 999"):
+        await served.tokens(draft_input_ids=np.array([[999]], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "fits"),
+    [
+        ("json", None, lambda answer: isinstance(json.loads(answer), dict)),
+        ("json_schema", '{"type": "object", "properties": {}, "additionalProperties": false}', json.loads),
+        ("regex", "a{3}b", lambda answer: answer == "aaab"),
+        ("ebnf_grammar", 'root ::= "x" "y"', lambda answer: answer == "xy"),
+    ],
+)
+async def test_guides(serve_model, checkpoint, kind, guide, fits):
+    served = await serve_model()
+    given = {"guided_decoding_guide_type": text(kind)} | (
+        {"guided_decoding_guide": text(guide)} if guide else {}
+    )
+    tokenizer = Tokenizer.from_model(checkpoint)
+    bias = np.zeros((1, VOCAB_SIZE), np.float32)
+    bias[0, tokenizer.encode("}", add_special_tokens=False)] = 50  # or JSON of random tokens never ends
+    tokens = await served.tokens(length=60, **given, end_id=row(1), embedding_bias=bias)
+    answer = tokenizer.decode(tokens)
+    assert fits(answer) is not False, answer
+
+
+async def test_a_guide_of_no_kind(serve_model):
+    served = await serve_model()
+    with pytest.raises(ServerError, match="guided_decoding_guide_type: must be one of json, json_schema"):
+        await served.tokens(guided_decoding_guide_type=text("xml"))
+    with pytest.raises(ServerError, match="guided_decoding_guide"):
+        await served.tokens(guided_decoding_guide_type=text("regex"))
+
+
+# -- how tokens are drawn -------------------------------------------------------------------------------------------
+
+
+async def test_without_top_k_and_top_p_the_likeliest_is_taken(serve_model, greedy):
+    served = await serve_model()
+    hot = {"temperature": row(2, np.float32)}
+    assert await served.tokens(**hot) == greedy()
+    assert await served.tokens(**hot, runtime_top_k=row(0), runtime_top_p=row(0, np.float32)) == greedy()
+    assert await served.tokens(**hot, runtime_top_k=row(50), seed=row(1, np.uint64)) != greedy()
+
+
+@pytest.mark.parametrize("name", ["seed", "random_seed"])
+async def test_seeds_by_both_names(serve_model, name, greedy):
+    served = await serve_model()
+    draw = {"runtime_top_k": row(50), "runtime_top_p": row(0.9, np.float32), name: row(2**63 + 1, np.uint64)}
+    expected = greedy(temperature=1.0, top_k=50, top_p=float(np.float32(0.9)), seed=2**63 + 1, min_tokens=1)
+    assert await served.tokens(**draw) == await served.tokens(**draw) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "top_k", "top_p"), [("top_k", 50, 1.0), ("top_p", 0, 0.5), ("top_k_top_p", 50, 0.5)]
+)
+async def test_decoding_modes(serve_model, mode, top_k, top_p, greedy):
+    served = await serve_model(decoding_mode=mode)
+    both = {"runtime_top_k": row(50), "runtime_top_p": row(0.5, np.float32), "seed": row(3, np.uint64)}
+    expected = greedy(temperature=1.0, top_k=top_k, top_p=top_p, seed=3, min_tokens=1, length=20)
+    assert await served.tokens(length=20, **both) == expected
+
+
+async def test_the_mode_of_beams_draws_nothing(serve_model, greedy):
+    served = await serve_model(decoding_mode="beam_search", max_beam_width=2)
+    assert await served.tokens(runtime_top_k=row(50), temperature=row(2, np.float32)) == greedy()
+
+
+async def test_medusa(serve_model, tmp_path, greedy):
+    output = np.random.default_rng(0).normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+    heads = write_heads(tmp_path / "heads", head_tensors([output] * NUM_HEADS))
+    served = await serve_model(
+        decoding_mode="medusa", medusa_choices="{0}, {0, 0}, {1}", speculative_model=heads
+    )
+    assert await served.tokens(length=20) == greedy(length=20)
+    assert served.backend.engine.stats.drafts.draft_tokens > 0
+
+
+async def test_minimum_by_both_names(serve_model, greedy):
+    served = await serve_model()
+    end = greedy()[0]
+    for name in ("min_length", "min_tokens"):
+        tokens = await served.tokens(end_id=row(end), **{name: row(4)})
+        assert tokens == greedy(min_tokens=4, stop_token_ids=(end,))[: len(tokens)] and len(tokens) >= 4
+    # One token comes in any case.
+    assert len(await served.tokens(end_id=row(end))) >= 1
+
+
+async def test_filler_of_preprocessing_is_passed_over(serve_model, greedy):
+    """What TensorRT-LLM's preprocessing sends to every model."""
+    served = await serve_model()
+    none = np.zeros((1, 2, 0), np.int32)
+    filler = {"decoder_input_ids": row(2), "decoder_input_lengths": row(1), "stop_words_list": none}
+    padded = {
+        "bad_words_list": np.array([[[0], [-1]]], np.int32),
+        "embedding_bias": np.zeros((1, 0), np.float32),
+    }
+    assert await served.tokens(**filler, **padded) == greedy()
+
+
+# -- around requests ------------------------------------------------------------------------------------------------
+
+
+async def test_padding_of_beams_of_different_lengths(serve_model, greedy):
+    served = await serve_model(max_beam_width=2)
+    inputs = {
+        "input_ids": np.array([PROMPT], np.int32),
+        "input_lengths": row(len(PROMPT)),
+        "request_output_len": row(LENGTH),
+        "beam_width": row(2),
+        "end_id": row(greedy()[1]),
+        "exclude_input_in_output": row(True, np.bool_),
+    }
+    for pad, expected in ((None, -1), (2, 2)):
+        (response,) = await served.responses(inputs | ({} if pad is None else {"pad_id": row(pad)}))
+        ids, lengths = response["output_ids"][0], response["sequence_length"][0]
+        assert len(set(lengths.tolist())) == 2, "the test needs beams of different lengths"
+        assert (ids[np.arange(ids.shape[1]) >= lengths[:, None]] == expected).all()
+
+
+async def test_lengths_are_counted(serve_model):
+    served = await serve_model()
+    await served.tokens(length=3)
+    await served.tokens(length=60)
+    metrics = {
+        (sample.name, sample.labels.get("le")): sample.value
+        for family in served.core.metrics.collect()
+        for sample in family.samples
+        if sample.name.startswith("nv_llm_")
+    }
+    buckets = ("10.0", "50.0", "100.0", "500.0", "1000.0", "+Inf")
+    assert [metrics["nv_llm_input_token_len_bucket", le] for le in buckets] == [0, 2, 2, 2, 2, 2]
+    assert [metrics["nv_llm_output_token_len_bucket", le] for le in buckets] == [1, 1, 2, 2, 2, 2]
+
+
+async def test_logits_in_the_type_of_the_configuration(serve_model):
+    def half(config: str) -> str:
+        parsed = text_format.Parse(config, pb.ModelConfig())
+        for tensor in parsed.output:
+            if tensor.name.endswith("logits"):
+                tensor.data_type = pb.TYPE_FP16
+        return text_format.MessageToString(parsed)
+
+    served = await serve_model(change=half)
+    inputs = {
+        "input_ids": np.array([PROMPT], np.int32),
+        "input_lengths": row(12),
+        "request_output_len": row(2),
+    }
+    flags = {f"return_{kind}_logits": row(True, np.bool_) for kind in ("context", "generation")}
+    (response,) = await served.responses(inputs | flags)
+    assert {response[f"{kind}_logits"].dtype for kind in ("context", "generation")} == {np.dtype(np.float16)}
+
+
+async def test_a_request_that_is_stopped_before_it_begins(serve_model):
+    served = await serve_model()
+    inputs = {
+        "input_ids": np.array([PROMPT], np.int32),
+        "input_lengths": row(12),
+        "request_output_len": row(400),
+    }
+    running = asyncio.ensure_future(served.responses(inputs, id="7"))
+    await asyncio.sleep(0)  # it is submitted, its task has not begun
+    assert await served.responses(inputs | {"stop": row(True, np.bool_)}, id="7") == [{}]
+    (response,) = await running
+    assert response["output_ids"].tolist() == [[PROMPT]]
+    assert not len(served.backend._running)
+
+
+async def test_a_request_that_is_cancelled_before_it_begins(serve_model):
+    from neso.server.inference_request import InferenceRequest
+    from neso.server.tensor import Tensor
+
+    served = await serve_model()
+    inputs = {
+        "input_ids": np.array([PROMPT], np.int32),
+        "input_lengths": row(12),
+        "request_output_len": row(400),
+    }
+    tensors = {name: Tensor.from_numpy(name, array) for name, array in inputs.items()}
+    model = served.core.model("tensorrt_llm")
+    stream = model.submit(InferenceRequest("tensorrt_llm", tensors))
+    stream.cancel()
+    (response,) = [response async for response in stream]
+    assert "cancelled" in response.error.message and model.in_flight_count == 0
+
+
+async def test_the_texts_of_the_same_model(serve_model, checkpoint, greedy):
+    """Other front ends see a language model."""
+    from neso.generation import GenerationRequest, SamplingParams
+
+    served = await serve_model()
+    model = served.core.model("tensorrt_llm")
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    pieces = [output async for output in model.generate(GenerationRequest(PROMPT, params))]
+    answer = "".join(delta.text for output in pieces for delta in output.deltas)
+    tokenizer = Tokenizer.from_model(checkpoint)
+    assert answer == tokenizer.decode(PROMPT + greedy())[len(tokenizer.decode(PROMPT)) :]

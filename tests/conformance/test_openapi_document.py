@@ -1,0 +1,108 @@
+"""The OpenAPI document against the server: schemathesis makes requests of it, and checks the answers against it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import ServerProcess
+
+from neso.frontends.openai.description import openapi_document
+from neso.models import SHIPPED_MODELS
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+from checkpoints import make_encoder
+
+schemathesis = pytest.importorskip("schemathesis")
+hypothesis = pytest.importorskip("hypothesis")
+
+from schemathesis.checks import not_a_server_error  # noqa: E402
+from schemathesis.config import SchemathesisConfig  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+MODELS = {
+    "/v1/embeddings": "embedder",
+    "/v1/score": "reranker",
+    "/score": "reranker",
+    "/v1/rerank": "reranker",
+    "/v2/rerank": "reranker",
+    "/rerank": "reranker",
+}
+LIMITS = {
+    "max_tokens": 4,
+    "max_completion_tokens": 4,
+    "max_output_tokens": 4,
+    "n": 3,
+    "best_of": 3,
+    "beam_width": 3,
+    "min_tokens": 4,
+}
+"""What would only take long is cut to this much."""
+
+
+def loaded() -> Any:
+    config = SchemathesisConfig()
+    config.projects.default.phases.coverage.enabled = False
+    return schemathesis.openapi.from_dict(json.loads(json.dumps(openapi_document())), config=config)
+
+
+schema = loaded()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    root = tmp_path_factory.mktemp("encoders")
+    models = {
+        "neso-pilot": SHIPPED_MODELS["neso-pilot"],
+        "embedder": make_encoder(root / "embedder", "bert"),
+        "reranker": make_encoder(root / "reranker", "xlm-roberta", labels=1),
+    }
+    with ServerProcess(*(f"{name}={path}" for name, path in models.items())) as process:
+        assert process.ports, process.output
+        yield process
+
+
+def meet(case: Any, served: ServerProcess) -> None:
+    """Send the case, with the name of a model that there is and without what would take long."""
+    body = case.body
+    if isinstance(body, dict):
+        if isinstance(body.get("model"), str):
+            body["model"] = MODELS.get(case.operation.path, "neso-pilot")
+        for name, limit in LIMITS.items():
+            if isinstance(body.get(name), int) and body[name] > limit:
+                body[name] = limit
+        limit = {"/v1/responses": "max_output_tokens", "/v1/chat/completions": "max_completion_tokens"}
+        if case.operation.path in limit:
+            body.setdefault(limit[case.operation.path], 4)
+    case.call_and_validate(base_url=served.url("", "openai"), checks=CHECKS, timeout=60)
+
+
+@schema.parametrize()
+@hypothesis.settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+def test_answers_are_as_described(case: Any, served: ServerProcess) -> None:
+    meet(case, served)
+
+
+def test_the_server_s_document_is_this_one(served):
+    status, body = served.get("/openapi.json", "openai")
+    assert status == 200
+    assert json.loads(body) == openapi_document()
