@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from neso.server.backend import Backend, ModelContext
 from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
+from neso.server.memory import release_memory
 from neso.server.tensor import Tensor
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,8 @@ class VllmBackend(Backend):
             self._language_model = VllmLanguageModel(engine, text, self._adapters)
         if engine.tasks & {"embed", "classify"}:
             self._pooling_model = VllmPoolingModel(engine, text)
+        if gc.get_freeze_count():  # the server has settled: it leaves alone what came with vLLM, too
+            await asyncio.to_thread(release_memory)
         logger.info(
             "model '%s' on vLLM %s in %.1f s, context %d tokens",
             *(context.name, library.VERSION, time.perf_counter() - started, engine.max_model_len),
