@@ -20,8 +20,8 @@ import psutil
 import pytest
 import tritonclient.grpc as client
 import tritonclient.grpc.aio as aio
+from doc_reader import at_addresses, blocks
 from server_process import ServerProcess, wait_until
-from test_doc_examples import BLOCK, DEFAULT_PORTS
 from tritonclient.utils import InferenceServerException
 from vllm_environment import ENVIRONMENT, PYTHON, require_vllm
 
@@ -564,12 +564,21 @@ def test_openai_refusals(api):
 GUIDE = Path(__file__).parents[2] / "docs" / "vllm-backend.md"
 
 
-@pytest.mark.parametrize(("language", "code"), BLOCK.findall(GUIDE.read_text()))
+def guide_examples() -> list[tuple[str, str]]:
+    """Language and code of what can be run against a server."""
+    return [
+        (block.language, block.text)
+        for block in blocks(GUIDE.read_text())
+        if block.language in ("bash", "python") and block.path is None
+    ]
+
+
+@pytest.mark.parametrize(("language", "code"), guide_examples())
 def test_the_guide_s_examples(server, language, code):
-    for name, port in DEFAULT_PORTS.items():
-        code = code.replace(f"localhost:{port}", server.address(name))
-    command = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
-    result = subprocess.run([*command, code], capture_output=True, text=True, timeout=60)
+    program = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    result = subprocess.run(
+        [*program, at_addresses(code, server)], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 10
     assert '"error"' not in result.stdout

@@ -76,18 +76,29 @@ class VllmBackend(Backend):
             raise
         self._engine = engine
         self._adapters = Adapters(library.lora_request, files.adapters, enabled=bool(arguments.enable_lora))
-        tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
-        text = await asyncio.to_thread(text_tools, str(arguments.tokenizer or arguments.model), tokenizer)
-        if "generate" in engine.tasks:
-            self._language_model = VllmLanguageModel(engine, text, self._adapters)
-        if engine.tasks & {"embed", "classify"}:
-            self._pooling_model = VllmPoolingModel(engine, text)
+        try:
+            await self._open_faces(engine, arguments)
+        except BaseException:
+            await self.unload()
+            raise
         if gc.get_freeze_count():  # the server has settled: it leaves alone what came with vLLM, too
             await asyncio.to_thread(release_memory)
         logger.info(
             "model '%s' on vLLM %s in %.1f s, context %d tokens",
             *(context.name, library.VERSION, time.perf_counter() - started, engine.max_model_len),
         )
+
+    async def _open_faces(self, engine: VllmEngine, arguments: Any) -> None:
+        """What front ends for text see of the model."""
+        tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
+        source, revision = arguments.tokenizer, arguments.tokenizer_revision
+        if not source:
+            source, revision = arguments.model, arguments.revision
+        text = await asyncio.to_thread(text_tools, str(source), revision, tokenizer)
+        if "generate" in engine.tasks:
+            self._language_model = VllmLanguageModel(engine, text, self._adapters)
+        if engine.tasks & {"embed", "classify"}:
+            self._pooling_model = VllmPoolingModel(engine, text)
 
     def _make_metrics(self, arguments: Any) -> VllmMetrics | None:
         """None unless the configuration asks for them, as in Triton, and the engine keeps statistics."""
