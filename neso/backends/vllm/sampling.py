@@ -84,7 +84,7 @@ _SAME = (
     "skip_special_tokens",
 )
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
-_ELSEWHERE = ("logit_bias", "guided_decoding", "best_of")
+_ELSEWHERE = ("logit_bias", "guided_decoding", "best_of", "shown_special_tokens")
 _UNKNOWN = tuple(
     (field.name, field.default)
     for field in msgspec.structs.fields(SamplingParams)
@@ -103,6 +103,8 @@ def from_params(params: SamplingParams) -> dict[str, Any]:
             values[name] = list(given)
     if params.logit_bias:
         values["logit_bias"] = dict(params.logit_bias)
+    if params.shown_special_tokens:
+        values["skip_special_tokens"] = False  # vLLM shows all of them or none; never the one that ends the text
     if params.guided_decoding is not None:
         values["structured_outputs"] = _form_of(params.guided_decoding)
     return values
