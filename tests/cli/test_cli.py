@@ -143,6 +143,7 @@ def test_adapters_and_guesses_are_options_of_the_engine():
     ("arguments", "message"),
     [
         (["--lora-modules=sql"], "--lora-modules: expected NAME=PATH, got 'sql'"),
+        (["--lora-modules=a=x", "--lora-modules=a=y"], "--lora-modules: 'a' is given twice"),
         (["--engine-config=block_size"], "--engine-config: expected KEY=VALUE, got 'block_size'"),
         (
             ["--max-num-seqs=4", "--engine-config=max_num_seqs=8"],

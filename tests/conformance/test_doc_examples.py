@@ -18,6 +18,8 @@ PAGES = (
     "docs/quickstart.md",
     "docs/openai.md",
     "docs/responses.md",
+    "docs/tool-calling.md",
+    "docs/reasoning.md",
     "docs/kserve-http.md",
     "docs/kserve-grpc.md",
     "docs/guided-decoding.md",

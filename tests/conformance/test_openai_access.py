@@ -259,7 +259,7 @@ def test_models_are_loaded_and_unloaded(explicit: ServerProcess) -> None:
 
 def test_an_ensemble_brings_its_steps(explicit: ServerProcess) -> None:
     assert control(explicit, "words_ensemble", "load")[0] == 200
-    assert names(explicit) == ["trtllm_words", "words_ensemble"]
+    assert names(explicit) == ["trtllm_words", "words_ensemble", "poet"]
     assert control(explicit, "words_ensemble", "unload", {"unload_dependents": True})[0] == 200
     assert names(explicit) == []
 

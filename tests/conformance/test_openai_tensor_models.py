@@ -41,7 +41,9 @@ def shown(client: openai.OpenAI, model: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_models_with_a_text_face_are_listed(client: openai.OpenAI) -> None:
-    assert [card.id for card in client.models.list()] == sorted(["echo", *BY_TENSORS])
+    cards = {card.id: card for card in client.models.list()}
+    assert cards.keys() == {"echo", *BY_TENSORS, "pirate", "poet"}
+    assert (cards["pirate"].parent, cards["poet"].parent) == ("vllm_words", "trtllm_words")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,29 @@ def test_what_a_model_cannot_be_told_is_refused(
     assert refusal.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("vllm_words:pirate", {"sampling.lora_name": "pirate"}),
+        ("pirate", {"sampling.lora_name": "pirate"}),
+        ("trtllm_words:poet", {"lora_task_id": [[12]]}),
+        ("poet", {"lora_task_id": [[12]]}),
+        ("trtllm_words:7", {"lora_task_id": [[7]]}),
+        ("words_ensemble:7", {"lora_task_id": [[7]]}),
+    ],
+)
+def test_adapters(client: openai.OpenAI, model: str, told: dict[str, Any]) -> None:
+    tensors = shown(client, model)
+    tensors |= {f"sampling.{name}": value for name, value in tensors.get("sampling", {}).items()}
+    assert {name: tensors[name] for name in told} == told
+
+
+@pytest.mark.parametrize("model", ["vllm_words:nobody", "vllm_words:7", "echo:7", "trtllm_words:", ":7"])
+def test_adapters_that_there_are_not(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError):
+        complete(client, model)
+
+
 def test_log_probabilities(client: openai.OpenAI) -> None:
     for stream in (False, True):
         answer = complete(client, "vllm_words", max_tokens=2, logprobs=1, stream=stream)
@@ -216,13 +241,20 @@ def test_options_for_models_without_a_tokenizer(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     with ServerProcess(
-        "--model-repository", REPOSITORY, "--tokenizer=neso-pilot", "--chat-template", template, timeout=90
+        "--model-repository",
+        REPOSITORY,
+        "--tokenizer=neso-pilot",
+        "--chat-template",
+        template,
+        "--lora-separator=--",
+        timeout=90,
     ) as server:
         assert server.ports, server.output
         client = openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
         answer = client.chat.completions.create(model="echo", messages=[{"role": "user", "content": "hi"}])
         assert answer.choices[0].message.content == "user: hi\nassistant:"
         assert answer.usage.prompt_tokens == answer.usage.completion_tokens > 0
+        assert shown(client, "trtllm_words--7")["lora_task_id"] == [[7]]
         # A model that knows no max_tokens is cut off there.
         (choice,) = complete(client, "echo", "one two three four", max_tokens=2).choices
         assert choice.finish_reason == "length"

@@ -104,7 +104,9 @@ def from_params(params: SamplingParams) -> dict[str, Any]:
     if params.logit_bias:
         values["logit_bias"] = dict(params.logit_bias)
     if params.shown_special_tokens:
-        values["skip_special_tokens"] = False  # vLLM shows all of them or none; never the one that ends the text
+        values["skip_special_tokens"] = (
+            False  # vLLM shows all of them or none; never the one that ends the text
+        )
     if params.guided_decoding is not None:
         values["structured_outputs"] = _form_of(params.guided_decoding)
     return values

@@ -37,6 +37,12 @@ class LibraryText:
         template = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
+    @property
+    def chat_template_source(self) -> str:
+        """See `TextTools.chat_template_source`."""
+        source = getattr(self._tokenizer, "chat_template", None) or ""
+        return "\n".join(map(str, source.values())) if isinstance(source, Mapping) else str(source)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `TextTools.encode`."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))

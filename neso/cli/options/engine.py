@@ -81,13 +81,23 @@ def _engine_options(values: Values) -> Iterator[tuple[str, str, str]]:
     for option in _BY_NAME:
         if values.given(option.name):
             yield option.flag, option.name.replace("-", "_"), _written(values[option.name])
-    adapters = dict(_pair("--lora-modules", "NAME=PATH", text) for text in values["lora-modules"])
-    if adapters:
-        yield "--lora-modules", "lora_modules", json.dumps(adapters)
+    if values["lora-modules"]:
+        yield "--lora-modules", "lora_modules", json.dumps(_adapters(values["lora-modules"]))
     for key, value in (values["speculative-config"] or {}).items():
         yield "--speculative-config", _SPECULATION_NAMES.get(key, key), _written(value)
     for text in values["engine-config"]:
         yield ("--engine-config", *_pair("--engine-config", "KEY=VALUE", text))
+
+
+def _adapters(texts: list[str]) -> dict[str, str]:
+    """Directories by names."""
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, path = _pair("--lora-modules", "NAME=PATH", text)
+        if name in adapters:
+            raise OptionError(f"--lora-modules: '{name}' is given twice")
+        adapters[name] = path
+    return adapters
 
 
 def _pair(flag: str, form: str, text: str) -> tuple[str, str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neso.cli.options.access import access_options, openai_restrictions
+from neso.cli.options.errors import OptionError
 from neso.cli.options.http import http_address, restrictions, tls_files
-from neso.cli.options.kinds import BOOLEAN, PATH, PORT, integer
+from neso.cli.options.kinds import BOOLEAN, FLAG, PATH, PORT, choice, integer
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
 
@@ -46,6 +47,13 @@ OPENAI = Topic(
         ),
         Option("max-tool-call-parse-bytes", "Longest tool call that is read.", integer(1), 131072),
         Option(
+            "allowed-media-domain",
+            "Host that images of chats may be fetched from; * for any.",
+            repeated=True,
+            metavar="HOST",
+            default_text="none: images come within the request",
+        ),
+        Option(
             "tokenizer",
             "Of models that take text as tensors and name no tokenizer_dir: a directory, or an org/name on the hub.",
         ),
@@ -54,7 +62,29 @@ OPENAI = Topic(
             "Jinja2 file in place of the chat templates of all models.",
             metavar="FILE",
         ),
+        Option(
+            "lora-separator",
+            "Stands between the name of a model and that of its LoRA adapter: MODEL:ADAPTER.",
+            default=":",
+        ),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
+        Option(
+            "backend",
+            "How Triton's front end for OpenAI's API asks models.",
+            choice("vllm", "tensorrtllm"),
+            ignored="what a model declares tells how it is asked",
+        ),
+        Option(
+            "enable-kserve-frontends",
+            "Triton's front end for OpenAI's API serves KServe's protocols with it.",
+            FLAG,
+            ignored="they are served unless --allow-http and --allow-grpc are false",
+        ),
+        Option(
+            "uvicorn-log-level",
+            "How much Triton's front end for OpenAI's API logs.",
+            ignored="see --log-verbose",
+        ),
         Option("max-stored-responses", "Responses kept for the Responses API.", integer(0), 1000),
         Option(
             "max-stored-response-bytes",
@@ -78,8 +108,10 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         tool_call_parser=values["tool-call-parser"],
         reasoning_parser=values["reasoning-parser"],
         max_tool_call_parse_bytes=values["max-tool-call-parse-bytes"],
+        allowed_media_domains=tuple(values["allowed-media-domain"] or ()),
         tokenizer=values["tokenizer"] or "",
         chat_template=values["chat-template"] or "",
+        lora_separator=_separator(values["lora-separator"]),
         max_stored_responses=values["max-stored-responses"],
         max_stored_response_bytes=values["max-stored-response-bytes"],
         restrictions=restrictions(values),
@@ -87,6 +119,12 @@ def openai_options(values: Values) -> OpenAIOptions | None:
         access=access_options(values),
         metrics=values["allow-metrics"],
     )
+
+
+def _separator(text: str) -> str:
+    if not text:
+        raise OptionError("--lora-separator: must not be empty")
+    return text
 
 
 def openai_http_options(values: Values) -> HttpServerOptions:

@@ -69,6 +69,18 @@ def split_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
+def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function")
+        if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": text}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
 def _prepare(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidParameter("messages", f"{where} must be an object")

@@ -10,7 +10,13 @@ from typing import Any
 
 import jinja2
 
-from neso.engine.text.chat_messages import flatten_content, plain, prepare_messages, split_content
+from neso.engine.text.chat_messages import (
+    flatten_content,
+    plain,
+    prepare_messages,
+    split_content,
+    with_arguments_as_text,
+)
 from neso.engine.text.template_environment import TemplateRefusal, make_environment
 from neso.generation import InvalidParameter
 
@@ -109,7 +115,9 @@ class _Compiled:
     special_tokens: Mapping[str, str]
 
     def fit(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its content in the form that the template understands."""
+        """The message with its content, and the arguments of its calls, in the form that the template understands."""
+        if "tool_calls" in message and self._takes_arguments_as_text:
+            message = with_arguments_as_text(message)
         if isinstance(message.get("content"), list):
             return message if self._takes_parts else flatten_content(message)
         # Templates of multimodal models may look at parts only, and print nothing for a string.
@@ -140,14 +148,34 @@ class _Compiled:
     def _takes_only_parts(self) -> bool:
         return _PROBE not in self._try(_PROBE) and self._takes_parts
 
+    @cached_property
+    def _takes_arguments_as_text(self) -> bool:
+        """Whether the template joins the arguments of calls to text, as DeepSeek's do, in place of writing JSON."""
+        as_object = self._try_messages(_calls({_PROBE: 1}))
+        if f'"{_PROBE}"' in as_object:
+            return False
+        return f'"{_PROBE}"' in self._try_messages(_calls(f'{{"{_PROBE}": 1}}'))
+
     def _try(self, content: Any) -> str:
         """What the template makes of one user message; nothing if it fails."""
-        messages = [{"role": "user", "content": content}]
+        return self._try_messages([{"role": "user", "content": content}])
+
+    def _try_messages(self, messages: list[dict[str, Any]]) -> str:
         arguments = {**self.special_tokens, "tools": None, "documents": None, "add_generation_prompt": False}
         try:
             return self.run({**arguments, "messages": messages})
         except Exception:
             return ""
+
+
+def _calls(arguments: Any) -> list[dict[str, Any]]:
+    """A chat in which a function is called, as most templates want one."""
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "b", "tool_call_id": "a1b2c3d4e"},
+    ]
 
 
 def _mark_end(message: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from neso.frontends.openai.embeddings import EmbeddingsApi
 from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
 from neso.frontends.openai.errors import ApiError, to_api_error
 from neso.frontends.openai.management_routes import control_routes, metrics_route
+from neso.frontends.openai.media import Media
 from neso.frontends.openai.models import ModelsApi
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -48,16 +49,18 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
     somebody reads it.
     """
     targets = Targets(core, options)
-    responses = ResponsesApi(targets, options)
+    media = Media(options.allowed_media_domains)
+    responses = ResponsesApi(targets, media, options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await responses.close()
+        await media.close()
 
     app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
     inference = [
-        *_generation_routes(core, targets, options),
+        *_generation_routes(core, targets, media, options),
         *response_routes(core, responses, options.max_body_size),
     ]
     for group, routes in (
@@ -74,8 +77,8 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
     return app
 
 
-def _generation_routes(core: Core, targets: Targets, options: OpenAIOptions) -> list[Route]:
-    completions, chat = CompletionsApi(targets, options), ChatApi(targets, options)
+def _generation_routes(core: Core, targets: Targets, media: Media, options: OpenAIOptions) -> list[Route]:
+    completions, chat = CompletionsApi(targets, options), ChatApi(targets, media, options)
     limit = options.max_body_size
     return [
         Route(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from neso.frontends.openai.answer import Answer, AnswerKind
 from neso.frontends.openai.chat_choice import ChatChoice
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
+from neso.frontends.openai.media import Media
 from neso.frontends.openai.message_format import MessageFormat
 from neso.frontends.openai.message_formats import MessageFormats
 from neso.frontends.openai.messages import chat_prompt
@@ -30,9 +31,10 @@ KIND = AnswerKind(
 class ChatApi:
     """Answers chats."""
 
-    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+    def __init__(self, targets: Targets, media: Media, options: OpenAIOptions) -> None:
         """Raises `ValueError` for options that name parsers that there are not."""
         self._targets = targets
+        self._media = media
         self._formats = MessageFormats(options)
 
     async def create(self, request: ChatCompletionRequest, trace: Trace | None = None) -> Any:
@@ -59,7 +61,7 @@ class ChatApi:
             lambda error: explain(error, request, target, prompt),
             prompt=PromptRecord(request),
         )
-        return await answer.respond([cut], sampling, trace, images)
+        return await answer.respond([cut], sampling, trace, await self._media.fetched(images))
 
     def _choice(
         self, index: int, request: ChatCompletionRequest, target: Target, message_format: MessageFormat

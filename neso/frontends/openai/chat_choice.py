@@ -105,19 +105,19 @@ class ChatChoice(Choice):
         return {"tool_calls": [call]}
 
     def _whole_message(self) -> dict[str, Any]:
-        message = self._message
-        bare = bool(message.calls or message.reasoning)
+        reasoning, calls = self._message.reasoning, self._message.calls
         whole: dict[str, Any] = {
             "role": "assistant",
-            "content": message.content or (None if bare else ""),
+            "content": self._message.content or (None if reasoning or calls else ""),
             "refusal": None,
+            "annotations": [],
         }
-        if message.reasoning and self._with_reasoning:
-            whole |= _reasoning(message.reasoning)
-        if message.calls:
+        if reasoning and self._with_reasoning:
+            whole |= _reasoning(reasoning)
+        if calls:
             whole["tool_calls"] = [
                 {"id": _call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments in message.calls
+                for name, arguments in calls
             ]
         return whole
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from neso.generation import InvalidParameter, TextTools
+from neso.generation.language_model import TokenBytes
 
 if TYPE_CHECKING:
     from neso.engine.text.chat_template import ChatTemplate
@@ -28,6 +29,10 @@ class TemplatedText:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tools.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """See `TokenBytes`."""
+        return self._tools.token_bytes(token_id) if isinstance(self._tools, TokenBytes) else None
 
     def apply_chat_template(
         self,

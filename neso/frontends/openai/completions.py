@@ -60,7 +60,7 @@ class CompletionsApi:
         self, request: CompletionRequest, target: Target, prompts: list[Prompt]
     ) -> list[CompletionChoice]:
         n = request.n or 1
-        text = target.language_model.text
+        text = target.text
         records = [
             PromptRecord(request, prompt_text(prompt, text) if request.echo else "") for prompt in prompts
         ]

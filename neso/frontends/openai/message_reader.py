@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from neso.frontends.openai.reasoning_parsers import ReasoningStream, Split
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart, ToolEvent, ToolStream
@@ -19,26 +19,38 @@ class Reasoning:
 MessageEvent = Reasoning | ToolEvent
 
 
-@dataclass(slots=True)
 class Message:
-    """Events, joined. `calls`: name and JSON text of the arguments."""
+    """Events, joined."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[tuple[str, list[str]]] = []
 
     def add(self, events: Iterable[MessageEvent]) -> None:
         """Take events in."""
         for event in events:
             if isinstance(event, Reasoning):
-                self.reasoning += event.text
+                self._reasoning.append(event.text)
             elif isinstance(event, Content):
-                self.content += event.text
+                self._content.append(event.text)
             elif isinstance(event, ToolCallStart):
-                self.calls.append((event.name, ""))
+                self._calls.append((event.name, []))
             else:
-                name, arguments = self.calls[event.index]
-                self.calls[event.index] = (name, arguments + event.fragment)
+                self._calls[event.index][1].append(event.fragment)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        """Name and JSON text of the arguments of each."""
+        return [(name, "".join(arguments)) for name, arguments in self._calls]
 
 
 class MessageReader:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from neso.frontends.openai.targets import Target, Targets
+from neso.frontends.openai.adapter_names import Adapter
+from neso.frontends.openai.targets import Targets
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 
 if TYPE_CHECKING:
@@ -22,21 +23,21 @@ class ModelsApi:
         """Every model that takes text, and every adapter by its shortest name."""
         cards = [self._card(model, limit) for model, limit in self._targets.text_models()]
         known = self._targets.adapters()
-        for name, target in known.items():
-            if name == target.adapter or target.adapter not in known:
-                cards.append(self._adapter_card(name, target))
+        for name, adapter in known.items():
+            if name == adapter.name or adapter.name not in known:
+                cards.append(self._adapter_card(name, adapter))
         return {"object": "list", "data": cards}
 
     def one(self, name: str) -> dict[str, Any]:
         """One model. Raises `ApiError`."""
-        adapted = self._targets.adapters().get(name)
-        if adapted is not None:
-            return self._adapter_card(name, adapted)
+        adapter = self._targets.adapter(name)
+        if adapter is not None:
+            return self._adapter_card(name, adapter)
         return self._card(*self._targets.find_text_model(name))
 
-    def _adapter_card(self, name: str, target: Target) -> dict[str, Any]:
-        card = self._card(target.model, target.language_model.max_model_len)
-        return {**card, "id": name, "root": target.adapter, "parent": target.model.name}
+    def _adapter_card(self, name: str, adapter: Adapter) -> dict[str, Any]:
+        card = self._card(adapter.model, self._targets.limit(adapter.model))
+        return {**card, "id": name, "root": adapter.name, "parent": adapter.model.name}
 
     def _card(self, model: Model, max_model_len: int) -> dict[str, Any]:
         return {

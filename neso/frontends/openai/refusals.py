@@ -73,9 +73,42 @@ def _refuse_in_completion(request: CompletionRequest) -> None:
 
 
 def _refuse_in_chat(request: ChatCompletionRequest) -> None:
+    _refuse_media(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     if (request.model_extra or {}).get("echo"):
         raise invalid("echo", "'echo' is for completions.", "unsupported_parameter")
     if request.tool_choice not in (None, "none") and not request.tools:
         raise invalid("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
+
+
+_MEDIA = {
+    "input_audio": "sound",
+    "audio": "sound",
+    "audio_url": "sound",
+    "video": "video",
+    "video_url": "video",
+    "file": "files",
+    "input_file": "files",
+}
+
+
+def _refuse_media(request: ChatCompletionRequest) -> None:
+    """Parts of messages, and of the answer, that are neither text nor images."""
+    modalities = (request.model_extra or {}).get("modalities")
+    if modalities and modalities != ["text"]:
+        raise invalid(
+            "modalities",
+            "'modalities' may hold 'text' only: the models of this server answer with text.",
+            "unsupported_parameter",
+        )
+    for index, message in enumerate(request.messages):
+        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            what = _MEDIA.get(str(part.get("type")))
+            if what is not None:
+                raise invalid(
+                    f"messages[{index}].content[{number}]",
+                    f"Invalid 'messages[{index}].content[{number}]': {what} of type '{part['type']}' cannot be read, "
+                    "only text and images.",
+                    "unsupported_value",
+                )

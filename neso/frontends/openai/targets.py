@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from neso.frontends.openai.access.token_meter import TOKENS_USED, metered
+from neso.frontends.openai.adapter_names import Adapter, AdapterNames
 from neso.frontends.openai.chat_template import UNKNOWN_TEXT, TemplatedText, read_chat_template
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.model_texts import ModelTexts, open_tokenizer
 from neso.frontends.openai.tensor_models import TensorLanguageModel, missing_for_text
-from neso.generation import AdaptableModel, LanguageModel, PoolingModel, TextTools
+from neso.generation import LanguageModel, PoolingModel, TextTools
 from neso.generation.pooling_batch import pool_together
 from neso.server.errors import NotFound, Unavailable
 from neso.server.metadata import ModelState
@@ -65,6 +66,7 @@ class Targets:
         """Raises `ValueError` for a tokenizer or a chat template that cannot be read."""
         self._core = core
         self._options = options
+        self._adapter_names = AdapterNames()
         self._template = read_chat_template(options.chat_template) if options.chat_template else ""
         self._texts = ModelTexts(core, open_tokenizer(options.tokenizer) if options.tokenizer else None)
 
@@ -76,23 +78,23 @@ class Targets:
         try:
             model = self._find(name)
         except ApiError:
-            adapted = self.adapters().get(name)
-            if adapted is None:
+            adapter = self.adapter(name)
+            if adapter is None:
                 raise
-            return adapted
+            return await self._target(adapter.model, adapter.told)
         return await self._target(model)
 
-    async def _target(self, model: Model) -> Target:
+    async def _target(self, model: Model, adapter: str = "") -> Target:
         language_model = model.language_model
         if language_model is not None:
-            return Target(model, language_model, self._templated(language_model.text))
+            return Target(model, language_model, self._templated(language_model.text), adapter)
         _check_text_face(model)
         tokenizer = await self._texts.tokenizer(model)
         text = self._templated(tokenizer or UNKNOWN_TEXT)
         face = TensorLanguageModel(
             model, text, tokenizer, self._texts.max_model_len(model), self._options.default_max_tokens
         )
-        return Target(model, face, text)
+        return Target(model, face, text, adapter)
 
     def _templated(self, text: TextTools) -> TextTools:
         return TemplatedText(text, self._template) if self._template else text
@@ -111,7 +113,7 @@ class Targets:
         face = model.language_model or model.pooling_model
         if face is None:
             _check_text_face(model)
-        return model, self._limit(model)
+        return model, self.limit(model)
 
     def text_models(self) -> list[tuple[Model, int]]:
         """The models that are ready and take text, by name, and the most tokens that each takes."""
@@ -119,29 +121,34 @@ class Targets:
         for model in self._core.models():
             takes_text = model.language_model or model.pooling_model or not missing_for_text(model.signature)
             if takes_text and model.ready():
-                found[model.name] = (model, self._limit(model))
+                found[model.name] = (model, self.limit(model))
         return [found[name] for name in sorted(found)]
 
-    def _limit(self, model: Model) -> int:
+    def limit(self, model: Model) -> int:
+        """Most tokens of prompt and answer together; `NO_LIMIT` where nobody tells."""
         face = model.language_model or model.pooling_model
         return self._texts.max_model_len(model) if face is None else face.max_model_len
 
-    def adapters(self) -> dict[str, Target]:
+    def adapters(self) -> dict[str, Adapter]:
         """The adapters of all models, as `model:adapter`, and by their own names where these are unambiguous."""
-        found: dict[str, Target] = {}
+        found: dict[str, Adapter] = {}
         ambiguous: set[str] = set()
         for model, _ in self.text_models():
-            language_model = model.language_model
-            if language_model is None or not isinstance(language_model, AdaptableModel):
-                continue
-            for name, path in language_model.list_loras().items():
-                if path is None:
-                    continue  # known to those who sent it, by its number
-                ambiguous |= {name} & found.keys()
-                found[name] = found[f"{model.name}:{name}"] = Target(
-                    model, language_model, self._templated(language_model.text), name
-                )
-        return {name: target for name, target in found.items() if name not in ambiguous}
+            for adapter in self._adapter_names.of(model):
+                ambiguous |= {adapter.name} & found.keys()
+                full_name = f"{model.name}{self._options.lora_separator}{adapter.name}"
+                found[adapter.name] = found[full_name] = adapter
+        return {name: adapter for name, adapter in found.items() if name not in ambiguous}
+
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter that a name means, unless it is that of a model or of nothing."""
+        return self.adapters().get(name) or self._numbered(name)
+
+    def _numbered(self, name: str) -> Adapter | None:
+        """The adapter `model:7`, for models that know theirs by numbers."""
+        base, separator, number = name.rpartition(self._options.lora_separator)
+        models = [model for model, _ in self.text_models() if separator and model.name == base]
+        return self._adapter_names.numbered(models[0], number) if models else None
 
     def _find(self, name: str) -> Model:
         try:

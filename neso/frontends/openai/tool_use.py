@@ -73,6 +73,19 @@ def _named(choice: Any, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _function(tool: dict[str, Any]) -> Function:
     function = tool["function"]
-    return Function(
-        function["name"], function.get("parameters") or {"type": "object"}, bool(function.get("strict"))
-    )
+    schema = function.get("parameters") or {"type": "object"}
+    if "properties" in schema and not _OPEN & schema.keys():
+        schema = {**schema, "additionalProperties": False}  # no argument that nobody has asked for
+    return Function(function["name"], schema, bool(function.get("strict")))
+
+
+_OPEN = {
+    "additionalProperties",
+    "patternProperties",
+    "unevaluatedProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+}
+"""What says in a schema whether members may come that are not named."""

@@ -136,6 +136,31 @@ def test_arguments_as_json_text() -> None:
         assert f'"parameters": {shown}' in render(chat_templates.LLAMA3, [USER, as_text])
 
 
+@pytest.mark.parametrize(
+    ("written", "as_text"),
+    [
+        ("{{ f.arguments | tojson }}", False),
+        ("{{ f | tojson }}", False),
+        ("{{ f.arguments if f.arguments is string else f.arguments | tojson }}", False),
+        ("{% for k, v in f.arguments.items() %}{{ k | tojson }}: {{ v }}{% endfor %}", False),
+        ("{{ '```json' + f['arguments'] + '```' }}", True),
+        ("{{ f.arguments }}", True),
+    ],
+)
+def test_arguments_as_templates_want_them(written: str, as_text: bool) -> None:
+    """As an object where the template writes JSON, as text where it joins text, as DeepSeek's do."""
+    source = (
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+        + written
+        + "{% endfor %}{% endfor %}"
+    )
+    text = render(source, [USER, CALL, RESULT])
+    assert '"città": "<Roma>"' in text or '"città": <Roma>' in text
+    assert "'città'" not in text and '\\"' not in text
+    template = ChatTemplate(source, SPECIAL)
+    assert template._choose(None, None)._takes_arguments_as_text == as_text
+
+
 def test_raise_exception_is_told_as_it_is() -> None:
     with pytest.raises(InvalidParameter) as error:
         render(chat_templates.MISTRAL, [USER, USER])

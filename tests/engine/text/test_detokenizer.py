@@ -174,3 +174,16 @@ def test_unknown_ids_are_nothing() -> None:
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.decode([10**6, -1, 2**40]) == ""
         assert tokenizer.token_text(10**6) == ""
+
+
+def test_special_tokens_that_are_shown() -> None:
+    backend = byte_level_backend()
+    backend.add_special_tokens(["<call>", "<end>"])
+    tokenizer = Tokenizer(backend, NO_SPECIALS, {})
+    call, end = (backend.token_to_id(name) for name in ("<call>", "<end>"))
+    ids = [call, *tokenizer.encode("a b"), end, call]
+    for shown, text in (((), "a b"), (("<call>", "a"), "<call>a b<call>"), (("a",), "a b")):
+        for sizes in ((1,), (3,), (100,)):
+            assert "".join(stream(tokenizer.detokenizer(shown_special_tokens=shown), ids, sizes)) == text
+    every = tokenizer.detokenizer(shown_special_tokens=("<call>",), skip_special_tokens=False)
+    assert "".join(stream(every, ids)) == "<call>a b<end><call>"

@@ -9,6 +9,9 @@ import pytest
 from asgi_client import AsgiClient
 from scripted_model import ScriptedModel
 
+from neso.frontends.openai import OpenAIOptions, create_app
+from neso.server.core import Core
+
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -63,7 +66,12 @@ async def test_shape(client: AsgiClient, script: ScriptedModel) -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "hello there", "refusal": None},
+                "message": {
+                    "role": "assistant",
+                    "content": "hello there",
+                    "refusal": None,
+                    "annotations": [],
+                },
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
@@ -196,3 +204,51 @@ async def test_a_call_cut_off(client: AsgiClient, script: ScriptedModel) -> None
     choice = (await chat(client, tools=TOOLS, max_tokens=20))["choices"][0]
     assert choice["finish_reason"] == "length"
     assert CALL.startswith(choice["message"]["content"])
+
+
+async def test_a_call_without_end_is_cut_off(core: Core, script: ScriptedModel) -> None:
+    """More arguments than are read: in a stream they end there, whole it is no call."""
+    client = AsgiClient(create_app(core, OpenAIOptions(max_tool_call_parse_bytes=200)))
+    text = CALL.replace("Paris", "Paris" * 60)
+    script.reply = lambda request, choice: text
+    message = join(await stream(client, tools=TOOLS))
+    assert message["finish_reason"] == "length"
+    assert 100 < len(message["calls"][0][1]) <= 200
+    choice = (await chat(client, tools=TOOLS))["choices"][0]
+    assert choice["message"]["content"] == text and "tool_calls" not in choice["message"]
+
+
+async def test_allowed_tools(client: AsgiClient, script: ScriptedModel) -> None:
+    tools = [*TOOLS, {"type": "function", "function": {"name": "time"}}]
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]}
+    await chat(client, tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert '"time"' in str(script.requests[-1].prompt) and '"weather"' not in str(script.requests[-1].prompt)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [*HI, {"role": "user", "content": [{"type": "file"}]}]}, "messages[1].content[0]"),
+    ],
+)
+async def test_what_cannot_be_read(client: AsgiClient, fields: dict[str, Any], param: str) -> None:
+    answer = await client.post(PATH, {"model": "scripted", "messages": HI, **fields})
+    assert answer.status == 400 and answer.json()["error"]["param"] == param
+
+
+async def test_what_says_nothing_here(client: AsgiClient) -> None:
+    fields = {
+        "modalities": ["text"],
+        "prediction": {"type": "content", "content": "hello"},
+        "service_tier": "auto",
+        "store": True,
+        "metadata": {"a": "b"},
+        "user": "me",
+        "verbosity": "low",
+    }
+    assert (await chat(client, **fields))["choices"][0]["message"]["content"] == "hello there"

@@ -100,4 +100,5 @@ async def test_forced_calls(
         # What the form makes the model write is what the parser reads.
         parsed = HermesParser().parse(tag["begin"] + '{"city": "Paris"}' + tag["end"])
         assert parsed.calls == [(name, '{"city": "Paris"}')] and parsed.content == ""
-    assert form["tags"][0]["content"] == {"type": "json_schema", "json_schema": SCHEMA}
+    schema = {**SCHEMA, "additionalProperties": False}
+    assert form["tags"][0]["content"] == {"type": "json_schema", "json_schema": schema}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -364,3 +366,28 @@ def test_parsers_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(find_tool_parser("elvish"), ForeignParser)
     assert isinstance(detect_tool_parser("<elvish><tool_call>"), ForeignParser)
     registry._foreign.cache_clear()
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "tool-calling.md"
+
+
+def test_the_page_has_all_parsers() -> None:
+    text = PAGE.read_text()
+    for name in (*registry.BUILTIN, *registry._ALIASES):
+        assert f"`{name}`" in text, name
+
+
+def test_the_page_s_own_parser() -> None:
+    found = re.search(r"`bracket_parser.py`:\n\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert found is not None
+    names: dict[str, Any] = {}
+    exec(found[1], names)
+    parser = names["BracketParser"]()
+    assert parser.matches("[[name {}]]")
+    text = 'Hm.\n[[now {"a": 1}]]\n[[now {}]]'
+    assert parser.parse(text) == ParsedMessage("Hm.", [("now", '{"a": 1}'), ("now", "{}")])
+    assert read_stream(parser, list(text)) == parser.parse(text)
+    assert loaded(parser.parse(_write(parser.forced_form(FUNCTIONS, many_calls=True)))) == [
+        ("get_weather", {"city": "Oslo"}),
+        ("now", {}),
+    ]

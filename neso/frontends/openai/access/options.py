@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 UNLIMITED = 0
 OPEN_GROUPS = {
-    "health": ("/health",),
+    "health": ("/health", "/ping"),
     "metrics": ("/metrics",),
     "docs": ("/docs", "/openapi.json", "/redoc"),
 }

@@ -5,6 +5,10 @@ JSON text, and that of TensorRT-LLM's models, which have an input for each param
 """
 
 from neso.frontends.openai.tensor_models.model import TensorLanguageModel
-from neso.frontends.openai.tensor_models.text_face import missing_for_text
+from neso.frontends.openai.tensor_models.text_face import (
+    missing_for_text,
+    takes_adapter,
+    takes_adapter_number,
+)
 
-__all__ = ["TensorLanguageModel", "missing_for_text"]
+__all__ = ["TensorLanguageModel", "missing_for_text", "takes_adapter", "takes_adapter_number"]

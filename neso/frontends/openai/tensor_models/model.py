@@ -98,8 +98,19 @@ class TensorLanguageModel:
     async def _count_prompt(self, request: GenerationRequest, prompt: str) -> int:
         """Tokens of the prompt; 0 where nobody needs to know or can tell. Raises `InvalidParameter`."""
         asks = request.sampling.max_tokens is None and self._told_limit and self.max_model_len < NO_LIMIT
-        if self._tokenizer is None or not (asks or "num_input_tokens" not in self._model.signature.outputs):
+        may_be_long = len(prompt.encode(errors="replace")) >= self.max_model_len  # a token is a byte or more
+        counts = "num_input_tokens" in self._model.signature.outputs
+        if self._tokenizer is None or (counts and not asks and not may_be_long):
             return 0
+        count = await self._count(prompt, request)
+        if count >= self.max_model_len:
+            raise InvalidParameter(
+                "prompt", f"has {count} tokens, at most {self.max_model_len - 1} are taken"
+            )
+        return count
+
+    async def _count(self, prompt: str, request: GenerationRequest) -> int:
+        assert self._tokenizer is not None
         if not isinstance(request.prompt, str):
             return len(request.prompt)
         special = request.add_special_tokens
@@ -112,6 +123,8 @@ class TensorLanguageModel:
 
         Without one a model might take the same for all of them.
         """
+        if asked.uses_beams and asked.n > 1:
+            raise InvalidParameter("n", "the model gives the best of its beams only")
         changes: dict[str, int | None] = {"n": 1}
         if asked.max_tokens is None and self._told_limit:
             changes["max_tokens"] = max(self._room(num_prompt_tokens), asked.min_tokens)
@@ -126,12 +139,7 @@ class TensorLanguageModel:
     def _room(self, num_prompt_tokens: int) -> int:
         if self.max_model_len >= NO_LIMIT or self._tokenizer is None:
             return self._default_max_tokens
-        room = self.max_model_len - num_prompt_tokens
-        if room < 1:
-            raise InvalidParameter(
-                "prompt", f"has {num_prompt_tokens} tokens, at most {self.max_model_len - 1} are taken"
-            )
-        return room
+        return self.max_model_len - num_prompt_tokens
 
     async def _run(
         self,
@@ -193,7 +201,7 @@ class TensorLanguageModel:
 def _flag(model: Model, name: str) -> bool:
     """A parameter of a model's configuration."""
     parameters = model.config.parameters
-    return name in parameters and parameters[name].string_value.lower() in ("true", "1")
+    return name in parameters and parameters[name].string_value.lower() in ("true", "t", "yes", "1")
 
 
 def _sum(usages: list[Usage]) -> Usage:

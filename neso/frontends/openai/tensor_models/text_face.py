@@ -63,6 +63,17 @@ def can_leave_prompt_out(signature: Signature) -> bool:
     return InputTensors(signature).declared(EXCLUDE_INPUT, bool) is not None
 
 
+def takes_adapter(signature: Signature) -> bool:
+    """Whether a model can be told which adapter to apply."""
+    named = InputTensors(signature).declared(LORA_NAME, str) is not None
+    return takes_json(signature) or named or takes_adapter_number(signature)
+
+
+def takes_adapter_number(signature: Signature) -> bool:
+    """Whether a model knows adapters by numbers."""
+    return InputTensors(signature).declared(LORA_TASK, float) is not None
+
+
 def request_tensors(
     signature: Signature, request: GenerationRequest, prompt: str, sampling: SamplingParams, *, stream: bool
 ) -> dict[str, Tensor]:

@@ -1,0 +1,63 @@
+"""The functions that the agent may call, and what the model is told of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# A table instead of the market: the example works without the internet. The prices are of some day in the past.
+STOCKS = {
+    "AAPL": ("Apple", 209.82),
+    "AMD": ("AMD", 94.49),
+    "AMZN": ("Amazon", 186.54),
+    "GOOG": ("Google", 162.42),
+    "IBM": ("IBM", 229.33),
+    "INTC": ("Intel", 20.10),
+    "META": ("Meta", 533.15),
+    "MSFT": ("Microsoft", 387.30),
+    "NVDA": ("Nvidia", 106.38),
+    "ORCL": ("Oracle", 137.49),
+    "TSLA": ("Tesla", 259.51),
+}
+
+
+def get_current_stock_price(symbol: str) -> float:
+    """The price of a stock in dollars."""
+    return STOCKS[symbol][1]
+
+
+FUNCTIONS = {"get_current_stock_price": get_current_stock_price}
+REPORTS = {
+    "get_current_stock_price": "(The price of )?{symbol} (is|stands|trades) (now )?(at )?{result} dollars( a share)?\\."
+}
+"""By function, a regular expression for sentences that tell its result."""
+
+
+def describe_report(name: str, arguments: dict[str, Any], result: str) -> str:
+    """A regular expression for sentences that tell what a call has returned."""
+    facts = {key: re.escape(str(value)) for key, value in arguments.items()}
+    return REPORTS[name].format(**facts, result=re.escape(result))
+
+
+def describe_tools(prompt: str) -> list[dict[str, Any]]:
+    """The functions in the form of OpenAI's API.
+
+    Guided decoding lets the model choose among symbols of the table only, and where the prompt names companies among
+    theirs: a small model does not know that Nvidia is NVDA.
+    """
+    named = [symbol for symbol, (company, _) in STOCKS.items() if company.lower() in prompt.lower()]
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_current_stock_price",
+                "description": "Get the price of a stock.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"symbol": {"enum": named or list(STOCKS)}},
+                    "required": ["symbol"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+    ]

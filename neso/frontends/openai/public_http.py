@@ -1,0 +1,72 @@
+"""A client of HTTP that reaches the internet only: neither this machine nor its network."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin
+
+import httpcore2 as httpcore
+
+
+class FetchError(Exception):
+    """A file cannot be had; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """The file is elsewhere."""
+
+    url: str
+
+
+class PublicHttp:
+    """Connections of a few requests at a time. A name is looked up once, and the address that was checked is used."""
+
+    def __init__(self) -> None:
+        self._pool = httpcore.AsyncConnectionPool(max_connections=16, network_backend=_PublicOnly())
+
+    async def get(self, url: str, max_bytes: int) -> bytes | Redirect:
+        """The file at a URL, or where it is. Raises `FetchError`."""
+        headers = [(b"user-agent", b"neso"), (b"accept", b"image/*")]
+        try:
+            async with self._pool.stream("GET", url, headers=headers) as response:
+                fields = {name.lower(): value for name, value in response.headers}
+                if response.status in (301, 302, 303, 307, 308) and b"location" in fields:
+                    return Redirect(urljoin(url, fields[b"location"].decode("latin-1")))
+                if response.status != 200:
+                    raise FetchError(f"it answers with status {response.status}")
+                content = bytearray()
+                async for part in response.aiter_stream():
+                    content += part
+                    if len(content) > max_bytes:
+                        raise FetchError(f"it is larger than {max_bytes} bytes")
+                return bytes(content)
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
+            raise FetchError(str(error) or type(error).__name__) from None
+
+    async def close(self) -> None:
+        """Close connections that are kept."""
+        await self._pool.aclose()
+
+
+class _PublicOnly(httpcore.AnyIOBackend):
+    async def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> Any:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [str(entry[4][0]) for entry in found]
+        if not addresses or not all(map(is_public, addresses)):
+            raise FetchError(f"{host} has no public address")
+        return await super().connect_tcp(addresses[0], port, *args, **options)
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the internet's."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast

@@ -1,0 +1,177 @@
+"""TensorRT-LLM's layout by OpenAI's API: the ensemble, the business logic, and the model alone, by the real client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from layout_repository import ANSWER, PROMPT, init
+from server_process import ServerProcess, wait_until
+
+CHAINS = ("ensemble", "tensorrt_llm_bls")
+MODELS = (*CHAINS, "tensorrt_llm")
+QUESTION = [{"role": "user", "content": "Who are you?"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    repository = init(tmp_path_factory.mktemp("trtllm"))
+    with ServerProcess(f"--model-repository={repository}", timeout=90) as process:
+        assert process.ports, process.output
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
+
+
+def complete(client: openai.OpenAI, model: str, **fields: Any) -> Any:
+    fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, **fields}
+    return client.completions.create(model=model, **fields)
+
+
+def test_the_models_that_take_text_are_listed(client: openai.OpenAI) -> None:
+    cards = {card.id: card.max_model_len for card in client.models.list()}
+    assert cards == dict.fromkeys(MODELS, 2048)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_completions(client: openai.OpenAI, model: str) -> None:
+    answer = complete(client, model)
+    assert answer.choices[0].text == ANSWER
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 12
+    chunks = list(complete(client, model, stream=True, stream_options={"include_usage": True}))
+    pieces = [chunk.choices[0].text for chunk in chunks[:-1]]
+    assert "".join(pieces) == ANSWER
+    assert len([piece for piece in pieces if piece]) > 8
+    assert chunks[-1].usage.completion_tokens == 12
+    assert chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens > 0
+
+
+def test_chats_are_the_same_by_each_of_them(client: openai.OpenAI) -> None:
+    answers = []
+    for model in MODELS:
+        answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
+        assert answer.choices[0].finish_reason == "stop"
+        chunks = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == answer.choices[0].message.content
+        answers.append(text)
+    assert len(set(answers)) == 1
+    assert answers[0]
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_choices_differ_by_their_seeds(client: openai.OpenAI, model: str) -> None:
+    def texts() -> list[str]:
+        answer = complete(client, model, n=3, seed=5, temperature=1.5, max_tokens=20)
+        return [choice.text for choice in answer.choices]
+
+    assert len(set(texts())) == 3
+    assert texts() == texts()
+
+
+@pytest.mark.parametrize("model", CHAINS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings(client: openai.OpenAI, model: str, stream: bool) -> None:
+    stop = ANSWER[len(ANSWER) // 2 :][:4]
+    answer = complete(client, model, stop=stop, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == ANSWER[: ANSWER.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_guided_answers(client: openai.OpenAI, model: str) -> None:
+    answer = complete(client, model, extra_body={"guided_choice": ["yes", "no"]})
+    assert answer.choices[0].text in ("yes", "no")
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.mark.parametrize("model", CHAINS)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tool_calls(client: openai.OpenAI, model: str, choice: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER],
+        "tool_choice": choice,
+        "temperature": 0,
+    }
+    (whole,) = client.chat.completions.create(**asked).choices
+    assert whole.finish_reason == "tool_calls"
+    (call,) = whole.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Paris"}')
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    calls = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
+    assert calls[0].name == "get_weather"
+    assert "".join(call.arguments for call in calls) == '{"city": "Paris"}'
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_responses(client: openai.OpenAI, model: str) -> None:
+    whole = client.responses.create(model=model, input="Who are you?", temperature=0)
+    assert whole.output_text
+    events = list(client.responses.create(model=model, input="Who are you?", temperature=0, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert len(deltas) > 5
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_prompts_that_are_too_long(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        complete(client, model, prompt="x " * 5000)
+    assert (refusal.value.param, refusal.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "x " * 5000}])
+    assert (refusal.value.param, refusal.value.code) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("model", CHAINS)
+async def test_a_client_that_leaves_frees_the_engine(server: ServerProcess, model: str) -> None:
+    client = openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
+    stream = await client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"seed": 1}
+    )
+    await anext(aiter(stream))
+    await stream.close()
+    running = 'nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active",version="1"}'
+    await asyncio.to_thread(wait_until, lambda: server.metrics()[running] == 0)
+
+
+async def test_many_at_a_time(server: ServerProcess) -> None:
+    client = openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
+    answers = await asyncio.gather(
+        *(
+            client.completions.create(model=MODELS[i % 3], prompt=PROMPT, max_tokens=12, temperature=0)
+            for i in range(12)
+        )
+    )
+    assert {answer.choices[0].text for answer in answers} == {ANSWER}
+
+
+@pytest.mark.parametrize("option", ["--no-decoupled", "--accumulate-tokens"])
+def test_other_ways_to_answer(tmp_path: Path, option: str) -> None:
+    """Models that answer once, and business logic whose responses tell all of the text each time."""
+    with ServerProcess(f"--model-repository={init(tmp_path, option)}", timeout=90) as server:
+        assert server.ports, server.output
+        client = openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
+        for model in CHAINS:
+            assert complete(client, model).choices[0].text == ANSWER
+            chunks = complete(client, model, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
