@@ -34,12 +34,6 @@ class LibraryText:
     @property
     def chat_template_source(self) -> str:
         """See `TextTools.chat_template_source`."""
-        template = getattr(self._tokenizer, "chat_template", None) or ""
-        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
-
-    @property
-    def chat_template_source(self) -> str:
-        """See `TextTools.chat_template_source`."""
         source = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(map(str, source.values())) if isinstance(source, Mapping) else str(source)
 
