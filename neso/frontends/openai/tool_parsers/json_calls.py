@@ -88,7 +88,7 @@ class ListStream(CallStream):
     def __init__(
         self, marker: str, end: str, functions: Sequence[Function], *, eager: bool, max_call_chars: int
     ) -> None:
-        self.markers = (marker,)  # type: ignore[misc]
+        self.markers = (marker,)
         self._end = end
         super().__init__(functions, eager=eager, max_call_chars=max_call_chars)
 
