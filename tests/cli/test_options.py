@@ -50,6 +50,8 @@ SAMPLES = {
 
 def sample(option) -> str:
     """The option with a value that has to have an effect."""
+    if option.kind.bare:
+        return option.flag
     if option.kind.metavar == "true|false" and option.default is True:
         return f"{option.flag}=false"
     return f"{option.flag}={SAMPLES.get(option.kind.metavar) or option.kind.metavar.split('|')[-1]}"

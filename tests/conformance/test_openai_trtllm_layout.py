@@ -93,6 +93,45 @@ def test_guided_answers(client: openai.OpenAI, model: str) -> None:
     assert answer.choices[0].text in ("yes", "no")
 
 
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.mark.parametrize("model", CHAINS)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tool_calls(client: openai.OpenAI, model: str, choice: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER],
+        "tool_choice": choice,
+        "temperature": 0,
+    }
+    (whole,) = client.chat.completions.create(**asked).choices
+    assert whole.finish_reason == "tool_calls"
+    (call,) = whole.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Paris"}')
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    calls = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
+    assert calls[0].name == "get_weather"
+    assert "".join(call.arguments for call in calls) == '{"city": "Paris"}'
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_responses(client: openai.OpenAI, model: str) -> None:
+    whole = client.responses.create(model=model, input="Who are you?", temperature=0)
+    assert whole.output_text
+    events = list(client.responses.create(model=model, input="Who are you?", temperature=0, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert len(deltas) > 5
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_prompts_that_are_too_long(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:

@@ -77,8 +77,11 @@ def access_options(values: Values) -> AccessOptions:
             raise OptionError(
                 f"--api-key-open: expected some of {', '.join(OPEN_GROUPS)}, or nothing, got '{name}'"
             )
+    keys = _keys(values)
+    if keys is not None:
+        _warn_of_others(values)
     return AccessOptions(
-        keys=_keys(values),
+        keys=keys,
         open_groups=open_groups,
         quota=Quota(
             values["openai-requests-per-minute"] or UNLIMITED,
@@ -86,6 +89,21 @@ def access_options(values: Values) -> AccessOptions:
         ),
         origins=tuple(values["cors-allow-origin"]),
     )
+
+
+def _warn_of_others(values: Values) -> None:
+    """Warn of the ways to the models that ask for no key."""
+    settings = {"http": values["http-restricted-api"], "grpc": values["grpc-restricted-protocol"]}
+    unrestricted = [
+        f"--allow-{name}=false"
+        for name, groups in settings.items()
+        if values[f"allow-{name}"] and not any("inference" in text.partition(":")[0] for text in groups)
+    ]
+    if unrestricted:
+        values.warnings.append(
+            "API keys are asked for by OpenAI's API only, KServe's protocols answer everybody: restrict them, or use "
+            + " ".join(unrestricted)
+        )
 
 
 def openai_restrictions(values: Values) -> Restrictions:

@@ -22,7 +22,7 @@ GRPC = Topic(
     (
         Option("allow-grpc", "Serve gRPC.", BOOLEAN, True),
         Option("grpc-address", "Where gRPC listens.", metavar="HOST", default_text="that of --host"),
-        Option("grpc-port", "KServe over gRPC.", PORT, 8001),
+        Option("grpc-port", "KServe over gRPC.", PORT, 8001, aliases=("kserve-grpc-port",)),
         Option(
             "reuse-grpc-port", "Share the port with other servers that have this option set.", BOOLEAN, False
         ),

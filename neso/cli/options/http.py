@@ -20,7 +20,13 @@ HTTP = Topic(
     (
         Option("allow-http", "Serve HTTP.", BOOLEAN, True),
         Option("http-address", "Where HTTP listens.", metavar="HOST", default_text="that of --host"),
-        Option("http-port", "KServe over HTTP, and OpenAI's API under /v1.", PORT, 8000, aliases=("port",)),
+        Option(
+            "http-port",
+            "KServe over HTTP, and OpenAI's API under /v1.",
+            PORT,
+            8000,
+            aliases=("port", "kserve-http-port"),
+        ),
         Option(
             "reuse-http-port", "Share the port with other servers that have this option set.", BOOLEAN, False
         ),

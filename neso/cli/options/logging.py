@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 LOGGING = Topic(
     "Logging",
     (
-        Option("log-verbose", "0: what matters. 1: more of Neso. 2: all, of libraries too.", LEVEL, 0),
+        Option(
+            "log-verbose",
+            "0: what matters. 1: more of Neso. 2: all, of libraries too.",
+            LEVEL,
+            0,
+            aliases=("tritonserver-log-verbose-level",),
+        ),
         Option("log-info", "Write information.", BOOLEAN, True),
         Option("log-warning", "Write warnings.", BOOLEAN, True),
         Option("log-error", "Write errors.", BOOLEAN, True),

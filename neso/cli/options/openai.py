@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from neso.cli.options.access import access_options, openai_restrictions
 from neso.cli.options.errors import OptionError
 from neso.cli.options.http import http_address, restrictions, tls_files
-from neso.cli.options.kinds import BOOLEAN, PATH, PORT, integer
+from neso.cli.options.kinds import BOOLEAN, FLAG, PATH, PORT, choice, integer
 from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
 
@@ -68,6 +68,23 @@ OPENAI = Topic(
             default=":",
         ),
         Option("default-max-tokens", "max_tokens of OpenAI completions that name none.", integer(1), 16),
+        Option(
+            "backend",
+            "How Triton's front end for OpenAI's API asks models.",
+            choice("vllm", "tensorrtllm"),
+            ignored="what a model declares tells how it is asked",
+        ),
+        Option(
+            "enable-kserve-frontends",
+            "Triton's front end for OpenAI's API serves KServe's protocols with it.",
+            FLAG,
+            ignored="they are served unless --allow-http and --allow-grpc are false",
+        ),
+        Option(
+            "uvicorn-log-level",
+            "How much Triton's front end for OpenAI's API logs.",
+            ignored="see --log-verbose",
+        ),
         Option("max-stored-responses", "Responses kept for the Responses API.", integer(0), 1000),
         Option(
             "max-stored-response-bytes",

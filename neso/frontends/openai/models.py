@@ -30,7 +30,7 @@ class ModelsApi:
 
     def one(self, name: str) -> dict[str, Any]:
         """One model. Raises `ApiError`."""
-        adapter = self._targets.adapters().get(name)
+        adapter = self._targets.adapter(name)
         if adapter is not None:
             return self._adapter_card(name, adapter)
         return self._card(*self._targets.find_text_model(name))

@@ -78,7 +78,7 @@ class Targets:
         try:
             model = self._find(name)
         except ApiError:
-            adapter = self.adapters().get(name) or self._numbered(name)
+            adapter = self.adapter(name)
             if adapter is None:
                 raise
             return await self._target(adapter.model, adapter.told)
@@ -139,6 +139,10 @@ class Targets:
                 full_name = f"{model.name}{self._options.lora_separator}{adapter.name}"
                 found[adapter.name] = found[full_name] = adapter
         return {name: adapter for name, adapter in found.items() if name not in ambiguous}
+
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter that a name means, unless it is that of a model or of nothing."""
+        return self.adapters().get(name) or self._numbered(name)
 
     def _numbered(self, name: str) -> Adapter | None:
         """The adapter `model:7`, for models that know theirs by numbers."""

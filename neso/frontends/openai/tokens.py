@@ -107,7 +107,7 @@ class TokensApi:
                     "model", f"'model' must say which one is meant of {', '.join(known) or 'none'}."
                 )
             name = known[0]
-        if name not in self._targets.adapters():
+        if self._targets.adapter(name) is None:
             model, limit = self._targets.find_text_model(name)
             if model.language_model is None and model.pooling_model is not None:
                 return name, model.pooling_model.text, limit

@@ -123,6 +123,8 @@ class TensorLanguageModel:
 
         Without one a model might take the same for all of them.
         """
+        if asked.uses_beams and asked.n > 1:
+            raise InvalidParameter("n", "the model gives the best of its beams only")
         changes: dict[str, int | None] = {"n": 1}
         if asked.max_tokens is None and self._told_limit:
             changes["max_tokens"] = max(self._room(num_prompt_tokens), asked.min_tokens)

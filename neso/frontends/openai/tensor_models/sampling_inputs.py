@@ -32,8 +32,8 @@ _NOT_SCALAR = frozenset(
         "embedding_bias",
         "logprobs",
         "include_stop_str_in_output",
+        "shown_special_tokens",  # no client asks for them: what reads tool calls would like to see them
         "guided_decoding",
-        "shown_special_tokens",
     }
 )
 _REFUSED = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_bias", "embedding_bias", "logprobs")

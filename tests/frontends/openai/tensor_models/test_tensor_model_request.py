@@ -191,6 +191,13 @@ def test_sampling_parameters_as_json() -> None:
     assert refused(more, SamplingParams(return_context_logits=True)) == "return_context_logits"
 
 
+def test_special_tokens_that_are_to_be_shown() -> None:
+    shown = SamplingParams(shown_special_tokens=("<tool>",))
+    assert tensors("", shown) == {}
+    (text,) = tensors(declared("sampling_parameters", "STRING"), shown)["sampling_parameters"]
+    assert orjson.loads(text) == {"temperature": 1.0, "top_p": 1.0, "skip_special_tokens": False}
+
+
 def test_images() -> None:
     assert tensors(declared("image", "STRING", "-1"), images=("data:image/png;base64,AAAA",)) == {
         "image": ["AAAA"]
