@@ -8,9 +8,11 @@ from pathlib import Path
 
 import openai
 import pytest
-from conftest import PILOT
 from server_process import ServerProcess
 
+from neso.models import SHIPPED_MODELS
+
+PILOT = SHIPPED_MODELS["neso-pilot"]
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 TRIP = {
     "type": "object",
