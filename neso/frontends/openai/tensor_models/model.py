@@ -70,6 +70,14 @@ class TensorLanguageModel:
             self._run(request, prompt, count, sampling, trace)
             for sampling in self._samplings(request.sampling, count)
         ]
+        async with aclosing(runs[0] if len(runs) == 1 else self._together(runs, count)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _together(
+        self, runs: list[AsyncGenerator[GenerationOutput, None]], count: int
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """The outputs of several sequences as those of one request."""
         usages = [Usage(count)] * len(runs)
         ended = [False] * len(runs)
         async with aclosing(merge(runs)) as outputs:
@@ -212,4 +220,4 @@ def _sum(usages: list[Usage]) -> Usage:
 
 def _wrapped(seed: int) -> int:
     """Within the range of seeds."""
-    return seed if seed < 2**63 else seed - 2**63
+    return seed if seed < 2**64 else seed - 2**64

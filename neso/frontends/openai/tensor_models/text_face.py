@@ -20,6 +20,7 @@ IMAGES = ("image", "image_url_input", "image_url")
 RETURNED = ("finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens")
 """Outputs that are asked for wherever the model has them."""
 
+_REFUSED = ("prompt_embeds", "prompt_embedding_table", "draft")
 _KNOWN = sampling_inputs.NAMES.union(
     (TEXT_INPUT, SAMPLING_PARAMETERS), STREAM, EXCLUDE_INPUT, (f"return_{name}" for name in RETURNED)
 )
@@ -84,6 +85,9 @@ def request_tensors(
     _flag(inputs, EXCLUDE_INPUT, True)
     for name in RETURNED:
         _flag(inputs, (f"return_{name}",), True)
+    for name in _REFUSED:
+        if getattr(request, name) is not None:
+            raise InvalidParameter(name, sampling_inputs.NO_INPUT)
     if request.cache_salt:
         raise InvalidParameter("cache_salt", sampling_inputs.NO_INPUT)
     if request.images:
