@@ -13,6 +13,7 @@ from scripted_model import ScriptedModel
 
 from neso.engine.errors import EngineDead
 from neso.frontends.openai import OpenAIOptions, create_app
+from neso.frontends.openai.access import AccessOptions, ApiKeys
 from neso.generation import FinishReason
 from neso.server.core import Core
 
@@ -226,6 +227,26 @@ async def test_what_is_kept_takes_so_much_memory_at_most(core: Core) -> None:
     made = [(await client.post(PATH, body(input="x" * 500))).json()["id"] for _ in range(3)]
     statuses = [(await client.get(f"{PATH}/{name}")).status for name in made]
     assert statuses[0] == 404 and statuses[-1] == 200
+
+
+async def test_a_response_belongs_to_its_key(core: Core) -> None:
+    access = AccessOptions(keys=ApiKeys(["mine", "yours"]))
+    client = AsgiClient(create_app(core, OpenAIOptions(access=access)))
+    mine, yours = (((b"authorization", f"Bearer {key}".encode()),) for key in ("mine", "yours"))
+    made = (await client.post(PATH, body(), headers=mine)).json()["id"]
+    for method, path in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+        answer = await client.request(method, f"{PATH}/{made}{path}", b"", headers=yours)
+        assert answer.status == 404
+    assert (await client.post(PATH, body(previous_response_id=made), headers=yours)).status == 400
+    assert (await client.post(PATH, body(previous_response_id=made), headers=mine)).status == 200
+    assert (await client.request("GET", f"{PATH}/{made}", b"", headers=mine)).status == 200
+
+
+async def test_images_are_handed_on(client: AsgiClient, script: ScriptedModel) -> None:
+    pixel = "data:image/png;base64,iVBORw0KGgo="
+    content = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": pixel}]
+    await client.post(PATH, body(input=[{"role": "user", "content": content}]))
+    assert script.requests[0].images == (pixel,)
 
 
 async def test_logprobs_are_those_of_the_text(client: AsgiClient, script: ScriptedModel) -> None:

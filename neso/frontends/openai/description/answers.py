@@ -97,8 +97,16 @@ class Answered(Described):
     system_fingerprint: str | None
 
 
+class CompletionChunk(Answered):
+    """One event of a completion's stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
 class Completion(Answered):
-    """The answer of `POST /v1/completions`; as chunks of a stream, too."""
+    """The answer of `POST /v1/completions`."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -167,7 +175,7 @@ class ChatChunkChoice(Described):
 
 
 class ChatCompletionChunk(Answered):
-    """One event of a chat's stream. The last event is `[DONE]`."""
+    """One event of a chat's stream."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
@@ -322,6 +330,13 @@ class ResponseObject(Described):
     parallel_tool_calls: bool
     text: dict[str, Any]
     metadata: dict[str, str]
+
+
+class ResponseEvent(Described):
+    """One event of a response's stream, with what its type has."""
+
+    type: str
+    sequence_number: int
 
 
 class DeletedResponse(Described):

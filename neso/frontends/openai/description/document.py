@@ -6,7 +6,6 @@ from typing import Any
 
 import neso
 from neso.frontends.openai.access.options import AccessOptions
-from neso.frontends.openai.description.answers import ChatCompletionChunk
 from neso.frontends.openai.description.operation import Components, described
 from neso.frontends.openai.description.routes import ROUTES
 
@@ -18,7 +17,6 @@ def openapi_document(access: AccessOptions | None = None) -> dict[str, Any]:
     access = access or AccessOptions()
     open_groups = access.open_groups if access.keys is not None else ()
     components = Components()
-    components.add(ChatCompletionChunk, "serialization")
     paths = {
         path: {method: described(operation, components, open_groups) for method, operation in methods.items()}
         for path, methods in ROUTES.items()

@@ -52,7 +52,8 @@ class Operation:
     """One method of one route.
 
     `answer` is a pydantic class, or the media type of what is no JSON, "" for no body. `events` says that the answer
-    may be a stream, and of what. `open_group`, of `OPEN_GROUPS`, may be left open where others ask for a key.
+    may be a stream, and what the data of its events are. `open_group`, of `OPEN_GROUPS`, may be left open where others
+    ask for a key.
     """
 
     tag: str
@@ -61,7 +62,7 @@ class Operation:
     body: type[BaseModel] | None = None
     examples: dict[str, dict[str, Any]] = field(default_factory=dict)
     parameters: Sequence[Parameter] = ()
-    events: str = ""
+    events: type[BaseModel] | None = None
     errors: Sequence[int] = (400, 404, 413, 429, 499, 500, 503)
     body_required: bool = True
     open_group: str = ""
@@ -107,6 +108,21 @@ def _success(operation: Operation, components: Components) -> dict[str, Any]:
         return {"description": "It is done.", "content": {operation.answer: {"schema": {"type": "string"}}}}
     description = (operation.answer.__doc__ or "").strip().splitlines()[0]
     content = {JSON: {"schema": components.add(operation.answer, "serialization")}}
-    if operation.events:
-        content[EVENTS] = {"schema": {"type": "string", "description": operation.events}}
+    if operation.events is not None:
+        kinds = [components.add(model, "serialization") for model in (operation.events, Error)]
+        content[EVENTS] = {"schema": _event(kinds)}
     return {"description": description, "content": content}
+
+
+def _event(data: list[dict[str, Any]]) -> dict[str, Any]:
+    """One event of a stream, as OpenAPI has them: its fields as strings. `data`: what its data may be."""
+    encoded = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": data}}
+    return {
+        "type": "object",
+        "description": "Server-sent events; the last one of a completion or a chat is `[DONE]`.",
+        "properties": {
+            "event": {"type": "string"},
+            "data": {"anyOf": [{"const": "[DONE]"}, encoded]},
+        },
+        "required": ["data"],
+    }

@@ -87,7 +87,7 @@ ROUTES: dict[str, dict[str, Operation]] = {
                     "max_completion_tokens": 16,
                 }
             },
-            events="With `stream`: events whose data are `ChatCompletionChunk` objects, then `[DONE]`.",
+            events=answers.ChatCompletionChunk,
         )
     },
     "/v1/completions": {
@@ -97,7 +97,7 @@ ROUTES: dict[str, dict[str, Operation]] = {
             answers.Completion,
             CompletionRequest,
             {"prompt": {"model": _MODEL, "prompt": "What is TTFT?", "max_tokens": 16}},
-            events="With `stream`: events whose data are `Completion` objects, then `[DONE]`.",
+            events=answers.CompletionChunk,
         )
     },
     "/v1/responses": {
@@ -107,7 +107,7 @@ ROUTES: dict[str, dict[str, Operation]] = {
             answers.ResponseObject,
             ResponseRequest,
             {"text": {"model": _MODEL, "input": "What is TTFT?", "max_output_tokens": 16}},
-            events="With `stream`: OpenAI's events, from `response.created` to `response.completed`.",
+            events=answers.ResponseEvent,
         )
     },
     "/v1/responses/input_tokens": {
@@ -133,7 +133,7 @@ ROUTES: dict[str, dict[str, Operation]] = {
                     "starting_after", "query", {"type": "integer"}, "Only the events behind this number."
                 ),
             ),
-            events="With `stream`: the response's events.",
+            events=answers.ResponseEvent,
             errors=(400, 404, 500),
         ),
         "delete": Operation(

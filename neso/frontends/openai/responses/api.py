@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -36,6 +37,8 @@ from neso.generation import InvalidParameter
 if TYPE_CHECKING:
     from neso.server.tracing import Trace
 
+OWNER: ContextVar[str] = ContextVar("owner", default="")
+"""The name of the API key that the current request came with."""
 MAX_BACKGROUND = 256
 """Most responses that are being made in the background."""
 
@@ -55,7 +58,7 @@ class ResponsesApi:
         chat = chat_request(request, context)
         try:
             run = await self._prepare(request, chat, trace)
-            stored = StoredResponse(run.response, context)
+            stored = StoredResponse(run.response, context, OWNER.get())
             if request.background:
                 return await self._in_background(request, run, stored)
             if request.stream:
@@ -114,7 +117,7 @@ class ResponsesApi:
             await self._stop(stored)
 
     def _find(self, response_id: str) -> StoredResponse:
-        stored = self._store.get(response_id)
+        stored = self._store.get(response_id, OWNER.get())
         if stored is None:
             raise ApiError(404, f"There is no response with id '{response_id}'.", param="response_id")
         return stored
@@ -125,7 +128,7 @@ class ResponsesApi:
         name = request.previous_response_id
         if name is None:
             return own
-        previous = self._store.get(name)
+        previous = self._store.get(name, OWNER.get())
         if previous is None:
             raise invalid(
                 "previous_response_id",
@@ -220,7 +223,7 @@ class ResponsesApi:
                 run.response.cancel()
             if stored.log is not None:
                 stored.log.end()
-            if self._store.get(run.response.id) is stored:
+            if run.response.id in self._store:  # and has not been deleted
                 self._store.put(stored)
 
     @staticmethod

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from neso.frontends.openai.access.authentication import key_of
 from neso.frontends.openai.connection import while_connected
 from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
 from neso.frontends.openai.errors import to_api_error
-from neso.frontends.openai.responses.api import ResponsesApi
+from neso.frontends.openai.responses.api import OWNER, ResponsesApi
 from neso.frontends.openai.responses.schemas import ResponseRequest
 
 if TYPE_CHECKING:
@@ -34,17 +35,35 @@ def response_routes(core: Core, api: ResponsesApi, max_body_size: int) -> list[R
     async def input_items(request: Request) -> Any:
         return api.input_items(request.path_params["response_id"], request.query_params)
 
+    def route(path: str, endpoint: ASGIApp, method: str) -> Route:
+        return Route(path, _Owned(endpoint), methods=[method])
+
     create = GenerationEndpoint(core, ResponseRequest, api.create, max_body_size)
     count = GenerationEndpoint(core, ResponseRequest, api.count_input, max_body_size)
     one = "/v1/responses/{response_id}"
     return [
-        Route("/v1/responses", create, methods=["POST"]),
-        Route("/v1/responses/input_tokens", count, methods=["POST"]),
-        Route(one, _Endpoint(retrieve), methods=["GET"]),
-        Route(one, _Endpoint(delete), methods=["DELETE"]),
-        Route(one + "/cancel", _Endpoint(cancel), methods=["POST"]),
-        Route(one + "/input_items", _Endpoint(input_items), methods=["GET"]),
+        route("/v1/responses", create, "POST"),
+        route("/v1/responses/input_tokens", count, "POST"),
+        route(one, _Endpoint(retrieve), "GET"),
+        route(one, _Endpoint(delete), "DELETE"),
+        route(one + "/cancel", _Endpoint(cancel), "POST"),
+        route(one + "/input_items", _Endpoint(input_items), "GET"),
     ]
+
+
+class _Owned:
+    """An ASGI endpoint that knows whose request it serves."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = key_of(scope)
+        token = OWNER.set("" if key is None else key.name)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            OWNER.reset(token)
 
 
 class _Endpoint:

@@ -48,11 +48,13 @@ class EventLog:
 class StoredResponse:
     """A response and what it was made of: `context`, the items that the model was given, oldest first.
 
-    `task` makes it in the background; `log` has its events, if it was asked for as a stream.
+    `owner` is the name of the API key that it was made with, and that may ask for it. `task` makes it in the
+    background; `log` has its events, if it was asked for as a stream.
     """
 
     response: Response
     context: list[Item]
+    owner: str = ""
     task: asyncio.Task[None] | None = None
     log: EventLog | None = None
     size: int = 0
@@ -84,12 +86,16 @@ class ResponseStore:
         self._stored.move_to_end(stored.response.id)
         self._make_room()
 
-    def get(self, response_id: str) -> StoredResponse | None:
-        """The response of that id, which counts as used now."""
+    def get(self, response_id: str, owner: str) -> StoredResponse | None:
+        """The response of that id, if it is `owner`'s; it counts as used now."""
         stored = self._stored.get(response_id)
-        if stored is not None:
-            self._stored.move_to_end(response_id)
+        if stored is None or stored.owner != owner:
+            return None
+        self._stored.move_to_end(response_id)
         return stored
+
+    def __contains__(self, response_id: str) -> bool:
+        return response_id in self._stored
 
     def remove(self, response_id: str) -> StoredResponse | None:
         """Forget it."""
