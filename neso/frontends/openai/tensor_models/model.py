@@ -159,8 +159,13 @@ class TensorLanguageModel:
     ) -> AsyncGenerator[GenerationOutput, None]:
         """One sequence. Ending it early cancels the inference request."""
         signature = self._model.signature
-        # A model that does not know where to stop is followed, so that it can be stopped.
-        wants_stream = request.stream or (bool(sampling.stop) and not text_face.takes_stop(signature))
+        # A model that does not know where to stop is followed, so that it can be stopped; tokens are best told apart
+        # when they come one by one.
+        wants_stream = (
+            request.stream
+            or (bool(sampling.stop) and not text_face.takes_stop(signature))
+            or sampling.logprobs is not None
+        )
         inputs = text_face.request_tensors(
             signature, request, prompt, sampling, stream=self._model.decoupled and wants_stream
         )

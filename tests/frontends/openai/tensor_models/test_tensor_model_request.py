@@ -211,6 +211,16 @@ def test_sampling_parameters_as_json() -> None:
     assert refused(more, SamplingParams(return_context_logits=True)) == "return_context_logits"
 
 
+def test_log_probabilities_of_tensorrt_llms_convention() -> None:
+    outputs = 'output { name: "output_log_probs" data_type: TYPE_FP32 dims: [ -1, -1 ] } '
+    flags = declared("return_log_probs", "BOOL") + declared("exclude_input_in_output", "BOOL")
+    assert tensors(flags + outputs, SamplingParams(logprobs=0))["return_log_probs"] == [True]
+    assert "return_log_probs" not in tensors(flags + outputs)
+    assert refused(flags + outputs, SamplingParams(logprobs=1)) == "logprobs"
+    assert refused(flags, SamplingParams(logprobs=0)) == "logprobs"
+    assert refused(outputs, SamplingParams(logprobs=0)) == "logprobs"
+
+
 def test_special_tokens_that_are_to_be_shown() -> None:
     shown = SamplingParams(shown_special_tokens=("<tool>",))
     assert tensors("", shown) == {}
