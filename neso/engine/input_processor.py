@@ -82,6 +82,7 @@ class InputProcessor:
             input_embeddings=embeddings,
             images=images,
             draft=checked_draft(request, self._info.vocab_size),
+            retention=request.retention,
         )
 
     def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from neso.generation.cache_retention import CacheRetention
 from neso.generation.draft_tokens import DraftTokens
 from neso.generation.lora import LoraRequest
 from neso.generation.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ class GenerationRequest:
     it is begun with; it is refused then. `lora`: the adapter to apply. `draft` is what the client guesses will follow.
 
     `detokenize` False: nobody needs the text of the tokens, it is empty. `stream` False: nobody waits for parts of the
-    text; a model may give it as a whole.
+    text; a model may give it as a whole. `retention`: how long its cached blocks shall be kept.
 
     Vectors in place of tokens, for models whose runner takes them (numpy, any float dtype):
 
@@ -50,3 +51,4 @@ class GenerationRequest:
     draft: DraftTokens | None = None
     detokenize: bool = True
     stream: bool = True
+    retention: CacheRetention | None = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
+import openai
+import orjson
 import pytest
 import tritonclient.grpc as grpc
 import tritonclient.http as http
@@ -309,3 +312,71 @@ def test_unlisted_tensors_without_a_batch(server, expected):
         (response,) = stream.ask(values)
         assert response["output_ids"].tolist() == [PROMPT + expected]
         assert response["sequence_length"].tolist() == [len(PROMPT) + LENGTH]
+
+
+def test_generate_stream(server, expected):
+    body = {
+        "input_ids": PROMPT,
+        "input_lengths": len(PROMPT),
+        "request_output_len": LENGTH,
+        "streaming": True,
+    }
+    request = urllib.request.Request(
+        server.url("/v2/models/tensorrt_llm/generate_stream"),
+        orjson.dumps(body),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        events = [orjson.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: ")]
+    assert [event["output_ids"] for event in events if "output_ids" in event] == expected
+    assert {event["sequence_length"] for event in events if "output_ids" in event} == {1}
+
+
+def test_openai_finds_the_model(server, llm, expected):
+    with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none") as client:
+        assert {"tensorrt_llm", "whole", "static"} <= {model.id for model in client.models.list()}
+        for model in ("tensorrt_llm", "static"):
+            answer = client.completions.create(
+                model=model, prompt=PROMPT, max_tokens=LENGTH, temperature=0, extra_body={"ignore_eos": True}
+            )
+            whole = llm.tokenizer.decode(PROMPT + expected)
+            assert answer.choices[0].text == whole[len(llm.tokenizer.decode(PROMPT)) :]
+
+
+def test_requests_are_counted(server, stream):
+    def counts():
+        metrics = server.metrics()
+        labels = 'model="tensorrt_llm",version="1"'
+        names = ("request_success", "count", "exec_count")
+        return [metrics[f"nv_inference_{name}{{{labels}}}"] for name in names] + [
+            metrics[f"nv_inference_{name}_duration_us{{{labels}}}"] for name in ("request", "compute_infer")
+        ]
+
+    before = counts()
+    batch = {
+        "input_ids": i32(PROMPT, PROMPT),
+        "input_lengths": i32([12], [12]),
+        "request_output_len": i32([9], [9]),
+    }
+    stream.ask(batch)
+    stream.ask(prompt_inputs(PROMPT, 60, streaming=TRUE))
+    after = counts()
+    assert [b - a for a, b in zip(before, after, strict=True)][:2] == [2, 3]
+    assert after[3] - before[3] > after[4] - before[4] > 0
+
+
+def test_forty_clients_at_once(server, llm):
+    """Batched in flight: each has the tokens that it has alone."""
+    prompts = [[(7 * i + j) % 300 + 6 for j in range(4 + i % 9)] for i in range(40)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    alone = [r.outputs[0].token_ids for r in llm.generate(prompts, params, progress=False)]
+    with token_stream(server.address("grpc")) as stream:
+        for number, prompt in enumerate(prompts):
+            stream.send(prompt_inputs(prompt, 20, streaming=TRUE), str(number))
+        found: dict[str, list[int]] = {str(number): [] for number in range(40)}
+        finals = 0
+        while finals < 40:
+            name, response, final = stream.receive()
+            finals += final
+            found[name] += response["output_ids"][0, 0].tolist()
+    assert list(found.values()) == alone

@@ -9,9 +9,11 @@ import numpy.typing as npt
 
 from neso.backends.llm.adapter_request import adapter_of_task
 from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
+from neso.backends.tensorrtllm.retention import RANGES, read_retention
 from neso.backends.tensorrtllm.settings import Settings
 from neso.backends.tensorrtllm.word_list import read_words
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
+from neso.generation.cache_retention import CacheRetention
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 
@@ -50,8 +52,6 @@ _REFUSED = {
     "lookahead_window_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
     "lookahead_ngram_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
     "lookahead_verification_set_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
-    "retention_token_range_starts": "cached blocks have no priorities, they go in the order of their last use",
-    "retention_decode_priority": "cached blocks have no priorities, they go in the order of their last use",
 }
 """Inputs that cannot be honoured."""
 
@@ -116,10 +116,11 @@ class RequestReader:
         # Preprocessing gives every model one token to begin its decoder with; decoders alone have no use for it.
         if row.has("decoder_input_ids") and row.array("decoder_input_ids").size > 1:
             raise InvalidArgument("decoder_input_ids: models with an encoder are not run")
-        wanted = row.wanted()
+        wanted, streaming = row.wanted(), bool(row.scalar("streaming", False))
         end_id = row.scalar("end_id", NO_END)
         try:
             sampling = SamplingParams.from_mapping(self._sampling(row, end_id, wanted))
+            retention = row.retention()
         except InvalidParameter as error:
             raise named_as_here(error) from None
         return TokenRequest(
@@ -133,8 +134,10 @@ class RequestReader:
                 prompt_vocab_size=row.scalar("prompt_vocab_size") or None,
                 draft=read_draft(*(row.optional(name) for name in DRAFT_NAMES)),
                 detokenize=False,
+                stream=streaming,
+                retention=retention,
             ),
-            streaming=bool(row.scalar("streaming", False)),
+            streaming=streaming,
             exclude_input=bool(row.scalar("exclude_input_in_output", self._settings.exclude_input_in_output)),
             end_id=end_id,
             pad_id=row.scalar("pad_id", NO_END),
@@ -264,6 +267,13 @@ class _Row:
     def wanted(self) -> frozenset[str]:
         names = (name for name in self.request.inputs if name.startswith("return_"))
         return frozenset(name.removeprefix("return_") for name in names if self.scalar(name, False))
+
+    def retention(self) -> CacheRetention | None:
+        return read_retention(
+            [self.optional(name) for name in RANGES],
+            self.scalar("retention_decode_priority"),
+            self.scalar("retention_decode_duration_ms"),
+        )
 
     def adapter(self) -> LoraRequest | None:
         weights, config = self.optional("lora_weights"), self.optional("lora_config")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from neso.engine.core.free_blocks import FreeBlocks
 
 
 class IntegrityError(AssertionError):
@@ -12,14 +12,14 @@ class IntegrityError(AssertionError):
 class BlockPool:
     """Reference counts of `num_blocks` blocks, and the free ones in the order of their reuse.
 
-    A free block may still hold a cached prefix: it goes to the end of the line, and `share` takes it back out.
+    A free block may still hold a cached prefix: it stands behind those that do not, and `share` takes it back out.
     Paged attention: https://arxiv.org/abs/2309.06180, section 4.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free = FreeBlocks(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -33,26 +33,28 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self) -> int:
-        """Take the block that has been free for longest. Raises `KeyError` if there is none: ask `num_free` first."""
-        block, _ = self._free.popitem(last=False)
+        """Take the block that is to be reused first. Raises `KeyError` if there is none: ask `num_free` first."""
+        block = self._free.take()
         self._references[block] = 1
         return block
 
     def share(self, block: int) -> None:
         """Hold a block that somebody holds already, or one whose content outlived its last holder."""
         if self._references[block] == 0:
-            del self._free[block]
+            self._free.remove(block)
         self._references[block] += 1
 
     def release(self, block: int, *, content_cached: bool) -> None:
         """Let go of a block. The last holder frees it: to be reused last if its content may be asked for again."""
         self._references[block] -= 1
         if self._references[block] == 0:
-            self._free[block] = None
-            if not content_cached:
-                self._free.move_to_end(block, last=False)
+            self._free.add(block, content_cached=content_cached)
         elif self._references[block] < 0:
             raise IntegrityError(f"block {block} was released more often than held")
+
+    def retain(self, block: int, priority: int, seconds: float | None) -> None:
+        """Say when the content of a block that is held is to make room for others, once it is free."""
+        self._free.retain(block, priority, seconds)
 
     def check_integrity(self, holders: dict[int, int]) -> None:
         """Compare with `holders`, block → how many block tables name it. Raises `IntegrityError`."""

@@ -99,6 +99,7 @@ class KVCacheManager:
         wanted = [cached for i, cached in enumerate(found) if i not in passed]
         sequence.block_table = self._hold(wanted)
         sequence.block_table[passed.start : passed.start] = [NO_BLOCK] * len(passed)
+        self._retain(sequence, range(len(found)))
 
     def _held_together(self, found: list[CachedBlock]) -> list[CachedBlock]:
         """As many of these as there are free blocks for."""
@@ -168,6 +169,19 @@ class KVCacheManager:
                 sequence.cache_parent, tokens, sequence.block_table[i]
             )
             sequence.num_cached_blocks = i + 1
+        self._retain(sequence, full)
+
+    def _retain(self, sequence: Sequence, places: range) -> None:
+        """Give blocks of a sequence, by their places, the priorities that its request has for them."""
+        retention = sequence.request.retention
+        if retention is None:
+            return
+        for i in places:
+            block = sequence.block_table[i]
+            wanted = retention.of(i * self.block_size, sequence.num_prompt_tokens)
+            if wanted is not None and block != NO_BLOCK:
+                priority, milliseconds = wanted
+                self.pool.retain(block, priority, None if milliseconds is None else milliseconds / 1000)
 
     def free(self, sequence: Sequence) -> None:
         """Let go of all blocks, the last first: ends of prefixes are reused before their beginnings. Idempotent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from neso.engine.core.input_embeddings import InputEmbeddings, PromptImage
+from neso.generation.cache_retention import CacheRetention
 from neso.generation.lora import LoraRequest
 from neso.generation.output import FinishReason
 from neso.generation.pooling import PoolingParams
@@ -48,6 +49,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     pooling: PoolingParams | None = None
     token_type_ids: list[int] = []
     draft: RequestDraft | None = None
+    retention: CacheRetention | None = None
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):

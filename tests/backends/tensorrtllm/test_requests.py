@@ -331,3 +331,35 @@ async def test_the_texts_of_the_same_model(serve_model, checkpoint, greedy):
     answer = "".join(delta.text for output in pieces for delta in output.deltas)
     tokenizer = Tokenizer.from_model(checkpoint)
     assert answer == tokenizer.decode(PROMPT + greedy())[len(tokenizer.decode(PROMPT)) :]
+
+
+async def test_blocks_of_a_high_priority_stay(serve_model):
+    """A cache of 8 blocks of 16 tokens: what follows would push the first prompt out."""
+    served = await serve_model(num_blocks=8, max_num_seqs=1)
+
+    async def reused(first: int, **further) -> int:
+        inputs = {
+            "input_ids": np.arange(first, first + 48, dtype=np.int32)[np.newaxis],
+            "input_lengths": row(48),
+            "request_output_len": row(2),
+            "return_perf_metrics": row(True, np.bool_),
+        }
+        (response,) = await served.responses(inputs | further)
+        return int(response["kv_cache_reused_blocks"].item())
+
+    kept = {
+        "retention_token_range_starts": row(0),
+        "retention_token_range_ends": row(-1),
+        "retention_token_range_priorities": row(90),
+    }
+    for further, expected in (({}, 0), (kept, 2)):
+        await reused(10, **further)
+        for other in range(4):
+            await reused(70 + 60 * other)
+        assert await reused(10) == expected
+    with pytest.raises(
+        ServerError, match="retention_token_range_priorities: must be at least 0 and at most 100"
+    ):
+        await reused(10, **kept | {"retention_token_range_priorities": row(101)})
+    with pytest.raises(ServerError, match="retention_token_range_ends: must have as many values"):
+        await reused(10, retention_token_range_starts=row(0))

@@ -1,0 +1,61 @@
+"""docs/tensorrtllm-backend.md: its tables say what the code says, its example runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from neso.backends.tensorrtllm import signature
+from neso.backends.tensorrtllm.parameters import PARAMETERS
+
+sys.path.append(str(Path(__file__).parents[2] / "conformance"))
+from server_process import ServerProcess
+
+PAGE = (Path(__file__).parents[3] / "docs" / "tensorrtllm-backend.md").read_text()
+
+
+def section(title: str) -> str:
+    """The text under a heading, up to the next."""
+    return re.split(r"^#+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_the_tables_of_parameters():
+    for title, has_effect in (("Parameters that have an effect", True), ("Parameters that have none", False)):
+        rows = [line for line in section(title).splitlines() if line.startswith("| `")]
+        told = [f"| `{p.name}` | {p.effect} |" for p in PARAMETERS if p.has_effect is has_effect]
+        assert rows == told
+
+
+def names_in(text: str) -> set[str]:
+    """What stands between backticks; with \u2026 in front it goes on like the name before it."""
+    found: set[str] = set()
+    last = ""
+    for name in re.findall(r"`([a-z_\u2026*]+)[^`]*`", text):
+        if name.startswith("\u2026"):
+            name = last[: last.rindex(name[1])] + name[1:]
+        last = name
+        found.add(name)
+    return found
+
+
+def test_all_tensors_are_told_of():
+    inputs = names_in(section("Inputs"))
+    lookahead = {field.name for field in signature.INPUTS if field.name.startswith("lookahead_")}
+    # Beside those that are refused, which belong to the same features.
+    further = {"mrope_position_deltas", "decoder_input_lengths", "encoder_output_lengths"}
+    assert {field.name for field in signature.INPUTS} - inputs == lookahead | further
+    assert {field.name for field in signature.OUTPUTS} <= names_in(section("Outputs"))
+
+
+def test_the_example(tmp_path):
+    (config,) = re.findall(r"```protobuf\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "models" / "tensorrt_llm" / "1").mkdir(parents=True)
+    (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").write_text(config)
+    with ServerProcess(f"--model-repository={tmp_path / 'models'}") as server:
+        code = code.replace("localhost:8001", server.address("grpc"))
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert len(re.findall(r"^\[\d+\]$", ran.stdout, re.MULTILINE)) == 16, ran.stdout

@@ -1,0 +1,135 @@
+"""Which cached blocks make room first: by priority, for as long as it holds, and then by age."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from neso.engine.core import free_blocks
+from neso.engine.core.block_pool import BlockPool
+from neso.engine.core.free_blocks import FreeBlocks
+from neso.generation import InvalidParameter
+from neso.generation.cache_retention import CacheRetention, RetainedRange
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(free_blocks.time, "monotonic", lambda: now[0])
+    return now
+
+
+def filled(num_blocks: int) -> BlockPool:
+    """All blocks are held."""
+    pool = BlockPool(num_blocks)
+    assert [pool.allocate() for _ in range(num_blocks)] == list(range(num_blocks))
+    return pool
+
+
+def test_the_order_of_reuse():
+    pool = filled(6)
+    pool.retain(0, 100, None)
+    pool.retain(2, 0, None)
+    pool.retain(4, 100, None)
+    for block in (4, 0, 3, 1, 2):
+        pool.release(block, content_cached=True)
+    pool.release(5, content_cached=False)
+    assert [pool.allocate() for _ in range(6)] == [5, 2, 3, 1, 4, 0]
+    with pytest.raises(KeyError):
+        pool.allocate()
+
+
+def test_a_priority_outlives_holders_but_not_the_content():
+    pool = filled(2)
+    pool.retain(0, 80, None)
+    for _ in range(2):
+        pool.release(0, content_cached=True)
+        pool.share(0)
+    pool.release(0, content_cached=True)
+    pool.release(1, content_cached=True)
+    assert (pool.allocate(), pool.allocate()) == (1, 0)
+    pool.release(0, content_cached=True)
+    pool.release(1, content_cached=True)
+    assert (pool.allocate(), pool.allocate()) == (0, 1)
+
+
+def test_a_duration_ends(clock):
+    pool = filled(3)
+    pool.retain(0, 90, 10.0)
+    pool.retain(1, 90, 30.0)
+    for block in (0, 1, 2):
+        pool.release(block, content_cached=True)
+    clock[0] += 20
+    assert [pool.allocate() for _ in range(3)] == [2, 0, 1]
+
+
+def test_a_duration_that_was_given_anew(clock):
+    pool = filled(2)
+    pool.retain(0, 90, 10.0)
+    clock[0] += 5
+    pool.retain(0, 90, 10.0)
+    pool.release(0, content_cached=True)
+    clock[0] += 7
+    pool.release(1, content_cached=True)
+    assert pool.allocate() == 1
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["take", "free", "drop", "share", "retain"]),
+            st.integers(0, 7),
+            st.integers(0, 100),
+        ),
+        max_size=60,
+    )
+)
+def test_no_block_is_lost(actions):
+    free = FreeBlocks(8)
+    held: set[int] = set()
+    for action, block, priority in actions:
+        if action == "take" and len(free):
+            taken = free.take()
+            assert taken not in held
+            held.add(taken)
+        elif action in ("free", "drop") and block in held:
+            held.remove(block)
+            free.add(block, content_cached=action == "free")
+        elif action == "share" and block in free:
+            free.remove(block)
+            held.add(block)
+        elif action == "retain" and block in held:
+            free.retain(block, priority, None if priority % 2 else 0.0)
+        assert len(free) == 8 - len(held) and all((b in free) != (b in held) for b in range(8))
+    assert len({free.take() for _ in range(len(free))}) == 8 - len(held)
+
+
+def test_ranges_of_tokens():
+    retention = CacheRetention([RetainedRange(0, 32, 90), RetainedRange(48, None, 10, 500)], 20, 70)
+    places = {position: retention.of(position, 64) for position in (0, 31, 32, 48, 63, 64)}
+    assert places == {
+        0: (90, None),
+        31: (90, None),
+        32: None,
+        48: (10, 500),
+        63: (10, 500),
+        64: (20, 70),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranges", "decode", "field"),
+    [
+        ([RetainedRange(0, 0)], 35, "retention_token_range_ends"),
+        ([RetainedRange(-1, 5)], 35, "retention_token_range_ends"),
+        ([RetainedRange(0, 5, 101)], 35, "retention_token_range_priorities"),
+        ([RetainedRange(0, 5, 1, -5)], 35, "retention_token_range_durations_ms"),
+        ([RetainedRange(i, i + 1) for i in range(257)], 35, "retention_token_range_starts"),
+        ([], -1, "retention_decode_priority"),
+    ],
+)
+def test_what_cannot_be(ranges, decode, field):
+    with pytest.raises(InvalidParameter) as refused:
+        CacheRetention(ranges, decode)
+    assert refused.value.field == field
