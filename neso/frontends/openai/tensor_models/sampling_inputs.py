@@ -86,7 +86,7 @@ def _write_scalar(inputs: InputTensors, name: str, names: Sequence[str], value: 
     kind = bool if isinstance(value if default is None else default, bool) else float
     spec = None if isinstance(value, str) else inputs.declared(names, kind)
     if spec is None:
-        if value != default and name not in _ALWAYS[:1]:
+        if value != default and name != "max_tokens":  # which those who read the text see to
             raise InvalidParameter(name, NO_INPUT)
     elif (value is not None and (value != default or name in _ALWAYS)) or not spec.optional:
         inputs.put(spec, [_number(name, value)], name)
