@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checkpoints import make_encoder
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 from trtllm_repository import write_model
@@ -179,6 +180,21 @@ def test_encoders_and_nodes(read):
         read(encoder_model_path="/models/encoder")
     with pytest.raises(InvalidArgument, match=r"'num_nodes' .* is '2', expected 1"):
         read(num_nodes=2)
+
+
+def test_options_of_the_engine_alone(read, checkpoint, tmp_path):
+    assert read(
+        files={"draft": checkpoint}, speculative_model="draft"
+    ).engine.speculation.speculative_model == str(tmp_path / "tensorrt_llm" / "draft")
+    with pytest.raises(InvalidArgument, match=r"'max_num_seqs' .* is 'x', expected an integer"):
+        read(max_num_seqs="x")
+    with pytest.raises(InvalidArgument, match="engine option 'kv_cache_memory'"):
+        read(kv_cache_memory="x")
+
+
+async def test_a_model_of_vectors(serve_model, tmp_path):
+    served = await serve_model(make_encoder(tmp_path / "encoder", "bert"))
+    assert served.reason == "gpt_model_path: the model gives vectors: serve it by the backend 'embedding'"
 
 
 def test_a_name_that_nobody_knows(read):
