@@ -228,6 +228,14 @@ async def test_an_engine_directory(serve_model, checkpoint, tmp_path, greedy):
     assert await served.tokens() == greedy()
 
 
+async def test_a_gguf_file(serve_model, checkpoint, tmp_path, greedy):
+    pytest.importorskip("gguf")
+    from gguf_files import convert
+
+    served = await serve_model(convert(checkpoint, tmp_path / "model.gguf"))
+    assert await served.tokens() == greedy()
+
+
 @pytest.mark.parametrize("place", ["1/inside", "inside"])
 async def test_a_path_within_the_model(serve_model, checkpoint, place, greedy):
     """Relative to the version's directory, or to the model's."""
