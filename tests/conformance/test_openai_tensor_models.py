@@ -217,6 +217,19 @@ def test_chats(client: openai.OpenAI) -> None:
             client.chat.completions.create(model=model, messages=messages)
 
 
+def test_responses(client: openai.OpenAI) -> None:
+    for model in ("vllm_words", "scripted_bls"):
+        for truncation in ("disabled", "auto"):
+            made = client.responses.create(model=model, input="hi", truncation=truncation)
+            assert made.output_text == "".join(WORDS)
+        with client.responses.stream(model=model, input="hi", previous_response_id=made.id) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == "".join(WORDS)
+    for model in ("echo", "trtllm_words"):
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.responses.create(model=model, input="hi")
+
+
 async def test_a_client_that_leaves_cancels_the_request(server: ServerProcess) -> None:
     client = openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
     name = 'nv_inference_request_failure{model="trtllm_words",reason="CANCELED",version="1"}'

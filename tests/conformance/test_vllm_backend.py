@@ -20,6 +20,7 @@ import psutil
 import pytest
 import tritonclient.grpc as client
 import tritonclient.grpc.aio as aio
+from doc_reader import at_addresses, blocks
 from server_process import ServerProcess, wait_until
 from tritonclient.utils import InferenceServerException
 from vllm_environment import ENVIRONMENT, PYTHON, require_vllm
@@ -58,10 +59,14 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[ServerProcess]:
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("repository")
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
     """Two engines: one generates, with an adapter; the other gives vectors."""
     require_vllm()
-    repository = tmp_path_factory.mktemp("repository")
     generates = {
         **ENGINE,
         "disable_log_requests": "true",
@@ -554,6 +559,31 @@ def test_openai_refusals(api):
         api.completions.create(model=MODEL, prompt="a", extra_body={"guided_regex": "("})
 
 
+# -- the guide ------------------------------------------------------------------------------------------------------
+
+GUIDE = Path(__file__).parents[2] / "docs" / "vllm-backend.md"
+
+
+def guide_examples() -> list[tuple[str, str]]:
+    """Language and code of what can be run against a server."""
+    return [
+        (block.language, block.text)
+        for block in blocks(GUIDE.read_text())
+        if block.language in ("bash", "python") and block.path is None
+    ]
+
+
+@pytest.mark.parametrize(("language", "code"), guide_examples())
+def test_the_guide_s_examples(server, language, code):
+    program = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    result = subprocess.run(
+        [*program, at_addresses(code, server)], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout) > 10
+    assert '"error"' not in result.stdout
+
+
 # -- the engine as a part of the server -------------------------------------------------------------------------
 
 
@@ -588,6 +618,26 @@ def test_metrics(server):
         assert f'vllm:{name}_bucket{{model="{MODEL}",version="1",le="{bucket}"}}' in text
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"model.json": '{"model": "neso-pilot", "max_len": 8}'}, "has no engine argument 'max_len'"),
+        ({"model.json": '{"model": "neso-pilot", "max_model_len": "many"}'}, "max_model_len"),
+        ({"model.json": "{"}, "model.json: not valid JSON"),
+        ({}, "there is no model.json in the version's folder"),
+    ],
+)
+def test_arguments_that_are_wrong(server, repository, files, message):
+    version = repository / "wrong" / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    (version.parent / "config.pbtxt").write_text(CONFIG)
+    (version / "model.json").unlink(missing_ok=True)
+    for name, text in files.items():
+        (version / name).write_text(text)
+    _, answer = server.post("/v2/repository/models/wrong/load", {})
+    assert message in answer["error"]
+
+
 def engine_processes(server: ServerProcess) -> set[psutil.Process]:
     return {p for p in psutil.Process(server.process.pid).children(recursive=True) if holds_memory(p)}
 
@@ -613,11 +663,20 @@ def test_unloading_right_after_a_stream_gives_everything_back(server):
     assert len(vector(server, QUESTION)) == 256  # the other goes on
 
 
-def test_an_engine_that_dies_is_not_ready(server):
+def test_an_engine_that_dies_is_not_ready_and_unloaded(server):
     assert server.get(f"/v2/models/{EMBEDDER}/ready")[0] == 200
     for process in engine_processes(server):
         process.kill()
     wait_until(lambda: server.get(f"/v2/models/{EMBEDDER}/ready")[0] == 400)
-    (error,) = grpc_stream(server, tensors("", embedding_request={"input": "x"}), EMBEDDER)
-    assert isinstance(error, InferenceServerException)
+    embedding = tensors("", embedding_request={"input": "x"})
+    (error,) = grpc_stream(server, embedding, EMBEDDER)
+    assert error.message() == "vLLM engine is not healthy and model will be unloaded"
+    wait_until(lambda: state(server, EMBEDDER) == "UNAVAILABLE")
+    (error,) = grpc_stream(server, embedding, EMBEDDER)
+    assert error.message() == f"Request for unknown model: '{EMBEDDER}' has no available versions"
     assert server.get("/v2/health/live")[0] == 200
+
+
+def state(server: ServerProcess, model: str) -> str:
+    entries = server.post("/v2/repository/index", {})[1]
+    return next(entry["state"] for entry in entries if entry["name"] == model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -24,12 +25,15 @@ from neso.backends.vllm.tensor_response import ResponseTensors, embedding_tensor
 from neso.backends.vllm.text import text_tools
 from neso.generation import InvalidParameter, LanguageModel, PoolingModel
 from neso.server.backend import Backend, ModelContext
-from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError
+from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
+from neso.server.memory import release_memory
 from neso.server.tensor import Tensor
 
 logger = logging.getLogger(__name__)
+
+UNHEALTHY = "vLLM engine is not healthy and model will be unloaded"
 
 
 class VllmBackend(Backend):
@@ -43,7 +47,9 @@ class VllmBackend(Backend):
         self._language_model: VllmLanguageModel | None = None
         self._pooling_model: VllmPoolingModel | None = None
         self._checks_health = _switched_on(context.config, "ENABLE_VLLM_HEALTH_CHECK")
+        self._unhealthy = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unloading: asyncio.Task[None] | None = None
         self._types = library.sampling_fields()
         self._form = library.structured_outputs_fields()
 
@@ -61,6 +67,7 @@ class VllmBackend(Backend):
         if ignored:
             logger.warning("model '%s': arguments without effect: %s", context.name, ", ".join(ignored))
         self._metrics = self._make_metrics(arguments)
+        arguments.disable_log_stats = self._metrics is None  # else they are kept for nobody
         try:
             engine = await VllmEngine.start(arguments, self._metrics.record if self._metrics else None)
         except BaseException:
@@ -69,16 +76,29 @@ class VllmBackend(Backend):
             raise
         self._engine = engine
         self._adapters = Adapters(library.lora_request, files.adapters, enabled=bool(arguments.enable_lora))
-        tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
-        text = await asyncio.to_thread(text_tools, str(arguments.tokenizer or arguments.model), tokenizer)
-        if "generate" in engine.tasks:
-            self._language_model = VllmLanguageModel(engine, text, self._adapters)
-        if engine.tasks & {"embed", "classify"}:
-            self._pooling_model = VllmPoolingModel(engine, text)
+        try:
+            await self._open_faces(engine, arguments)
+        except BaseException:
+            await self.unload()
+            raise
+        if gc.get_freeze_count():  # the server has settled: it leaves alone what came with vLLM, too
+            await asyncio.to_thread(release_memory)
         logger.info(
             "model '%s' on vLLM %s in %.1f s, context %d tokens",
             *(context.name, library.VERSION, time.perf_counter() - started, engine.max_model_len),
         )
+
+    async def _open_faces(self, engine: VllmEngine, arguments: Any) -> None:
+        """What front ends for text see of the model."""
+        tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
+        source, revision = arguments.tokenizer, arguments.tokenizer_revision
+        if not source:
+            source, revision = arguments.model, arguments.revision
+        text = await asyncio.to_thread(text_tools, str(source), revision, tokenizer)
+        if "generate" in engine.tasks:
+            self._language_model = VllmLanguageModel(engine, text, self._adapters)
+        if engine.tasks & {"embed", "classify"}:
+            self._pooling_model = VllmPoolingModel(engine, text)
 
     def _make_metrics(self, arguments: Any) -> VllmMetrics | None:
         """None unless the configuration asks for them, as in Triton, and the engine keeps statistics."""
@@ -102,17 +122,10 @@ class VllmBackend(Backend):
             self._metrics.close()
 
     def ready(self) -> bool:
-        return self._engine is not None and self._engine.alive
+        return self._engine is not None and self._engine.alive and not self._unhealthy
 
     async def check_ready(self) -> bool:
-        if not self.ready():
-            return False
-        if self._checks_health:
-            try:
-                await self.engine.check_health()
-            except ServerError:
-                return False
-        return True
+        return self.ready() and (not self._checks_health or await self.engine.healthy())
 
     @property
     def engine(self) -> VllmEngine:
@@ -140,8 +153,9 @@ class VllmBackend(Backend):
         """Answer one request; what goes wrong becomes the response."""
         stream.timeline.response_start = stream.timeline.queue_start
         try:
-            if self._checks_health:
-                await self.engine.check_health()
+            if self._checks_health and not await self.engine.healthy():
+                self._give_up(stream)
+                return
             request = read_request(stream.request)
             if isinstance(request, EmbeddingRequest):
                 await self._embed(stream, request)
@@ -158,6 +172,20 @@ class VllmBackend(Backend):
         except Exception as error:
             logger.exception("model '%s' failed", self.context.name, extra=request_fields(stream))
             self._fail(stream, InternalError(f"Error generating stream: {error}"))
+
+    def _give_up(self, stream: ResponseStream) -> None:
+        """End a request whose engine is not well, and unload the model where models may be unloaded, as Triton does."""
+        stream.fail(Unavailable(UNHEALTHY))
+        self._unhealthy = True
+        if self._unloading is None:
+            logger.error("model '%s': %s", self.context.name, UNHEALTHY)
+            self._unloading = asyncio.get_running_loop().create_task(self._unload_model())
+
+    async def _unload_model(self) -> None:
+        try:
+            await self.context.core.unload_model(self.context.name)
+        except ServerError as error:  # not in this control mode: the model stays, and is not ready
+            logger.error("model '%s' stays loaded: %s", self.context.name, error)
 
     async def _generate(self, stream: ResponseStream, request: TextRequest) -> None:
         lora = None if request.lora is None else self._adapters.find(request.lora)

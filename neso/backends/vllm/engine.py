@@ -62,12 +62,13 @@ class VllmEngine:
         """Requests in flight."""
         return self._num_requests
 
-    async def check_health(self) -> None:
-        """Raises `Unavailable` if vLLM says that its engine is not well."""
+    async def healthy(self) -> bool:
+        """What vLLM's own check says."""
         try:
             await self._engine.check_health()
-        except Exception as error:
-            raise Unavailable(f"vLLM's engine is not healthy: {error}") from None
+        except Exception:  # of vLLM's, whatever it is
+            return False
+        return True
 
     async def tokenizer(self) -> Any:
         """vLLM's tokenizer of the model, in transformers' interface."""
@@ -168,6 +169,9 @@ class _Ended:
 
     def __init__(self, engine: Any) -> None:
         self.model_config = engine.model_config
+
+    async def check_health(self) -> None:
+        raise RuntimeError("was shut down")
 
 
 def _shut_down(starting: asyncio.Future[Any]) -> None:

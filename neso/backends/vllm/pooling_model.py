@@ -9,7 +9,7 @@ import numpy as np
 from neso.backends.vllm import library
 from neso.backends.vllm.engine import VllmEngine
 from neso.generation import InvalidParameter, PooledOutput, PoolingInfo, PoolingRequest, TextTools
-from neso.generation.pooling import PoolingTask
+from neso.generation.pooling import PoolingKind, PoolingTask
 
 
 class VllmPoolingModel:
@@ -24,7 +24,7 @@ class VllmPoolingModel:
         self.pooling: PoolingInfo | None = PoolingInfo(
             tasks=frozenset(name for name in names if name in engine.tasks),
             dimensions=int(getattr(config, "embedding_size", None) or config.get_hidden_size()),
-            kind="last",
+            kind=_kind(config.pooler_config),
             labels=[str(label) for label in labels.values()] if "classify" in engine.tasks else [],
         )
 
@@ -66,6 +66,13 @@ class VllmPoolingModel:
                 "prompt", f"is {len(prompt)} tokens long; this model's context is {most} tokens"
             )
         return prompt
+
+
+def _kind(pooler: Any) -> PoolingKind:
+    """How vectors of tokens become one, as far as vLLM says; its field had another name in earlier versions."""
+    named = getattr(pooler, "seq_pooling_type", None) or getattr(pooler, "pooling_type", None)
+    kinds: dict[str, PoolingKind] = {"MEAN": "mean", "CLS": "cls"}
+    return kinds.get(str(named).upper(), "last")
 
 
 def vector_of(output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -85,6 +85,12 @@ _SAME = (
 )
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 _ELSEWHERE = ("logit_bias", "guided_decoding", "best_of", "shown_special_tokens")
+_UNKNOWN = tuple(
+    (field.name, field.default)
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in (*_SAME, *_LISTS, *_ELSEWHERE)
+)
+"""Names and defaults of what vLLM has no counterpart of."""
 
 
 def from_params(params: SamplingParams) -> dict[str, Any]:
@@ -95,21 +101,20 @@ def from_params(params: SamplingParams) -> dict[str, Any]:
         given = getattr(params, name)
         if given:
             values[name] = list(given)
-    if params.shown_special_tokens:
-        values["skip_special_tokens"] = False  # there it is all or none
     if params.logit_bias:
         values["logit_bias"] = dict(params.logit_bias)
+    if params.shown_special_tokens:
+        values["skip_special_tokens"] = (
+            False  # vLLM shows all of them or none; never the one that ends the text
+        )
     if params.guided_decoding is not None:
         values["structured_outputs"] = _form_of(params.guided_decoding)
     return values
 
 
 def _refuse_unknown(params: SamplingParams) -> None:
-    for field in msgspec.structs.fields(SamplingParams):
-        name = field.name
-        if name in _SAME or name in _LISTS or name in _ELSEWHERE:
-            continue
-        if getattr(params, name) != field.default:
+    for name, default in _UNKNOWN:
+        if getattr(params, name) != default:
             raise InvalidParameter(name, "models on vLLM do not have it")
     if params.best_of is not None and params.best_of != params.n:
         raise InvalidParameter("best_of", "models on vLLM do not have it, other than equal to n")

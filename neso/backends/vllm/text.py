@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from neso.engine.text.errors import TokenizerError
 from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.weights.errors import CheckpointError, ModelNotFound
+from neso.engine.weights.hub import resolve_model
 from neso.generation import InvalidParameter, TextTools
 
 
-def text_tools(directory: str, tokenizer: Any) -> TextTools:
-    """Neso's tokenizer, where the directory has files that it reads; else vLLM's `tokenizer`."""
+def text_tools(model: str, revision: str | None, tokenizer: Any) -> TextTools:
+    """Neso's tokenizer of a checkpoint, where it has files that that reads; else vLLM's `tokenizer`. Blocks."""
     try:
-        return Tokenizer.from_directory(Path(directory))
-    except TokenizerError:
+        return Tokenizer.from_model(resolve_model(model, revision))
+    except (TokenizerError, CheckpointError, ModelNotFound):
         return LibraryText(tokenizer)
 
 
@@ -28,7 +29,7 @@ class LibraryText:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(self.chat_template_source)
 
     @property
     def chat_template_source(self) -> str:

@@ -191,6 +191,11 @@ def test_what_vllm_does_not_have_is_refused(params, field):
     assert caught.value.field == field
 
 
+def test_special_tokens_are_shown_together():
+    assert from_params(SamplingParams())["skip_special_tokens"]
+    assert not from_params(SamplingParams(shown_special_tokens=("<tool_call>",)))["skip_special_tokens"]
+
+
 def test_best_of_as_many_as_are_returned_is_nothing_special():
     assert "best_of" not in from_params(SamplingParams(n=2, best_of=2))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from neso.frontends.openai.messages import chat_prompt
 from neso.frontends.openai.schemas import ChatCompletionRequest
+from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TextTools
 
 
@@ -18,7 +19,7 @@ def truncated_prompt(
     What the system says stays, and so does the last turn of the user. If that alone is too long, so is the prompt.
     """
     prompt, images = chat_prompt(chat, text)
-    if _length(prompt, text) < max_model_len:
+    if max_model_len >= NO_LIMIT or _length(prompt, text) < max_model_len:
         return prompt, images
     asked = chat.max_completion_tokens or max_model_len // 4
     room = max_model_len - min(asked, max_model_len // 2)

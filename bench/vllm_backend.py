@@ -1,0 +1,227 @@
+"""Neso's backend `vllm` against vLLM's own server: the same vLLM, checkpoint, engine arguments and load, in turn.
+
+Both are asked through OpenAI's streaming completions; Neso through generate_stream, too. The Python is that of
+.venv-vllm, which ./neso-test sets up. A server is started and measured --rounds times, in turn with the other, and of
+each case the medians count: the machine's other work is the same for both then. Least disturbed by that is what the
+front process itself (not the engine's) needs of the CPU for each token.
+
+usage: python bench/vllm_backend.py [CHECKPOINT] [--size s|m] [--rounds 2] [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from checkpoint import write_checkpoint
+from load import LoadResult, Piece, Timing, Workload, one_token_words, run_load
+from peer_server import RunningServer, machine, serve
+from vs_vllm import ROOT, VENV, install_vllm
+
+VLLM_PORT, NESO_OPENAI_PORT, NESO_HTTP_PORT = 19200, 19201, 19202
+ENGINE = {"max_model_len": 2048, "enforce_eager": True}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "PYTHONPATH": str(ROOT),
+    # A thread on every core, as without a front end; by default vLLM keeps one core of two for that.
+    "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+}
+CASES = {
+    "c=1": Workload(128, 64, 1, 4),
+    "c=4": Workload(128, 64, 4, 16),
+    "c=16": Workload(128, 64, 16, 48),
+}
+CONFIG = 'backend: "vllm"\ninstance_group [ { count: 1, kind: KIND_MODEL } ]\n'
+
+
+@contextmanager
+def vllm_server(venv: Path, model: Path) -> Iterator[RunningServer]:
+    """`vllm serve`, which logs requests no more than Neso does."""
+    command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--served-model-name", "model", "--port", str(VLLM_PORT), "--disable-uvicorn-access-log"]
+    command += ["--max-model-len", str(ENGINE["max_model_len"]), "--enforce-eager"]
+    url = f"http://127.0.0.1:{VLLM_PORT}"
+    with serve("vllm", command, url, "model", environment=ENVIRONMENT) as server:
+        yield server
+
+
+@contextmanager
+def neso_server(venv: Path, model: Path) -> Iterator[RunningServer]:
+    """`neso serve` of a repository with one model of the backend `vllm`."""
+    with tempfile.TemporaryDirectory() as repository:
+        version = Path(repository) / "model" / "1"
+        version.mkdir(parents=True)
+        (version.parent / "config.pbtxt").write_text(CONFIG)
+        (version / "model.json").write_text(json.dumps({"model": str(model.resolve()), **ENGINE}))
+        command = [
+            str(venv / "bin" / "python"),
+            "-m",
+            "neso.cli",
+            "serve",
+            f"--model-repository={repository}",
+        ]
+        command += [f"--openai-port={NESO_OPENAI_PORT}", f"--http-port={NESO_HTTP_PORT}"]
+        command += ["--allow-grpc=false", "--allow-metrics=false"]
+        url = f"http://127.0.0.1:{NESO_OPENAI_PORT}"
+        with serve("neso", command, url, "model", environment=ENVIRONMENT) as server:
+            yield server
+
+
+async def run_generate_stream(workload: Workload, words: list[str]) -> LoadResult:
+    """The same load through Triton's generate_stream; a token a response, or as many as it says."""
+    timings: list[Timing] = []
+    prompts = iter(workload.prompts())
+    url = f"http://127.0.0.1:{NESO_HTTP_PORT}/v2/models/model/generate_stream"
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def worker() -> None:
+            for ids in prompts:
+                prompt = "".join(words[i % len(words)] for i in ids)
+                timings.append(await _generate_stream(session, url, prompt, workload.osl))
+
+        started = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(workload.concurrency)))
+        return LoadResult.of(timings, time.perf_counter() - started)
+
+
+async def _generate_stream(session: aiohttp.ClientSession, url: str, prompt: str, osl: int) -> Timing:
+    body = {
+        "text_input": prompt,
+        "stream": True,
+        "return_num_output_tokens": True,
+        "temperature": 0,
+        "max_tokens": osl,
+        "ignore_eos": True,
+    }
+    started, tokens = time.perf_counter(), 0
+    pieces: list[Piece] = []
+    async with session.post(url, json=body) as response:
+        async for line in response.content:
+            if line.startswith(b"data:"):
+                message = json.loads(line[5:])
+                if "error" in message:
+                    raise RuntimeError(message["error"])
+                tokens += message["num_output_tokens"]
+                pieces.append(Piece(time.perf_counter() - started, tokens))
+    return Timing(pieces)
+
+
+@dataclass(frozen=True)
+class Measured(LoadResult):
+    """And the CPU time of the front process, in milliseconds a token."""
+
+    cpu: float
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}  front CPU {self.cpu:.3f} ms/token"
+
+
+def measured(server: RunningServer, workload: Workload, load: Coroutine[Any, Any, LoadResult]) -> Measured:
+    before = _cpu_seconds(server)
+    result = asyncio.run(load)
+    cpu = 1e3 * (_cpu_seconds(server) - before) / (workload.requests * workload.osl)
+    return Measured(**dataclasses.asdict(result), cpu=cpu)
+
+
+def _cpu_seconds(server: RunningServer) -> float:
+    times = psutil.Process(server.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def measure(server: RunningServer, words: list[str], quick: bool) -> dict[str, Measured]:
+    """All cases, after a warm-up."""
+    asyncio.run(run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99), words=words))
+    results = {}
+    for name, workload in CASES.items():
+        if quick:
+            workload = dataclasses.replace(workload, requests=workload.concurrency * 2)
+        load = run_load(server.url, server.model, workload, words=words)
+        results[name] = measured(server, workload, load)
+        print(f"{server.name:4} {name:5} {'/v1/completions':16} {results[name]}", flush=True)
+        if server.name == "neso":
+            # Other prompts: those are in the cache.
+            again = dataclasses.replace(workload, seed=workload.seed + 1)
+            result = measured(server, again, run_generate_stream(again, words))
+            print(f"{server.name:4} {name:5} {'generate_stream':16} {result}", flush=True)
+            results[f"{name} generate"] = result
+    return results
+
+
+def median(results: list[Measured]) -> Measured:
+    fields = [field.name for field in dataclasses.fields(Measured)]
+    return Measured(**{name: statistics.median(getattr(r, name) for r in results) for name in fields})
+
+
+def report(ours: dict[str, Measured], theirs: dict[str, Measured]) -> None:
+    print("Neso / vLLM (tok/s: more is better; times as vLLM / Neso: more is better)")
+    for name in CASES:
+        their = theirs[name]
+        for face in (name, f"{name} generate"):
+            our = ours[face]
+            print(
+                f"{face:14} tok/s {our.output_tokens_per_second / their.output_tokens_per_second:5.2f}  "
+                f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL p50 {their.itl_p50 / our.itl_p50:5.2f}  "
+                f"p99 {their.itl_p99 / our.itl_p99:5.2f}  jitter (ITL p99 / p50) {our.itl_p99 / our.itl_p50:.2f}, "
+                f"vLLM's {their.itl_p99 / their.itl_p50:.2f}  front CPU {their.cpu / our.cpu:.2f}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("checkpoint", nargs="?", type=Path)
+    parser.add_argument("--size", choices=["s", "m"], default="m")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--venv", type=Path, default=VENV)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.checkpoint or Path(folder) / arguments.size
+        if not model.exists():
+            write_checkpoint(model, arguments.size)
+        version = install_vllm(arguments.venv)
+        words = one_token_words(model)
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        print(f"{machine()}, load {os.getloadavg()[0]:.1f}; vLLM {version}, Neso {commit.stdout.strip()}")
+        rounds: dict[str, list[dict[str, Measured]]] = {"neso": [], "vllm": []}
+        for _ in range(arguments.rounds):
+            for name, start in (("vllm", vllm_server), ("neso", neso_server)):
+                with start(arguments.venv, model) as server:
+                    print(f"{name}: {server.start_seconds:.1f} s from the start to ready", flush=True)
+                    rounds[name].append(measure(server, words, arguments.quick))
+    results = {
+        name: {case: median([r[case] for r in repeated]) for case in repeated[0]}
+        for name, repeated in rounds.items()
+    }
+    report(results["neso"], results["vllm"])
+    if arguments.json:
+        plain = {
+            name: {case: dataclasses.asdict(result) for case, result in cases.items()}
+            for name, cases in results.items()
+        }
+        arguments.json.write_text(
+            json.dumps({"machine": machine(), "vllm": version, "servers": plain}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
