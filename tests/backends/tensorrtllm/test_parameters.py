@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checkpoints import make_encoder
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 from trtllm_repository import write_model
@@ -181,6 +182,21 @@ def test_encoders_and_nodes(read):
         read(num_nodes=2)
 
 
+def test_options_of_the_engine_alone(read, checkpoint, tmp_path):
+    assert read(
+        files={"draft": checkpoint}, speculative_model="draft"
+    ).engine.speculation.speculative_model == str(tmp_path / "tensorrt_llm" / "draft")
+    with pytest.raises(InvalidArgument, match=r"'max_num_seqs' .* is 'x', expected an integer"):
+        read(max_num_seqs="x")
+    with pytest.raises(InvalidArgument, match="engine option 'kv_cache_memory'"):
+        read(kv_cache_memory="x")
+
+
+async def test_a_model_of_vectors(serve_model, tmp_path):
+    served = await serve_model(make_encoder(tmp_path / "encoder", "bert"))
+    assert served.reason == "gpt_model_path: the model gives vectors: serve it by the backend 'embedding'"
+
+
 def test_a_name_that_nobody_knows(read):
     assert read(max_beam_wdith=3).warnings == ["parameter 'max_beam_wdith' is not known, it is ignored"]
 
@@ -209,6 +225,14 @@ async def test_a_bad_value_makes_the_model_unavailable(serve_model):
 async def test_an_engine_directory(serve_model, checkpoint, tmp_path, greedy):
     build_engine(checkpoint, tmp_path / "built", RunnerOptions())
     served = await serve_model(tmp_path / "built")
+    assert await served.tokens() == greedy()
+
+
+async def test_a_gguf_file(serve_model, checkpoint, tmp_path, greedy):
+    pytest.importorskip("gguf")
+    from gguf_files import convert
+
+    served = await serve_model(convert(checkpoint, tmp_path / "model.gguf"))
     assert await served.tokens() == greedy()
 
 
