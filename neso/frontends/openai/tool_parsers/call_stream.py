@@ -35,7 +35,7 @@ class CallStream(ToolStream):
     reading takes a time that is linear in the text.
     """
 
-    markers: ClassVar[tuple[str, ...]] = ()
+    markers: tuple[str, ...] = ()
     """What begins calls; none is the beginning of another."""
     opening: ClassVar[str] = ""
     """With this character a message begins that is calls without a marker."""
