@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -277,3 +278,71 @@ def test_a_repository_of_an_older_version(tmp_path):
         given |= {"stop_words": ["irst to"]}
         answer = text(ask(server.address("grpc"), "tensorrt_llm_bls", 1, **given))
         assert answer == " TTFT is the time to first to"
+
+
+PICKY = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            tokens = pb_utils.get_input_tensor_by_name(request, "TOKENS_BATCH").as_numpy()
+            lengths = pb_utils.get_input_tensor_by_name(request, "SEQUENCE_LENGTH").as_numpy()[0]
+            if (tokens[0] == 1451).any():
+                raise pb_utils.TritonModelException("not this token")
+            texts = np.array([b"x" * length for length in lengths], np.object_)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", texts)]))
+        return responses
+"""
+
+
+def test_what_cannot_be_decoded_fails_its_own_request_only(tmp_path):
+    """Though what several requests have to decode goes to postprocessing together."""
+    init(tmp_path)
+    (tmp_path / "postprocessing" / "1" / "model.py").write_text(PICKY)
+    with ServerProcess(f"--model-repository={tmp_path}") as server:
+
+        def one(prompt: str) -> str:
+            return text(
+                ask(server.address("grpc"), "tensorrt_llm_bls", text_input=prompt, max_tokens=8, stream=True)
+            )
+
+        with ThreadPoolExecutor(8) as pool:
+            good = [pool.submit(one, "Hello.") for _ in range(6)]
+            bad = [pool.submit(one, PROMPT) for _ in range(2)]
+            assert {future.result() for future in good} == {"x" * 8}
+            for future in bad:
+                with pytest.raises(InferenceServerException, match="not this token"):
+                    future.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_many_streams_of_which_half_vanish(tmp_path, mode):
+    init(tmp_path, "--parameter=max_num_seqs=8")
+    setting = f"--backend-config=python,execution-mode={mode}"
+    with ServerProcess(f"--model-repository={tmp_path}", setting, timeout=90) as server:
+        address = server.address("grpc")
+
+        def stays(model: str) -> str:
+            return text(ask(address, model, text_input=PROMPT, max_tokens=12, stream=True))
+
+        def vanishes(model: str) -> None:
+            given = tensors(1, text_input="Tell me", max_tokens=1900, end_id=-1, stream=True)
+            request = Stream(address, model, given)
+            request.next()
+            request.client.stop_stream(cancel_requests=True)
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = [pool.submit(stays, CHAINS[i % 2]) for i in range(24)]
+            gone = [pool.submit(vanishes, CHAINS[i % 2]) for i in range(24)]
+            assert {future.result() for future in answers} == {ANSWER}
+            for future in gone:
+                future.result()
+        wait_until(lambda: running(server) == 0)
+        used = (
+            'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"}'
+        )
+        wait_until(lambda: server.metrics()[used] == 0)
