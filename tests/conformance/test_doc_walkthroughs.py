@@ -22,6 +22,7 @@ PAGES = (
     "metrics.md",
     "from-tritonserver.md",
     "from-vllm-serve.md",
+    "tensorrtllm-layout.md",
     "openai-access.md",
 )
 OPTIONAL = {"torch", "transformers", "peft", "onnx", "onnxruntime", "PIL", "vllm"}

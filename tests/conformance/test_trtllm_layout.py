@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,9 @@ from layout_repository import ANSWER, PROMPT, Stream, ask, init, tensors, text
 from server_process import ServerProcess, wait_until
 from tritonclient.utils import InferenceServerException
 
+from neso.models import SHIPPED_MODELS
+
+PILOT = SHIPPED_MODELS["neso-pilot"]
 CHAINS = ("ensemble", "tensorrt_llm_bls")
 
 
@@ -241,3 +246,34 @@ def test_accumulated_tokens(tmp_path):
     assert texts[0] == " TTFT" and texts[-1] == ANSWER
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
     assert np.all(np.diff([len(part) for part in texts]) > 0)
+
+
+def test_a_repository_of_an_older_version(tmp_path):
+    """Filled in as its guide says, with tokenizers of transformers: an output of preprocessing that never comes, log
+    probabilities that go through postprocessing."""
+    pytest.importorskip("transformers")
+    shutil.copytree(Path(__file__).parent / "repositories" / "older_trtllm", tmp_path / "models")
+    for path in (tmp_path / "models").glob("*/config.pbtxt"):
+        filled = path.read_text().replace("${tokenizer_dir}", str(PILOT)).replace("${engine_dir}", str(PILOT))
+        path.write_text(filled)
+    with ServerProcess(f"--model-repository={tmp_path}/models") as server:
+        body = {"text_input": PROMPT, "max_tokens": 12, "bad_words": "", "stop_words": ""}
+        _, answer = server.post("/v2/models/ensemble/generate", body)
+        assert answer["text_output"] == PROMPT + ANSWER and answer["cum_log_probs"] == 0.0
+        _, answer = server.post("/v2/models/ensemble/generate", {**body, "return_log_probs": True})
+        assert answer["cum_log_probs"] < 0
+        given = {
+            "text_input": PROMPT,
+            "max_tokens": 12,
+            "bad_words": [""],
+            "stop_words": [" time"],
+            "stream": True,
+        }
+        assert text(ask(server.address("grpc"), "ensemble", **given)) == " TTFT is the time"
+        # A chain of ours around postprocessing of others.
+        init(tmp_path / "ours")
+        shutil.copytree(tmp_path / "ours" / "tensorrt_llm_bls", tmp_path / "models" / "tensorrt_llm_bls")
+    with ServerProcess(f"--model-repository={tmp_path}/models") as server:
+        given |= {"stop_words": ["irst to"]}
+        answer = text(ask(server.address("grpc"), "tensorrt_llm_bls", 1, **given))
+        assert answer == " TTFT is the time to first to"

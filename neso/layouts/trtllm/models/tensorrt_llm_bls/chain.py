@@ -1,5 +1,6 @@
 """The three models that a request goes through, and what becomes of its tensors on the way."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -52,6 +53,8 @@ class Chain:
         self.draft = parameters.get("tensorrt_llm_draft_model_name") or ""
         self.postprocessing = parameters.get("postprocessing_model_name") or "postprocessing"
         self.batches = batches
+        self.to_decode = []  # lists of token ids, and the futures of their texts
+        self.decoding = None
 
     async def preprocess(self, inputs):
         """What tensorrt_llm is to be given for the inputs of a request."""
@@ -80,7 +83,29 @@ class Chain:
                 yield outputs
 
     async def decode(self, sequences):
-        """The text of each list of token ids."""
+        """The text of each list of token ids. What several requests ask at the same time is one call."""
+        answer = asyncio.get_running_loop().create_future()
+        self.to_decode.append((sequences, answer))
+        if len(self.to_decode) == 1:
+            self.decoding = asyncio.create_task(self.decode_waiting())
+        return await answer
+
+    async def decode_waiting(self):
+        waiting, self.to_decode = self.to_decode, []
+        try:
+            texts = await self.texts_of([ids for sequences, _ in waiting for ids in sequences])
+        except Exception as error:
+            texts = error
+        for sequences, answer in waiting:
+            if answer.done():
+                pass  # the request was cancelled
+            elif isinstance(texts, Exception):
+                answer.set_exception(texts)
+            else:
+                answer.set_result(texts[: len(sequences)])
+            texts = texts if isinstance(texts, Exception) else texts[len(sequences) :]
+
+    async def texts_of(self, sequences):
         tokens = np.zeros((1, len(sequences), max(map(len, sequences))), np.int32)
         for row, ids in zip(tokens[0], sequences, strict=True):
             row[: len(ids)] = ids
