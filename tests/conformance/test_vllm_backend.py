@@ -31,7 +31,7 @@ from neso.models import SHIPPED_MODELS
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from peft_adapters import greedy_with, write_adapter
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PILOT = SHIPPED_MODELS["neso-pilot"]
 MODEL, EMBEDDER = "vllm_model", "vllm_embed"
@@ -87,7 +87,7 @@ def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
         "--model-control-mode=explicit",
         "--load-model=*",
         python=PYTHON,
-        environment=ENVIRONMENT,
+        environment={**ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
         timeout=480,
     ) as process:
         assert process.ports, process.output
@@ -445,6 +445,26 @@ def test_adapters(server, llm, adapter):
     assert adapted["text_output"] == llm.tokenizer.decode(ids)
     plain = generate(server, {**body, "sampling_parameters": json.dumps(params)})
     assert plain["text_output"] == expected(llm, max_tokens=8, ignore_eos=True) != adapted["text_output"]
+
+
+def test_adapters_that_come_and_go(server, adapter):
+    def answer() -> Any:
+        return generate(
+            server, {"text_input": QUESTION, "temperature": 0, "max_tokens": 6, "lora_name": "sheep"}
+        )
+
+    _, said = server.post(
+        "/v1/load_lora_adapter", {"lora_name": "sheep", "lora_path": str(adapter), "model": MODEL}, "openai"
+    )
+    assert "added successfully" in said
+    doll = {"text_input": QUESTION, "temperature": 0, "max_tokens": 6, "lora_name": "doll"}
+    assert answer() == generate(server, doll)
+    wrong = {"lora_name": "ghost", "lora_path": str(adapter / "nowhere"), "model": MODEL}
+    status, refused = server.post("/v1/load_lora_adapter", wrong, "openai")
+    assert status == 400
+    assert "ghost" in refused["error"]["message"]
+    server.post("/v1/unload_lora_adapter", {"lora_name": "sheep", "model": MODEL}, "openai")
+    assert answer() == {"error": "LoRA sheep is not supported, we currently support ['doll']"}
 
 
 def test_adapters_that_are_switched_off(server):
