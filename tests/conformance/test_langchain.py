@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI against a real server."""
+"""LangChain's ChatOpenAI against a real server, by chats and by the Responses API."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ messages = pytest.importorskip("langchain_core.messages")
 tools = pytest.importorskip("langchain_core.tools")
 
 
-@pytest.fixture(scope="module")
-def chat(server):
+@pytest.fixture(scope="module", params=["chats", "responses"])
+def chat(server, request):
     return langchain_openai.ChatOpenAI(
         model="neso-pilot",
         base_url=server.url("/v1", "openai"),
@@ -21,6 +21,7 @@ def chat(server):
         temperature=0,
         max_completion_tokens=80,
         max_retries=0,
+        use_responses_api=request.param == "responses",
     )
 
 
@@ -39,10 +40,10 @@ class Trip(BaseModel):
 
 def test_invoke_and_stream(chat):
     reply = chat.invoke("What is Neso?")
-    assert isinstance(reply.content, str) and reply.content
+    assert reply.text
     assert reply.usage_metadata["output_tokens"] > 0
     chunks = list(chat.stream("What is Neso?"))
-    assert "".join(chunk.content for chunk in chunks) == reply.content and len(chunks) > 3
+    assert "".join(chunk.text for chunk in chunks) == reply.text and len(chunks) > 3
 
 
 def test_tools_to_the_end(chat):
@@ -51,7 +52,7 @@ def test_tools_to_the_end(chat):
     call = bound.invoke(history)
     assert [(c["name"], c["args"]) for c in call.tool_calls] == [("get_weather", {"city": "Paris"})]
     history += [call, *(get_weather.invoke(c) for c in call.tool_calls)]
-    assert bound.invoke(history).content == "It is 21 degrees and sunny in Paris."
+    assert bound.invoke(history).text == "It is 21 degrees and sunny in Paris."
 
 
 def test_tools_in_a_stream(chat):

@@ -213,6 +213,26 @@ async def test_what_is_being_made_cannot_be_continued(client: AsgiClient, script
     await client.post(f"{PATH}/{made}/cancel", {})
 
 
+async def test_what_is_cancelled_at_once_ends(
+    client: AsgiClient, app: FastAPI, script: ScriptedModel
+) -> None:
+    """Also its stream, though its task never began."""
+    asked = asyncio.ensure_future(client.post(PATH, body(background=True, stream=True)))
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0)
+    answer = await asyncio.wait_for(asked, 5)
+    assert answer.status == 200
+    assert answer.complete
+
+
+async def test_nothing_is_made_in_the_background_where_nothing_is_kept(core: Core) -> None:
+    client = AsgiClient(create_app(core, OpenAIOptions(max_stored_responses=0)))
+    answer = await client.post(PATH, body(background=True))
+    assert (answer.status, answer.json()["error"]["param"]) == (400, "background")
+    made = (await client.post(PATH, body())).json()["id"]
+    assert (await client.get(f"{PATH}/{made}")).status == 404
+
+
 async def test_the_oldest_are_forgotten(core: Core) -> None:
     app: FastAPI = create_app(core, OpenAIOptions(max_stored_responses=2))
     client = AsgiClient(app)

@@ -60,7 +60,7 @@ class ResponsesApi:
             run = await self._prepare(request, chat, trace)
             stored = StoredResponse(run.response, context, OWNER.get())
             if request.background:
-                return await self._in_background(request, run, stored)
+                return self._in_background(request, run, stored)
             if request.stream:
                 return await EventStream.open(self._streamed(request, run, stored))
             return await self._whole(request, run, stored)
@@ -143,8 +143,8 @@ class ResponsesApi:
         self, request: ResponseRequest, chat: ChatCompletionRequest, trace: Trace | None
     ) -> ResponseRun:
         refuse_what_cannot_be_honoured(chat)
-        if request.background and not request.is_stored:
-            raise invalid("background", "'background' needs 'store': nobody could fetch the response.")
+        if request.background and not (request.is_stored and self._store.keeps_any):
+            raise invalid("background", "'background' needs a store: nobody could fetch the response.")
         target = await self._targets.find(request.model)
         try:
             prompt, images = self._prompt(request, chat, target)
@@ -200,7 +200,7 @@ class ResponsesApi:
         if request.is_stored:
             self._store.put(stored)
 
-    async def _in_background(self, request: ResponseRequest, run: ResponseRun, stored: StoredResponse) -> Any:
+    def _in_background(self, request: ResponseRequest, run: ResponseRun, stored: StoredResponse) -> Any:
         if len(self._store.unfinished()) >= MAX_BACKGROUND:
             raise ApiError(429, f"{MAX_BACKGROUND} responses are being made in the background already.")
         if request.stream:
@@ -208,7 +208,7 @@ class ResponsesApi:
         stored.task = asyncio.create_task(self._make(run, stored))
         self._store.put(stored)
         if stored.log is not None:
-            return await EventStream.open(stored.log.follow(0))
+            return EventStream.of(stored.log.follow(0))
         return _json(run.response.as_dict())
 
     async def _make(self, run: ResponseRun, stored: StoredResponse) -> None:
@@ -234,6 +234,8 @@ class ResponsesApi:
             await asyncio.wait((task,))
         if not stored.response.has_ended:
             stored.response.cancel()  # before its task had begun
+        if stored.log is not None:
+            stored.log.end()
 
 
 def _json(body: dict[str, Any]) -> HttpResponse:

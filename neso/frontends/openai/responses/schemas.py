@@ -32,9 +32,7 @@ class FunctionTool(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(
-        None, description="Holds where a call is forced; otherwise accepted, not used."
-    )
+    strict: bool | None = Field(None, description="Calls fit the schema also with `tool_choice` auto.")
 
     @field_validator("type", mode="before")
     @classmethod

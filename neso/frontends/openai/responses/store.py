@@ -79,6 +79,11 @@ class ResponseStore:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._bytes = 0
 
+    @property
+    def keeps_any(self) -> bool:
+        """Whether a response can be kept at all."""
+        return self._max_responses > 0 and self._max_bytes > 0
+
     def put(self, stored: StoredResponse) -> None:
         """Keep it, or note that it has grown."""
         self._bytes += -stored.size + stored.measure()
