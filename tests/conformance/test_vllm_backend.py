@@ -447,24 +447,35 @@ def test_adapters(server, llm, adapter):
     assert plain["text_output"] == expected(llm, max_tokens=8, ignore_eos=True) != adapted["text_output"]
 
 
+def change_adapters(server: ServerProcess, what: str, **body: str) -> str:
+    """What vLLM's route says, as text."""
+    command = [
+        "curl",
+        "-s",
+        server.url(f"/v1/{what}_lora_adapter", "openai"),
+        "-H",
+        "Content-Type: application/json",
+    ]
+    body["model"] = MODEL
+    result = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, timeout=60)
+    return result.stdout
+
+
 def test_adapters_that_come_and_go(server, adapter):
-    def answer() -> Any:
+    def answer(name: str) -> Any:
         return generate(
-            server, {"text_input": QUESTION, "temperature": 0, "max_tokens": 6, "lora_name": "sheep"}
+            server, {"text_input": QUESTION, "temperature": 0, "max_tokens": 6, "lora_name": name}
         )
 
-    _, said = server.post(
-        "/v1/load_lora_adapter", {"lora_name": "sheep", "lora_path": str(adapter), "model": MODEL}, "openai"
-    )
+    said = change_adapters(server, "load", lora_name="sheep", lora_path=str(adapter))
     assert "added successfully" in said
-    doll = {"text_input": QUESTION, "temperature": 0, "max_tokens": 6, "lora_name": "doll"}
-    assert answer() == generate(server, doll)
-    wrong = {"lora_name": "ghost", "lora_path": str(adapter / "nowhere"), "model": MODEL}
-    status, refused = server.post("/v1/load_lora_adapter", wrong, "openai")
-    assert status == 400
-    assert "ghost" in refused["error"]["message"]
-    server.post("/v1/unload_lora_adapter", {"lora_name": "sheep", "model": MODEL}, "openai")
-    assert answer() == {"error": "LoRA sheep is not supported, we currently support ['doll']"}
+    assert answer("sheep") == answer("doll")
+    refused = change_adapters(server, "load", lora_name="ghost", lora_path=str(adapter / "nowhere"))
+    assert "vLLM cannot load adapter 'ghost'" in refused
+    change_adapters(server, "unload", lora_name="sheep")
+    for name in ("sheep", "ghost"):
+        wanted = f"LoRA {name} is not supported, we currently support ['doll']"
+        assert answer(name) == {"error": wanted}
 
 
 def test_adapters_that_are_switched_off(server):
