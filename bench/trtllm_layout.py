@@ -3,7 +3,8 @@
 The engine runs alone in its process (`AsyncEngine`, no front end), then as `tensorrt_llm` (tokens), `ensemble` and
 `tensorrt_llm_bls` (text) behind `neso serve`, streaming and not, with a client for each request over HTTP's generate
 extension: same checkpoint, same prompts, same settings. Rounds take turns; what is printed are medians, of the ratios
-too, and the CPU time of the server's own process (without the engine's) for each token.
+too. `share` is the CPU time of the server's own process as a share of that of the engine's process: what the layout
+takes away from the engine where both have the same cores, also on a machine that does other things meanwhile.
 
 usage: python bench/trtllm_layout.py [CHECKPOINT] [--concurrency 16] [--rounds 3] [--models NAME ...]
 """
@@ -46,6 +47,7 @@ class Case:
     rates: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
 
     def body(self, prompt: str, ids: list[int]) -> bytes:
         """What the client asks for; nothing but the length ends it."""
@@ -63,7 +65,8 @@ class Case:
     def __str__(self) -> str:
         rate, ratio = statistics.median(self.rates), statistics.median(self.ratios)
         how = "stream" if self.streams else "whole"
-        return f"{self.model:>17} {how:>7} {rate:>9.1f} {ratio:>7.3f} {statistics.median(self.cpu_us):>8.0f}"
+        cpu, share = statistics.median(self.cpu_us), statistics.median(self.shares)
+        return f"{self.model:>17} {how:>7} {rate:>9.1f} {ratio:>7.3f} {cpu:>12.0f} {share:>7.3f}"
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,11 @@ class Server:
     port: int
     process: psutil.Process
 
-    def cpu_seconds(self) -> float:
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+    def cpu_seconds(self) -> tuple[float, float]:
+        """The CPU time that the server has used, and that its engine has."""
+        (engine,) = self.process.children()
+        own, others = self.process.cpu_times(), engine.cpu_times()
+        return float(own.user + own.system), float(others.user + others.system)
 
 
 @contextmanager
@@ -116,7 +121,9 @@ async def measure(
         await run(concurrency, texts[:concurrency], one)
         before = server.cpu_seconds()
         measured = await run(concurrency, texts, one)
-    case.cpu_us.append(1e6 * (server.cpu_seconds() - before) / (len(texts) * TOKENS))
+    own, engine = (now - then for now, then in zip(server.cpu_seconds(), before, strict=True))
+    case.cpu_us.append(1e6 * own / (len(texts) * TOKENS))
+    case.shares.append(own / engine)
     return measured.tokens_per_second
 
 
@@ -155,7 +162,7 @@ def main() -> None:
         write_files(repository, trtllm_files(options))
         cases = [Case(model, streams) for model in arguments.models for streams in (True, False)]
         rates = compare(checkpoint, repository, cases, arguments.concurrency, arguments.rounds)
-    print(f"{'':>17} {'':>7} {'tok/s':>9} {'ratio':>7} {'CPU us/token':>12}")
+    print(f"{'':>17} {'':>7} {'tok/s':>9} {'ratio':>7} {'CPU us/token':>12} {'share':>7}")
     print(f"{'bare engine':>17} {'':>7} {statistics.median(rates):>9.1f}")
     for case in cases:
         print(case)

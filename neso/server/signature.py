@@ -97,15 +97,15 @@ class Signature:
         return self._check_plain(request) or self._check_each(request)
 
     def _check_plain(self, request: InferenceRequest) -> int:
-        """The batch size of a request with all inputs and nothing special; 0 if it must be looked at more closely."""
+        """The batch size of a request with nothing special; 0 if it must be looked at more closely."""
         inputs, specs = request.inputs, self.inputs
-        if len(inputs) != len(specs) or request.classification:
+        if request.classification:
             return 0
         for name in request.requested_outputs:
             if name not in self.outputs:
                 return 0
         first = 1 if self.max_batch_size else 0
-        batch_size = 0
+        batch_size, required = 0, 0
         for name, tensor in inputs.items():
             spec, shape = specs.get(name), tensor.array.shape
             if spec is None or tensor.datatype is not spec.datatype or len(shape) != len(spec.dims) + first:
@@ -116,6 +116,9 @@ class Signature:
                 batch_size = shape[0]
             if shape[first:] != spec.dims and not fits(shape[first:], spec.dims):
                 return 0
+            required += not spec.optional
+        if required != self._required:
+            return 0
         if not first:
             return 1
         return batch_size if batch_size <= self.max_batch_size else 0

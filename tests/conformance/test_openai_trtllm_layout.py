@@ -93,6 +93,26 @@ def test_guided_answers(client: openai.OpenAI, model: str) -> None:
     assert answer.choices[0].text in ("yes", "no")
 
 
+@pytest.mark.parametrize("model", CHAINS)
+def test_log_probabilities(client: openai.OpenAI, model: str) -> None:
+    """They are those of the model itself; which tokens they belong to is found in the text."""
+    expected = complete(client, "tensorrt_llm", logprobs=0).choices[0].logprobs
+    for stream in (False, True):
+        answer = complete(client, model, logprobs=0, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        parts = [choice.logprobs for choice in choices if choice.logprobs and choice.logprobs.tokens]
+        assert [token for part in parts for token in part.tokens] == expected.tokens
+        assert [offset for part in parts for offset in part.text_offset] == expected.text_offset
+        numbers = [number for part in parts for number in part.token_logprobs]
+        assert numbers == pytest.approx(expected.token_logprobs, abs=1e-3)
+    chat = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, logprobs=True)
+    content = chat.choices[0].logprobs.content
+    assert "".join(token.token for token in content) == chat.choices[0].message.content
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(model=model, messages=QUESTION, logprobs=True, top_logprobs=2)
+    assert refusal.value.param == "top_logprobs"
+
+
 WEATHER = {
     "type": "function",
     "function": {

@@ -99,8 +99,8 @@ def meet(case: Any, served: ServerProcess) -> None:
             if isinstance(body.get(name), int) and body[name] > limit:
                 body[name] = limit
         limit = {"/v1/responses": "max_output_tokens", "/v1/chat/completions": "max_completion_tokens"}
-        if case.operation.path in limit:
-            body.setdefault(limit[case.operation.path], 4)
+        if case.operation.path in limit and body.get(limit[case.operation.path]) is None:
+            body[limit[case.operation.path]] = 4
     response = send(case, served)
     if response.status_code == 200 and case.operation.path in STREAMS and isinstance(body, dict):
         body["stream"] = True

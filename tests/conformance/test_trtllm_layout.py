@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,9 @@ from layout_repository import ANSWER, PROMPT, Stream, ask, init, tensors, text
 from server_process import ServerProcess, wait_until
 from tritonclient.utils import InferenceServerException
 
+from neso.models import SHIPPED_MODELS
+
+PILOT = SHIPPED_MODELS["neso-pilot"]
 CHAINS = ("ensemble", "tensorrt_llm_bls")
 
 
@@ -241,3 +247,102 @@ def test_accumulated_tokens(tmp_path):
     assert texts[0] == " TTFT" and texts[-1] == ANSWER
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
     assert np.all(np.diff([len(part) for part in texts]) > 0)
+
+
+def test_a_repository_of_an_older_version(tmp_path):
+    """Filled in as its guide says, with tokenizers of transformers: an output of preprocessing that never comes, log
+    probabilities that go through postprocessing."""
+    pytest.importorskip("transformers")
+    shutil.copytree(Path(__file__).parent / "repositories" / "older_trtllm", tmp_path / "models")
+    for path in (tmp_path / "models").glob("*/config.pbtxt"):
+        filled = path.read_text().replace("${tokenizer_dir}", str(PILOT)).replace("${engine_dir}", str(PILOT))
+        path.write_text(filled)
+    with ServerProcess(f"--model-repository={tmp_path}/models") as server:
+        body = {"text_input": PROMPT, "max_tokens": 12, "bad_words": "", "stop_words": ""}
+        _, answer = server.post("/v2/models/ensemble/generate", body)
+        assert answer["text_output"] == PROMPT + ANSWER and answer["cum_log_probs"] == 0.0
+        _, answer = server.post("/v2/models/ensemble/generate", {**body, "return_log_probs": True})
+        assert answer["cum_log_probs"] < 0
+        given = {
+            "text_input": PROMPT,
+            "max_tokens": 12,
+            "bad_words": [""],
+            "stop_words": [" time"],
+            "stream": True,
+        }
+        assert text(ask(server.address("grpc"), "ensemble", **given)) == " TTFT is the time"
+        # A chain of ours around postprocessing of others.
+        init(tmp_path / "ours")
+        shutil.copytree(tmp_path / "ours" / "tensorrt_llm_bls", tmp_path / "models" / "tensorrt_llm_bls")
+    with ServerProcess(f"--model-repository={tmp_path}/models") as server:
+        given |= {"stop_words": ["irst to"]}
+        answer = text(ask(server.address("grpc"), "tensorrt_llm_bls", 1, **given))
+        assert answer == " TTFT is the time to first to"
+
+
+PICKY = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            tokens = pb_utils.get_input_tensor_by_name(request, "TOKENS_BATCH").as_numpy()
+            lengths = pb_utils.get_input_tensor_by_name(request, "SEQUENCE_LENGTH").as_numpy()[0]
+            if (tokens[0] == 1451).any():
+                raise pb_utils.TritonModelException("not this token")
+            texts = np.array([b"x" * length for length in lengths], np.object_)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", texts)]))
+        return responses
+"""
+
+
+def test_what_cannot_be_decoded_fails_its_own_request_only(tmp_path):
+    """Though what several requests have to decode goes to postprocessing together."""
+    init(tmp_path)
+    (tmp_path / "postprocessing" / "1" / "model.py").write_text(PICKY)
+    with ServerProcess(f"--model-repository={tmp_path}") as server:
+
+        def one(prompt: str) -> str:
+            return text(
+                ask(server.address("grpc"), "tensorrt_llm_bls", text_input=prompt, max_tokens=8, stream=True)
+            )
+
+        with ThreadPoolExecutor(8) as pool:
+            good = [pool.submit(one, "Hello.") for _ in range(6)]
+            bad = [pool.submit(one, PROMPT) for _ in range(2)]
+            assert {future.result() for future in good} == {"x" * 8}
+            for future in bad:
+                with pytest.raises(InferenceServerException, match="not this token"):
+                    future.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_many_streams_of_which_half_vanish(tmp_path, mode):
+    init(tmp_path, "--parameter=max_num_seqs=8")
+    setting = f"--backend-config=python,execution-mode={mode}"
+    with ServerProcess(f"--model-repository={tmp_path}", setting, timeout=90) as server:
+        address = server.address("grpc")
+
+        def stays(model: str) -> str:
+            return text(ask(address, model, text_input=PROMPT, max_tokens=12, stream=True))
+
+        def vanishes(model: str) -> None:
+            given = tensors(1, text_input="Tell me", max_tokens=1900, end_id=-1, stream=True)
+            request = Stream(address, model, given)
+            request.next()
+            request.client.stop_stream(cancel_requests=True)
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = [pool.submit(stays, CHAINS[i % 2]) for i in range(24)]
+            gone = [pool.submit(vanishes, CHAINS[i % 2]) for i in range(24)]
+            assert {future.result() for future in answers} == {ANSWER}
+            for future in gone:
+                future.result()
+        wait_until(lambda: running(server) == 0)
+        used = (
+            'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm",version="1"}'
+        )
+        wait_until(lambda: server.metrics()[used] == 0)

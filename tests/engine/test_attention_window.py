@@ -15,6 +15,8 @@ from neso.engine.errors import EngineError
 from neso.engine.llm import LLM
 from neso.engine.runners.base import RunnerOptions
 from neso.engine.runners.open_model import open_model
+from neso.engine.specs.attention_limits import limit_attention
+from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.open_source import open_source
 from neso.generation import SamplingParams
 
@@ -137,3 +139,38 @@ def test_a_long_window_is_split_among_threads_as_the_reference_computes_it(check
 def test_bad_limits_are_refused(checkpoint_factory, options, message):
     with pytest.raises(EngineError, match=message):
         LLM(checkpoint_factory("llama"), **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "windows"),
+    [
+        ([16, 512, 32], (16, None, 32)),
+        ([16, 600], (16, None, 16)),
+        ([16, 32, 64, 8], (16, 32, 64)),
+        ([512], (None, None, None)),
+        (16, (16, 16, 16)),
+    ],
+)
+def test_a_list_is_for_the_layers_in_turn(checkpoint_factory, sizes, windows):
+    with open_source(str(checkpoint_factory("llama"))) as source:
+        spec = decoder_spec(source.config)
+    assert limit_attention(spec, sizes, 0).sliding_windows == windows
+    own = replace(spec, sliding_windows=(12, None, 40))
+    narrowed = limit_attention(own, sizes, 0).sliding_windows
+    assert narrowed == tuple(
+        min(filter(None, pair), default=None) for pair in zip(own.sliding_windows, windows, strict=True)
+    )
+
+
+@pytest.mark.parametrize("runner", ["reference", "native"])
+def test_layers_with_windows_of_their_own(checkpoint_factory, runner):
+    """One layer that sees all keeps what the others lose."""
+    directory = checkpoint_factory("llama")
+    sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+    def answers(sizes):
+        llm = LLM(directory, runner=runner, dtype="float32", max_attention_window_size=sizes)
+        return [r.outputs[0].token_ids for r in llm.generate(make_prompts(), sampling, progress=False)]
+
+    assert answers([16, 16]) == answers(16)
+    assert answers([16, 512, 16]) not in (answers(16), answers(None))

@@ -118,17 +118,12 @@ def _padded(sequences: list[FloatRows | None]) -> FloatRows:
 
 
 def _as_json(logprobs: list[TokenLogprobs]) -> str:
-    """One object a position: token id → log probability, rank and text, of the sampled token and the top ones."""
+    """One object a position: token id → log probability, rank and text, of the sampled token, then of the top ones."""
     positions = []
     for entry in logprobs:
-        position = {
-            str(token): {"logprob": logprob, "rank": rank, "decoded_token": text}
-            for rank, (token, logprob, text) in enumerate(entry.top, start=1)
-        }
-        position[str(entry.token_id)] = {
-            "logprob": entry.logprob,
-            "rank": entry.rank,
-            "decoded_token": entry.token,
-        }
+        sampled = {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.token}
+        position = {str(entry.token_id): sampled}  # first, as in vLLM: by that it is known
+        for rank, (token, logprob, text) in enumerate(entry.top, start=1):
+            position.setdefault(str(token), {"logprob": logprob, "rank": rank, "decoded_token": text})
         positions.append(position)
     return orjson.dumps(positions).decode()

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from neso.backends.python.errors import TritonModelException
+from neso.backends.python.loop_calls import LoopCalls
 from neso.backends.python.server_access import Deliver, ServerAccess
 from neso.server.custom_metrics import CustomFamily, MetricKind
 from neso.server.errors import ServerError
@@ -26,6 +27,7 @@ class LocalServer(ServerAccess):
     def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
         self.core = core
         self.loop = loop
+        self.calls = LoopCalls(loop)
 
     @property
     def server(self) -> Core:
@@ -36,11 +38,10 @@ class LocalServer(ServerAccess):
         return self.loop.is_closed()
 
     def call(self, request: InferenceRequest, decoupled: bool, deliver: Deliver) -> ModelCall:
+        if self.ended:
+            raise TritonModelException("the server has ended")
         call = ModelCall(self, request, decoupled, deliver)
-        try:
-            self.loop.call_soon_threadsafe(call.start)
-        except RuntimeError as error:
-            raise TritonModelException(f"the server has ended: {error}") from None
+        self.calls.post(call.start)
         return call
 
     def load_model(self, name: str, config: str | None, files: dict[str, bytes] | None) -> None:
@@ -74,12 +75,11 @@ class ModelCall:
     ) -> None:
         self._access, self._request, self._decoupled, self._deliver = access, request, decoupled, deliver
         self._stream: ResponseStream | None = None
-        self._task: asyncio.Task[None] | None = None
         self._cancelled = False
 
     def cancel(self) -> None:
         """Tell the other model that nobody wants the rest; from any thread."""
-        self._access.loop.call_soon_threadsafe(self._cancel)
+        self._access.calls.post(self._cancel)
 
     def start(self) -> None:
         """Submit the request, on the core's loop."""
@@ -97,11 +97,7 @@ class ModelCall:
             return
         if self._cancelled:
             self._stream.cancel()
-        self._task = asyncio.get_running_loop().create_task(self._pump(self._stream))
-
-    async def _pump(self, stream: ResponseStream) -> None:
-        async for response in stream:
-            self._deliver(response)
+        self._stream.consume(self._deliver)
 
     def _cancel(self) -> None:
         self._cancelled = True

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_here = threading.local()
 
 
 class LoopCalls:
@@ -18,7 +21,7 @@ class LoopCalls:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = False
 
@@ -29,7 +32,7 @@ class LoopCalls:
         if not self._woken:
             self._woken = True
             try:
-                self._loop.call_soon_threadsafe(self._run)
+                self.loop.call_soon_threadsafe(self._run)
             except RuntimeError:
                 logger.debug("a call came after the server's end")
 
@@ -42,3 +45,12 @@ class LoopCalls:
                 function(*arguments)
             except Exception:
                 logger.exception("a call on the server's loop failed")
+
+
+def running_loop_calls() -> LoopCalls:
+    """Those of the event loop that runs this thread."""
+    loop = asyncio.get_running_loop()
+    known: LoopCalls | None = getattr(_here, "calls", None)
+    if known is None or known.loop is not loop:
+        known = _here.calls = LoopCalls(loop)
+    return known

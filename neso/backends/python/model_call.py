@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 from neso.backends.python.errors import TritonError
+from neso.backends.python.loop_calls import running_loop_calls
 from neso.backends.python.response import InferenceResponse
 from neso.backends.python.server_access import ServerAccess
 from neso.backends.python.tensor import Tensor
@@ -41,13 +43,9 @@ class AsyncResponseIterator:
 
     def __init__(self, access: ServerAccess, request: InferenceRequest, decoupled: bool) -> None:
         self._responses: asyncio.Queue[ServerResponse] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def deliver(response: ServerResponse) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._responses.put_nowait, response)
-
-        self._call = access.call(request, decoupled, deliver)
+        self._call = access.call(
+            request, decoupled, partial(running_loop_calls().post, self._responses.put_nowait)
+        )
         self._ended = False
 
     def __aiter__(self) -> AsyncIterator[InferenceResponse]:

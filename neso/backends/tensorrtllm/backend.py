@@ -57,6 +57,11 @@ class TensorRtLlmBackend(EngineBackend):
     async def load(self) -> None:
         await super().load()
         assert self._settings is not None, "the engine's configuration comes from it"
+        if not self.engine.info.generates:
+            await self.unload()
+            raise InvalidArgument(
+                "gpt_model_path: the model gives vectors: serve it by the backend 'embedding'"
+            )
         config = self.context.config
         batched = bool(config.max_batch_size)
         self._reader = RequestReader(

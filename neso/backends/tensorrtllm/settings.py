@@ -126,6 +126,10 @@ class _Reader:
         options.setdefault("enable_lora", "auto")
         if values.get("decoding_mode") == "medusa":
             options.setdefault("speculative", "medusa")
+        if "speculative_model" in options:
+            options["speculative_model"] = str(
+                self._model("speculative_model", str(options["speculative_model"]))
+            )
         options |= {name: number for name, number in self._limits().items() if name not in options}
         self._host_cache()
         self._tokenizer(model)
@@ -133,7 +137,7 @@ class _Reader:
     def _limits(self) -> Mapping[str, int]:
         """As many sequences at once as a batch may have, and room for their tokens in a step."""
         defaults = SchedulerConfig()
-        options = {name: int(str(self._options[name])) for name in _LIMITS & self._options.keys()}
+        options = {name: self._number(name) for name in _LIMITS & self._options.keys()}
         widest = max(int(self._config.max_batch_size), self._values.get("max_beam_width", 1))
         sequences = options.get("max_num_seqs", max(defaults.max_num_seqs, widest))
         tokens = options.get("max_num_batched_tokens", max(defaults.max_num_batched_tokens, sequences))
@@ -144,6 +148,13 @@ class _Reader:
             limits["max_prefill_chunk"] = tokens
         queue = self._config.dynamic_batching.default_queue_policy.max_queue_size
         return {**limits, "max_queue_size": queue} if queue else limits
+
+    def _number(self, name: str) -> int:
+        """An option that is a number, or is meant to be one."""
+        try:
+            return int(str(self._options[name]))
+        except ValueError:
+            raise self._wrong(name, str(self._options[name]), "an integer") from None
 
     def _host_cache(self) -> None:
         size = self._values.get("kv_cache_host_memory_bytes", 0)

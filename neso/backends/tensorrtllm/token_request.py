@@ -30,6 +30,7 @@ _SAMPLING = (
 
 _NAMES = {
     "length_penalty": "len_penalty",
+    "lora_name": "lora_task_id",
     "max_tokens": "request_output_len",
     "n": "num_return_sequences",
     "prompt": "input_ids",
@@ -97,6 +98,8 @@ class RequestReader:
         if first is None:
             raise InvalidArgument("input_ids: is missing")
         count = first.shape[0] if self._batched else 1
+        if not count:
+            raise InvalidArgument("input_ids: has no rows")
         rows = [self._read(_Row(request, number if self._batched else None)) for number in range(count)]
         if not self._decoupled:
             _check_single(rows)

@@ -72,6 +72,7 @@ class _Writer:
             "tag": self._tag,
             "triggered_tags": self._triggered_tags,
             "tags_with_separator": self._tags_with_separator,
+            "structural_tag": lambda f: self._expression(_read_format(f)),
         }
         if kind not in writers:
             raise ValueError(f"format of type {kind!r} is not one of {', '.join(writers)}")

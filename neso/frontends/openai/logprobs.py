@@ -71,7 +71,7 @@ class CompletionLogprobs:
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], text: str
     ) -> list[PlacedToken]:
         places = TokenPlaces(self._tools)
-        for entry, token_id in zip(logprobs, token_ids, strict=True):
+        for entry, token_id in zip(logprobs, token_ids, strict=False):  # not every model tells them
             shown = (
                 self._tools.decode([token_id], skip_special_tokens=False) if entry is None else entry.token
             )

@@ -58,10 +58,11 @@ class MessageFormat:
         if calls is not None and self.asked is not None and self.tool_use.mode == "required":
             raise invalid("tool_choice", "'tool_choice' is given, and another form of the answer, too.")
         if self.asked is not None:
-            form, asked_as = _form_of(self.asked), self.asked.field
+            asked_as = self.asked.field
             may_call = self.tool_use.mode == "auto" and asked_as == "response_format"
-            if form is None or not (may_call or self.dialect.reasoning):
+            if self.asked.kind == "grammar" or not (may_call or self.dialect.reasoning):
                 return self.asked
+            form = _form_of(self.asked)
             if may_call:  # as with OpenAI, an answer has the form, and a call that of calls
                 form = either(form, self._forced_calls())
         elif calls is not None:
@@ -74,7 +75,7 @@ class MessageFormat:
     @property
     def _may_reason(self) -> bool:
         """A grammar of the client's cannot be put behind reasoning: the answer has its form from the start."""
-        return self.asked is None or _form_of(self.asked) is not None
+        return self.asked is None or self.asked.kind != "grammar"
 
     def _calls_form(self) -> Form | None:
         tool_use = self.tool_use
@@ -100,48 +101,27 @@ class MessageFormat:
         return sequence(either(thoughts, const("")), form)
 
 
-def _form_of(asked: GuidedDecoding) -> Form | None:
-    """A structural tag's form of what a client wants; None for grammars, which have none."""
+def _form_of(asked: GuidedDecoding) -> Form:
+    """A structural tag's form of what a client wants, which is no grammar."""
     forms: dict[str, Callable[[], Form]] = {
         "json": lambda: json_form(_schema(asked)),
         "json_object": lambda: json_form(_schema(asked)),
         "regex": lambda: {"type": "regex", "pattern": asked.regex},
         "choice": lambda: either(*map(const, asked.choice or ())),
-        "structural_tag": lambda: _tag_form(json.loads(str(asked.structural_tag))),
+        "structural_tag": lambda: json.loads(str(asked.structural_tag)),
     }
-    make = forms.get(asked.kind)
-    return None if make is None else make()
+    return forms[asked.kind]()
 
 
 def _schema(asked: GuidedDecoding) -> dict[str, Any]:
     """The schema, with what is asked for of white space in the way that llguidance reads it."""
     schema: Any = json.loads(asked.json) if isinstance(asked.json, str) else {"type": "object"}
-    options: dict[str, Any] = {}
+    if not isinstance(schema, dict):
+        schema = {"type": "object"}
+    own = schema.get("x-guidance")
+    options: dict[str, Any] = dict(own) if isinstance(own, dict) else {}
     if asked.disable_any_whitespace:
         options["whitespace_flexible"] = False
     if asked.whitespace_pattern is not None:
         options["whitespace_pattern"] = asked.whitespace_pattern
-    if not isinstance(schema, dict):
-        schema = {"type": "object"}
-    return {**schema, "x-guidance": {**schema.get("x-guidance", {}), **options}} if options else schema
-
-
-def _tag_form(tag: dict[str, Any]) -> Form:
-    """The tree of a structural tag of either format."""
-    if "format" in tag:
-        form: Form = tag["format"]
-        return form
-    structures = tag.get("structures")
-    return {
-        "type": "triggered_tags",
-        "triggers": tag.get("triggers"),
-        "tags": [
-            {
-                "begin": entry.get("begin"),
-                "content": json_form(entry.get("schema", True)),
-                "end": entry.get("end"),
-            }
-            for entry in (structures if isinstance(structures, list) else ())
-            if isinstance(entry, dict)
-        ],
-    }
+    return {**schema, "x-guidance": options} if options else schema

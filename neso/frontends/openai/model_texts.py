@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+from neso.engine.text.no_tokenizer import NO_TOKENIZER
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TextTools
 from neso.server.errors import ServerError
@@ -33,6 +35,7 @@ class ModelTexts:
         self._core = core
         self._default = default
         self._found: WeakKeyDictionary[Model, TextTools] = WeakKeyDictionary()
+        self._failed: WeakSet[Model] = WeakSet()
 
     async def tokenizer(self, model: Model) -> TextTools | None:
         """The model's own (`tokenizer_dir` of it or of a model that it calls), else the default one, if any."""
@@ -58,10 +61,11 @@ class ModelTexts:
         for other in related:
             directory = _parameter(other, _TOKENIZER)
             if directory and not directory.startswith("${"):  # a template that nobody has filled in
-                return await self._load(other, directory)
+                return None if other in self._failed else await self._load(other, directory)
         for other in related:
-            if other.language_model is not None:
-                return other.language_model.text
+            face = other.language_model
+            if face is not None and face.text is not NO_TOKENIZER:
+                return face.text
         return None
 
     async def _load(self, model: Model, directory: str) -> TextTools | None:
@@ -69,19 +73,20 @@ class ModelTexts:
             return await asyncio.to_thread(open_tokenizer, directory, model.directory)
         except ValueError as error:
             logger.error("model '%s': its %s cannot be used: %s", model.name, _TOKENIZER, error)
+            self._failed.add(model)
             return None
 
     def _related(self, model: Model) -> Iterator[Model]:
         """The model, and those that it calls, as far as its configuration tells."""
-        yield model
-        called = [step.model_name for step in model.config.ensemble_scheduling.step]
-        if scripted := _parameter(model, _SCRIPTED):
-            called += [_PREPROCESSING, scripted]
-        for name in called:
-            try:
-                yield from self._related(self._core.model(name))
-            except ServerError:
-                continue  # it is not loaded
+        pending, seen = [model], {model.name}
+        while pending:
+            model = pending.pop(0)
+            yield model
+            for name in _called(model):
+                if name not in seen:
+                    seen.add(name)
+                    with suppress(ServerError):  # it is not loaded
+                        pending.append(self._core.model(name))
 
 
 def open_tokenizer(name: str, near: Path | None = None) -> TextTools:
@@ -96,6 +101,14 @@ def open_tokenizer(name: str, near: Path | None = None) -> TextTools:
     except ModelNotFound as error:
         raise ValueError(f"no tokenizer: {error}") from None
     return Tokenizer.from_model(directory)
+
+
+def _called(model: Model) -> list[str]:
+    """The names of the models that a model calls itself."""
+    called = [step.model_name for step in model.config.ensemble_scheduling.step]
+    if scripted := _parameter(model, _SCRIPTED):
+        called += [_PREPROCESSING, scripted]
+    return called
 
 
 def _parameter(model: Model, name: str) -> str:

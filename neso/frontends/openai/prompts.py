@@ -62,7 +62,7 @@ def _texts(given: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]
 def cut_prompt(
     prompt: Prompt, text: TextTools, keep: int | None, max_model_len: int, *, add_special_tokens: bool
 ) -> Prompt:
-    """The prompt, or its last `keep` tokens; of -1, as many as leave room for one more. Raises `InvalidParameter`."""
+    """The prompt, or its last `keep` tokens; of -1, as many as leave room for one more. Raises `ApiError`."""
     if keep is None or isinstance(prompt, np.ndarray):
         return prompt
     if keep == 0 or keep >= max_model_len:

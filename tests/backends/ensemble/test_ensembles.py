@@ -58,6 +58,27 @@ output { name: "OUT" data_type: TYPE_FP32 dims: [ 1 ] }
 """
 
 
+SPLIT = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    \"\"\"Gives SMALL, and LARGE where there is something large.\"\"\"
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            array = request.inputs()[0].as_numpy()
+            tensors = [pb_utils.Tensor("SMALL", array[array < 100])]
+            if (array >= 100).any():
+                tensors.append(pb_utils.Tensor("LARGE", array[array >= 100]))
+            responses.append(pb_utils.InferenceResponse(tensors))
+        return responses
+"""
+SPLIT_TENSORS = """
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output [ { name: "SMALL" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "LARGE" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"""
+
+
 def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
     maps = [f"input_map {{ key: '{k}' value: '{v}' }}" for k, v in inputs.items()]
     maps += [f"output_map {{ key: '{k}' value: '{v}' }}" for k, v in outputs.items()]
@@ -157,6 +178,49 @@ async def test_an_optional_input_that_is_left_out(server: Server) -> None:
     for arrays, expected in (({"IN": floats(1)}, [2]), ({"IN": floats(1), "MORE": floats(5)}, [7])):
         (response,) = await collect(ask(model, **arrays))
         assert response.output("OUT").array.tolist() == expected
+
+
+async def test_an_output_that_a_step_does_not_give(server: Server) -> None:
+    """Steps to which it is optional go on without it, what only it leads to is left out, and so are outputs."""
+    server.repository.add("split", SPLIT, SPLIT_TENSORS)
+    outputs = [f'{{ name: "{name}" data_type: TYPE_FP32 dims: [ -1 ] }}' for name in ("OUT", "LARGE", "MORE")]
+    server.add_ensemble(
+        step("split", {"IN": "IN"}, {"SMALL": "small", "LARGE": "LARGE"}),
+        step("plus1", {"IN": "small", "MORE": "LARGE"}, {"OUT": "OUT"}),
+        step("plus10", {"IN": "LARGE"}, {"OUT": "more"}),
+        step("slow", {"IN": "more"}, {"OUT": "MORE"}),
+        tensors=f'input {{ name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }} output [ {", ".join(outputs)} ]',
+    )
+    model = (await server.start()).model("all")
+    (response,) = await collect(ask(model, IN=floats(1, 200)))
+    assert {tensor.name: tensor.array.tolist() for tensor in response.outputs} == {
+        "OUT": [202],
+        "LARGE": [200],
+        "MORE": [310],
+    }
+    (response,) = await collect(ask(model, IN=floats(1)))
+    assert {tensor.name: tensor.array.tolist() for tensor in response.outputs} == {"OUT": [2]}
+
+
+async def test_an_output_that_does_not_come_and_is_needed(server: Server) -> None:
+    server.repository.add("split", SPLIT, SPLIT_TENSORS)
+    server.add_ensemble(
+        step("split", {"IN": "IN"}, {"SMALL": "small", "LARGE": "large"}),
+        step("plus1", {"IN": "large", "MORE": "small"}, {"OUT": "OUT"}),
+    )
+    model = (await server.start()).model("all")
+    (response,) = await collect(ask(model, IN=floats(1)))
+    assert response.error is not None and "missing required input(s) ['IN']" in response.error.message
+
+
+async def test_responses_say_what_sequence_the_request_is_of(server: Server) -> None:
+    server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}))
+    model = (await server.start()).model("all")
+    request = InferenceRequest(
+        "all", {"IN": Tensor.from_numpy("IN", floats(1))}, sequence_id=7, sequence_end=True
+    )
+    (response,) = await collect(model.submit(request))
+    assert response.parameters == {"sequence_id": 7, "sequence_start": False, "sequence_end": True}
 
 
 async def test_what_follows_a_decoupled_step_runs_for_each_response(server: Server) -> None:

@@ -6,7 +6,9 @@ import logging
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from checkpoints import make_encoder
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 from trtllm_repository import write_model
@@ -181,6 +183,21 @@ def test_encoders_and_nodes(read):
         read(num_nodes=2)
 
 
+def test_options_of_the_engine_alone(read, checkpoint, tmp_path):
+    assert read(
+        files={"draft": checkpoint}, speculative_model="draft"
+    ).engine.speculation.speculative_model == str(tmp_path / "tensorrt_llm" / "draft")
+    with pytest.raises(InvalidArgument, match=r"'max_num_seqs' .* is 'x', expected an integer"):
+        read(max_num_seqs="x")
+    with pytest.raises(InvalidArgument, match="engine option 'kv_cache_memory'"):
+        read(kv_cache_memory="x")
+
+
+async def test_a_model_of_vectors(serve_model, tmp_path):
+    served = await serve_model(make_encoder(tmp_path / "encoder", "bert"))
+    assert served.reason == "gpt_model_path: the model gives vectors: serve it by the backend 'embedding'"
+
+
 def test_a_name_that_nobody_knows(read):
     assert read(max_beam_wdith=3).warnings == ["parameter 'max_beam_wdith' is not known, it is ignored"]
 
@@ -209,6 +226,14 @@ async def test_a_bad_value_makes_the_model_unavailable(serve_model):
 async def test_an_engine_directory(serve_model, checkpoint, tmp_path, greedy):
     build_engine(checkpoint, tmp_path / "built", RunnerOptions())
     served = await serve_model(tmp_path / "built")
+    assert await served.tokens() == greedy()
+
+
+async def test_a_gguf_file(serve_model, checkpoint, tmp_path, greedy):
+    pytest.importorskip("gguf")
+    from gguf_files import convert
+
+    served = await serve_model(convert(checkpoint, tmp_path / "model.gguf"))
     assert await served.tokens() == greedy()
 
 
@@ -273,3 +298,49 @@ async def test_tokenizer_of_another_directory(serve_model, bare_checkpoint, chec
     assert await served.tokens() == greedy()
     text = served.core.model("tensorrt_llm").language_model.text
     assert text.decode(text.encode("The quick")) == "The quick"
+
+
+# -- the template's own way to write it ---------------------------------------------------------------------------
+
+OLD_TEMPLATE = """
+name: "tensorrt_llm"
+backend: "tensorrtllm"
+max_batch_size: 4
+model_transaction_policy { decoupled: true }
+dynamic_batching {
+    preferred_batch_size: [ 4 ]
+    max_queue_delay_microseconds: 0
+    default_queue_policy: { max_queue_size: 3 }
+}
+input [
+  { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] allow_ragged_batch: true },
+  # lengths
+  { name: "input_lengths" data_type: TYPE_INT32 dims: [ 1 ] reshape: { shape: [ ] } },
+  { name: "request_output_len" data_type: TYPE_INT32 dims: [ 1 ] },
+  { name: "exclude_input_in_output" data_type: TYPE_BOOL dims: [ 1 ] optional: true },
+  { name: "random_seed" data_type: TYPE_UINT64 dims: [ 1 ] reshape: { shape: [ ] } optional: true },
+  { name: "stop" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
+]
+output [
+  { name: "output_ids" data_type: TYPE_INT32 dims: [ -1, -1 ] },
+  { name: "sequence_length" data_type: TYPE_INT32 dims: [ -1 ] }
+]
+instance_group [ { count: 1 kind : KIND_CPU } ]
+parameters: { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value: { string_value: "no" } }
+parameters: { key: "gpt_model_path" value: { string_value: "MODEL" } }
+parameters: { key: "medusa_choices"
+    value: {
+      string_value: "${medusa_choices}"
+  }
+}
+"""
+
+
+async def test_a_list_of_few_tensors_stays_as_it_is(serve_model, checkpoint, greedy):
+    served = await serve_model(change=lambda config: OLD_TEMPLATE.replace("MODEL", str(checkpoint)))
+    assert served.reason == ""
+    assert await served.tokens() == greedy()
+    config = served.core.model("tensorrt_llm").config
+    assert [len(config.input), len(config.output)] == [6, 2]
+    with pytest.raises(InvalidArgument, match="unexpected inference input 'beam_width'"):
+        await served.tokens(beam_width=np.array([[1]], np.int32))

@@ -302,6 +302,39 @@ async def test_a_request_that_is_stopped_before_it_begins(serve_model):
     assert not len(served.backend._running)
 
 
+async def test_all_rows_of_a_batch_are_stopped(serve_model):
+    served = await serve_model()
+    inputs = {
+        "input_ids": np.array([PROMPT, PROMPT[::-1]], np.int32),
+        "input_lengths": np.array([[12], [12]], np.int32),
+        "request_output_len": np.array([[490], [490]], np.int32),
+    }
+    begun = asyncio.Event()
+    served.backend.engine.on_stats(lambda stats: begun.set())
+    running = asyncio.ensure_future(served.responses(inputs, id="7"))
+    await begun.wait()
+    stop = {name: array[:1] for name, array in inputs.items()} | {"stop": row(True, np.bool_)}
+    assert await served.responses(stop, id="7") == [{}]
+    rows = {int(response["batch_index"].item()): response for response in await running}
+    assert rows.keys() == {0, 1}
+    assert all(12 <= response["sequence_length"].item() < 502 for response in rows.values())
+    assert (await served.backend.engine.check_integrity()).num_requests == 0
+
+
+async def test_a_failing_row_ends_the_request(serve_model):
+    served = await serve_model()
+    inputs = {
+        "input_ids": np.array([PROMPT, [999] * 12], np.int32),
+        "input_lengths": np.array([[12], [12]], np.int32),
+        "request_output_len": np.array([[400], [400]], np.int32),
+    }
+    with pytest.raises(ServerError, match="input_ids: token 999"):
+        await served.responses(inputs)
+    with pytest.raises(ServerError, match="input_ids: has no rows"):
+        await served.responses({name: array[:0] for name, array in inputs.items()})
+    assert (await served.backend.engine.check_integrity()).num_requests == 0
+
+
 async def test_a_request_that_is_cancelled_before_it_begins(serve_model):
     from neso.server.inference_request import InferenceRequest
     from neso.server.tensor import Tensor

@@ -262,6 +262,20 @@ async def test_a_response_belongs_to_its_key(core: Core) -> None:
     assert (await client.request("GET", f"{PATH}/{made}", b"", headers=mine)).status == 200
 
 
+@pytest.mark.parametrize("how", [{}, {"stream": True}, {"background": True}])
+async def test_integers_of_any_size_are_told_again(client: AsgiClient, how: dict[str, Any]) -> None:
+    large = 10**30
+    tool = {**WEATHER, "parameters": {"type": "object", "properties": {"n": {"maximum": large}}}}
+    answer = await client.post(
+        PATH, body(input=[{"role": "user", "content": "hi", "n": large}], tools=[tool], **how)
+    )
+    assert answer.status == 200
+    made = sent_events(answer)[-1]["response"] if "stream" in how else json.loads(answer.body)
+    assert made["tools"][0]["parameters"]["properties"]["n"]["maximum"] == large
+    items = json.loads((await client.get(f"{PATH}/{made['id']}/input_items")).body)["data"]
+    assert items[0]["n"] == large
+
+
 async def test_images_are_handed_on(client: AsgiClient, script: ScriptedModel) -> None:
     pixel = "data:image/png;base64,iVBORw0KGgo="
     content = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": pixel}]

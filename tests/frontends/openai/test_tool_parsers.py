@@ -310,6 +310,25 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
     assert call == ("get_weather", expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama4_json", '<|python_start|>{"name": "now", "parameters": {}}<|python_end|>'),
+        ("phi4_mini_json", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'),
+        ("mistral", "[TOOL_CALLS]now{}"),
+        ("mistral_v11", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'),
+        ("deepseek_v31", f"{DS_CALL}function{DS_SEP}now\n```json\n{{}}\n```{DS_CALL_END}{DS_END}"),
+        ("qwen3_coder", "<function=now>\n</function>"),
+        ("pythonic", "<|python_start|>[now()]<|python_end|>"),
+        ("granite", '<|tool_call|>{"name": "now", "arguments": {}}'),
+    ],
+)
+def test_other_ways_to_write_it(name: str, text: str) -> None:
+    parser = find_tool_parser(name)
+    expected = ParsedMessage("", [("now", "{}")])
+    assert parser.parse(text, FUNCTIONS) == read_stream(parser, list(text)) == expected
+
+
 def test_llama_without_a_tag_needs_a_function_that_is_known() -> None:
     parser = find_tool_parser("llama3")
     text = '{"name": "Bob", "parameters": {}}'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,14 +27,7 @@ class RateLimiting:
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
-        if quota:
-            self._quotas  # noqa: B018  it takes a moment to import, which no request should wait for
-
-    @cached_property
-    def _quotas(self) -> Quotas:
-        from neso.frontends.openai.access.quotas import Quotas
-
-        return Quotas()
+        self._quotas = _make_quotas() if quota else None
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The application for those who do not ask too much; of all that it is around, together."""
@@ -52,7 +44,10 @@ class RateLimiting:
             await app(scope, receive, send)
             return
         client = f"key {key.name}" if key is not None else f"address {(scope.get('client') or ('',))[0]}"
-        standings, refused = await self._quotas.take(client, quota)
+        if self._quotas is None:
+            self._quotas = _make_quotas()
+        quotas = self._quotas
+        standings, refused = await quotas.take(client, quota)
         headers = list(_headers(standings))
 
         async def send_with_headers(message: Message) -> None:
@@ -64,11 +59,18 @@ class RateLimiting:
             headers.append((b"retry-after", str(max(math.ceil(refused.reset), 1)).encode()))
             await error_response(_error(refused))(scope, receive, send_with_headers)
             return
-        token = TOKENS_USED.set(lambda tokens: self._quotas.charge(client, quota, tokens))
+        token = TOKENS_USED.set(lambda tokens: quotas.charge(client, quota, tokens))
         try:
             await app(scope, receive, send_with_headers)
         finally:
             TOKENS_USED.reset(token)
+
+
+def _make_quotas() -> Quotas:
+    """The library takes a moment to import: where there are limits at the start, no request waits for it."""
+    from neso.frontends.openai.access.quotas import Quotas
+
+    return Quotas()
 
 
 def _headers(standings: Iterable[Standing]) -> Iterable[tuple[bytes, bytes]]:

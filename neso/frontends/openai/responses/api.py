@@ -8,7 +8,6 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from starlette.responses import Response as HttpResponse
 
 from neso.frontends.openai.answer import generation_request
@@ -22,6 +21,7 @@ from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.responses.chat_request import chat_request, renamed_here
 from neso.frontends.openai.responses.conversation import Item, input_items
 from neso.frontends.openai.responses.event_stream import written_events
+from neso.frontends.openai.responses.json_text import json_text
 from neso.frontends.openai.responses.listing import item_page
 from neso.frontends.openai.responses.response import Response
 from neso.frontends.openai.responses.run import ResponseRun
@@ -239,4 +239,4 @@ class ResponsesApi:
 
 
 def _json(body: dict[str, Any]) -> HttpResponse:
-    return HttpResponse(orjson.dumps(body), media_type="application/json")
+    return HttpResponse(json_text(body), media_type="application/json")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-import orjson
-
 from neso.frontends.openai.errors import to_api_error
+from neso.frontends.openai.responses.json_text import json_text
 from neso.frontends.openai.responses.output import Event
 from neso.frontends.openai.responses.run import ResponseRun
 
@@ -23,9 +22,7 @@ class EventWriter:
         written = []
         for event in events:
             numbered = {"type": event["type"], "sequence_number": self._next, **event}
-            written.append(
-                b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(numbered) + b"\n\n"
-            )
+            written.append(b"event: " + event["type"].encode() + b"\ndata: " + json_text(numbered) + b"\n\n")
             self._next += 1
         return written
 

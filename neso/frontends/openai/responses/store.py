@@ -7,9 +7,8 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-import orjson
-
 from neso.frontends.openai.responses.conversation import Item
+from neso.frontends.openai.responses.json_text import json_text
 from neso.frontends.openai.responses.response import Response
 
 
@@ -61,7 +60,7 @@ class StoredResponse:
 
     def measure(self) -> int:
         """Note how many bytes it takes as JSON, about what it takes in memory."""
-        self.size = len(orjson.dumps([self.response.as_dict(), self.context]))
+        self.size = len(json_text([self.response.as_dict(), self.context]))
         if self.log is not None:
             self.size += sum(map(len, self.log.events))
         return self.size

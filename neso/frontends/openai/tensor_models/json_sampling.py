@@ -43,8 +43,6 @@ def sampling_json(sampling: SamplingParams, lora_name: str = "") -> str:
             values[field.name] = value
     if values.pop("shown_special_tokens", ()):
         values["skip_special_tokens"] = False  # there it is all or none
-    if values.pop("shown_special_tokens", None):
-        values["skip_special_tokens"] = False  # vLLM shows all or none
     guide: GuidedDecoding | None = values.pop("guided_decoding", None)
     if guide is not None:
         values["structured_outputs"] = _guide_json(guide)

@@ -70,6 +70,14 @@ class TensorLanguageModel:
             self._run(request, prompt, count, sampling, trace)
             for sampling in self._samplings(request.sampling, count)
         ]
+        async with aclosing(runs[0] if len(runs) == 1 else self._together(runs, count)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _together(
+        self, runs: list[AsyncGenerator[GenerationOutput, None]], count: int
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """The outputs of several sequences as those of one request."""
         usages = [Usage(count)] * len(runs)
         ended = [False] * len(runs)
         async with aclosing(merge(runs)) as outputs:
@@ -151,8 +159,13 @@ class TensorLanguageModel:
     ) -> AsyncGenerator[GenerationOutput, None]:
         """One sequence. Ending it early cancels the inference request."""
         signature = self._model.signature
-        # A model that does not know where to stop is followed, so that it can be stopped.
-        wants_stream = request.stream or (bool(sampling.stop) and not text_face.takes_stop(signature))
+        # A model that does not know where to stop is followed, so that it can be stopped; tokens are best told apart
+        # when they come one by one.
+        wants_stream = (
+            request.stream
+            or (bool(sampling.stop) and not text_face.takes_stop(signature))
+            or sampling.logprobs is not None
+        )
         inputs = text_face.request_tensors(
             signature, request, prompt, sampling, stream=self._model.decoupled and wants_stream
         )
@@ -212,4 +225,4 @@ def _sum(usages: list[Usage]) -> Usage:
 
 def _wrapped(seed: int) -> int:
     """Within the range of seeds."""
-    return seed if seed < 2**63 else seed - 2**63
+    return seed if seed < 2**64 else seed - 2**64

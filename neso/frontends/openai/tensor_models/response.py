@@ -33,6 +33,7 @@ class TextResponse:
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
     logprobs: list[TokenLogprobs] | None = None
+    piece_logprobs: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, response: InferenceResponse) -> TextResponse:
@@ -49,6 +50,7 @@ class TextResponse:
             _count(outputs.get("num_input_tokens")),
             _count(outputs.get("num_output_tokens")),
             _logprobs(outputs.get("logprobs")),
+            _numbers(outputs.get("output_log_probs")),
         )
 
 
@@ -65,6 +67,10 @@ def _count(tensor: Tensor | None) -> int | None:
     if tensor is None or not tensor.array.size:
         return None
     return int(np.asarray(tensor.array).reshape(-1)[0])
+
+
+def _numbers(tensor: Tensor | None) -> tuple[float, ...]:
+    return () if tensor is None else tuple(np.asarray(tensor.array, np.float64).reshape(-1).tolist())
 
 
 def _logprobs(tensor: Tensor | None) -> list[TokenLogprobs] | None:

@@ -36,7 +36,7 @@ _NOT_SCALAR = frozenset(
         "guided_decoding",
     }
 )
-_REFUSED = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_bias", "embedding_bias", "logprobs")
+_REFUSED = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_bias", "embedding_bias")
 
 
 def names_of(parameter: str) -> tuple[str, ...]:
@@ -80,11 +80,13 @@ def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
 
 
 def _write_scalar(inputs: InputTensors, name: str, names: Sequence[str], value: Any) -> None:
+    if name == "top_k":
+        value = max(int(value), 0)  # -1 is the other way to say that there is no limit
     default = getattr(_DEFAULTS, name)
     kind = bool if isinstance(value if default is None else default, bool) else float
     spec = None if isinstance(value, str) else inputs.declared(names, kind)
     if spec is None:
-        if value != default and name not in _ALWAYS[:1]:
+        if value != default and name != "max_tokens":  # which those who read the text see to
             raise InvalidParameter(name, NO_INPUT)
     elif (value is not None and (value != default or name in _ALWAYS)) or not spec.optional:
         inputs.put(spec, [_number(name, value)], name)
@@ -95,8 +97,6 @@ def _number(name: str, value: Any) -> Value:
         return 1 if name == "best_of" else 0
     if name == "seed" and value < 0:
         return int(value) + 2**64  # the same bits
-    if name == "top_k":
-        return max(int(value), 0)  # -1 is the other way to say that there is no limit
     return value  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from neso.frontends.openai.tensor_models.answer_text import AnswerText
+from neso.frontends.openai.tensor_models.piece_logprobs import PieceLogprobs
 from neso.frontends.openai.tensor_models.response import TextResponse
 from neso.frontends.openai.tensor_models.token_limit import TokenLimit
 from neso.generation import (
@@ -40,6 +41,7 @@ class Sequence:
         self._text = text
         self._tokenizer = tokenizer
         self._limit = limit
+        self._pieces = PieceLogprobs(tokenizer)
         self._shown = ""
         self._reported: int | None = None
         self._counted = 0
@@ -61,7 +63,7 @@ class Sequence:
             text = self._within(self._limit, text)
         self._shown += text
         self._count(text)
-        logprobs = self._top(response.logprobs)
+        logprobs = self._logprobs(response)
         return self._output(text, logprobs) if text or logprobs or self.done else None
 
     @property
@@ -95,12 +97,15 @@ class Sequence:
         elif text:
             self._counted += len(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _top(self, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+    def _logprobs(self, response: TextResponse) -> list[TokenLogprobs] | None:
         """As many as were asked for: the token itself comes beside them."""
         wanted = self._sampling.logprobs
-        if logprobs is None or wanted is None:
+        if wanted is None:
             return None
-        return [replace(entry, top=entry.top[:wanted]) for entry in logprobs] if wanted >= 0 else logprobs
+        if response.piece_logprobs:
+            return self._pieces.add(response.text.decode("utf-8", "replace"), response.piece_logprobs)
+        entries = response.logprobs or []
+        return [replace(entry, top=entry.top[:wanted]) for entry in entries] if wanted >= 0 else entries
 
     def _output(self, text: str, logprobs: list[TokenLogprobs] | None) -> GenerationOutput:
         delta = CompletionDelta(0, text, [], logprobs=logprobs)

@@ -20,6 +20,9 @@ IMAGES = ("image", "image_url_input", "image_url")
 RETURNED = ("finish_reason", "stop_reason", "num_input_tokens", "num_output_tokens")
 """Outputs that are asked for wherever the model has them."""
 
+RETURN_LOGPROBS, LOGPROBS = "return_log_probs", "output_log_probs"
+
+_REFUSED = ("prompt_embeds", "prompt_embedding_table", "draft")
 _KNOWN = sampling_inputs.NAMES.union(
     (TEXT_INPUT, SAMPLING_PARAMETERS), STREAM, EXCLUDE_INPUT, (f"return_{name}" for name in RETURNED)
 )
@@ -84,6 +87,9 @@ def request_tensors(
     _flag(inputs, EXCLUDE_INPUT, True)
     for name in RETURNED:
         _flag(inputs, (f"return_{name}",), True)
+    for name in _REFUSED:
+        if getattr(request, name) is not None:
+            raise InvalidParameter(name, sampling_inputs.NO_INPUT)
     if request.cache_salt:
         raise InvalidParameter("cache_salt", sampling_inputs.NO_INPUT)
     if request.images:
@@ -94,6 +100,8 @@ def request_tensors(
         _put(inputs, (SAMPLING_PARAMETERS,), sampling_json(sampling, lora), SAMPLING_PARAMETERS)
     else:
         sampling_inputs.write_sampling(inputs, sampling)
+        if sampling.logprobs is not None:
+            _ask_for_logprobs(inputs, signature, sampling.logprobs)
         if request.lora is not None:
             _put_adapter(inputs, request.lora.name)
     return inputs.tensors
@@ -109,9 +117,21 @@ def requested_outputs(signature: Signature, inputs: dict[str, Tensor]) -> tuple[
         flag = inputs.get(f"return_{name}")
         if name in signature.outputs and flag is not None and flag.array.all():
             wanted.append(name)
+    if RETURN_LOGPROBS in inputs:
+        wanted.append(LOGPROBS)
     if "finish_reason" in signature.outputs and "finish_reason" not in wanted:
         wanted.append("finish_reason")
     return tuple(wanted)
+
+
+def _ask_for_logprobs(inputs: InputTensors, signature: Signature, top: int) -> None:
+    """TensorRT-LLM's models tell them without the tokens, and of no others."""
+    spec = inputs.declared((RETURN_LOGPROBS,), bool)
+    if spec is None or LOGPROBS not in signature.outputs or not can_leave_prompt_out(signature):
+        raise InvalidParameter("logprobs", sampling_inputs.NO_INPUT)
+    if top != 0:
+        raise InvalidParameter("logprobs", f"the model tells those of its own tokens only: 0, got {top}")
+    inputs.put(spec, [True], "logprobs")
 
 
 def _flag(inputs: InputTensors, names: tuple[str, ...], value: bool) -> None:

@@ -35,7 +35,7 @@ class CallStream(ToolStream):
     reading takes a time that is linear in the text.
     """
 
-    markers: ClassVar[tuple[str, ...]] = ()
+    markers: tuple[str, ...] = ()
     """What begins calls; none is the beginning of another."""
     opening: ClassVar[str] = ""
     """With this character a message begins that is calls without a marker."""
@@ -225,9 +225,9 @@ class CallStream(ToolStream):
                 yield from self._go_on_behind_broken()
             else:
                 self._held.clear()
-                self._in_vain_left -= (
-                    source.limit + 1 if source.over_limit else source.position - self._content_end
-                )
+                self._in_vain_left -= len(marker) + source.position - self._content_end
+                if source.over_limit:
+                    self._in_vain_left = -1
                 source.position = self._content_end
                 self._content(source.text[: source.position])
         source.start = None
@@ -304,5 +304,8 @@ def _read_call(text: str) -> tuple[str, str] | None:
         return (name, arguments) if is_json_object(arguments) else None
     if not isinstance(arguments, dict):
         return None
-    exact = json.loads(text)[key]  # orjson rounds integers of more than 64 bits
-    return name, json.dumps(exact, ensure_ascii=False)
+    try:
+        exact = json.loads(text)[key]  # orjson rounds integers of more than 64 bits
+        return name, json.dumps(exact, ensure_ascii=False)
+    except RecursionError:  # of which orjson takes some more
+        return None

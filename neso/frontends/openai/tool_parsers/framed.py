@@ -49,7 +49,7 @@ KIMI = Frame(
 
 
 class FramedParser(ToolParser):
-    """`before` and `after` stand around the name of a function, `last` behind its arguments."""
+    """Calls within frames; `separator` stands between two calls where they are forced."""
 
     frame: ClassVar[Frame]
     separator: ClassVar[str] = ""
@@ -132,7 +132,7 @@ class FramedStream(CallStream):
     def __init__(
         self, frame: Frame, functions: Sequence[Function], *, eager: bool, max_call_chars: int
     ) -> None:
-        self.markers = (frame.begin_all, frame.begin)  # type: ignore[misc]
+        self.markers = (frame.begin_all, frame.begin)
         self._frame = frame
         super().__init__(functions, eager=eager, max_call_chars=max_call_chars)
 

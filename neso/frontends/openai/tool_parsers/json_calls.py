@@ -18,9 +18,10 @@ from neso.frontends.openai.tool_parsers.forms import (
     tag,
     triggered,
 )
+from neso.frontends.openai.tool_parsers.pythonic import PythonicParser
 from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
 
-PYTHON_TAG = "<|python_tag|>"
+PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.\-]+")
 
@@ -28,14 +29,16 @@ _NAME = re.compile(r"[\w.\-]+")
 class Llama3Parser(ToolParser):
     """Llama 3.1 to 3.3: `{"name": "f", "parameters": {…}}`, with or without `<|python_tag|>`, several by `;`.
 
-    Without the tag only a message that begins with a call of a function that is known is calls.
+    Llama 4 has `<|python_start|>` and `<|python_end|>` around it. Without a tag only a message that begins with a call
+    of a function that is known is calls.
     """
 
-    special_tokens = (PYTHON_TAG,)
+    special_tokens = (PYTHON_TAG, PYTHON_START, PYTHON_END)
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        return PYTHON_TAG in template or '"parameters": dictionary of argument' in template
+        signs = (PYTHON_TAG, PYTHON_START, '"parameters": dictionary of argument')
+        return any(sign in template for sign in signs) and not PythonicParser.matches(template)
 
     def stream(
         self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
@@ -47,7 +50,7 @@ class Llama3Parser(ToolParser):
 
 
 class Llama3Stream(CallStream):
-    markers = (PYTHON_TAG,)
+    markers = (PYTHON_TAG, PYTHON_START)
     opening = "{"
 
     def read_calls(self, marker: str) -> Reading[None]:
@@ -56,6 +59,7 @@ class Llama3Stream(CallStream):
             yield from self.object_call()
             yield from self.source.space()
             if (yield from self.source.take(";")) is None:
+                yield from self.source.take(PYTHON_END)
                 return
 
 
@@ -63,12 +67,14 @@ class ListParser(ToolParser):
     """A marker and a list of objects, `[{"name": "f", "arguments": {…}}, …]`."""
 
     marker: ClassVar[str]
+    other_markers: ClassVar[tuple[str, ...]] = ()
     end: ClassVar[str] = ""
 
     def stream(
         self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
     ) -> ToolStream:
-        return ListStream(self.marker, self.end, functions, eager=eager, max_call_chars=max_call_chars)
+        markers = (self.marker, *self.other_markers)
+        return ListStream(markers, self.end, functions, eager=eager, max_call_chars=max_call_chars)
 
     def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
         return sequence(const(self.marker), self._list(functions, many_calls))
@@ -79,16 +85,22 @@ class ListParser(ToolParser):
 
     def _list(self, functions: Sequence[Function], many_calls: bool) -> Form:
         calls = repeated(_object_tags(functions, "arguments"), separator=", ", many=many_calls)
-        return sequence(const("["), calls, const(f"]{self.end}"))
+        return sequence(const("["), calls, const(f"]{'' if self.other_markers else self.end}"))
 
 
 class ListStream(CallStream):
     """Reads a list of calls behind a marker; a single one may stand without brackets."""
 
     def __init__(
-        self, marker: str, end: str, functions: Sequence[Function], *, eager: bool, max_call_chars: int
+        self,
+        markers: tuple[str, ...],
+        end: str,
+        functions: Sequence[Function],
+        *,
+        eager: bool,
+        max_call_chars: int,
     ) -> None:
-        self.markers = (marker,)  # type: ignore[misc]
+        self.markers = markers
         self._end = end
         super().__init__(functions, eager=eager, max_call_chars=max_call_chars)
 
@@ -121,13 +133,16 @@ class GraniteParser(ListParser):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        return cls.marker in template
+        return cls.marker in template and not Phi4MiniParser.matches(template)
 
 
 class Phi4MiniParser(ListParser):
-    """Phi-4-mini: `functools[…]`."""
+    """Phi-4-mini: `functools[…]`, or `<|tool_call|>[…]<|/tool_call|>`."""
 
     marker = "functools"
+    other_markers = ("<|tool_call|>",)
+    end = "<|/tool_call|>"
+    special_tokens = (*other_markers, end)
 
     @classmethod
     def matches(cls, template: str) -> bool:
@@ -158,7 +173,7 @@ class MistralParser(ListParser):
     def stream(
         self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
     ) -> ToolStream:
-        return MistralStream(TOOL_CALLS, "", functions, eager=eager, max_call_chars=max_call_chars)
+        return MistralStream((TOOL_CALLS,), "", functions, eager=eager, max_call_chars=max_call_chars)
 
 
 class MistralV11Parser(MistralParser):

@@ -24,7 +24,7 @@ from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
 
 START, END = "<|python_start|>", "<|python_end|>"
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _SIGNATURE = re.compile(r"\[\w+\(\w+=")
 _OUTSIDE = re.compile(r"""["'()\[\]{},]""")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}

@@ -183,8 +183,14 @@ class TextSource:
 
 
 def partial_end(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that may be the beginning of one of `markers`."""
-    for length in range(min(max(map(len, markers), default=1) - 1, len(text)), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0
+    """Length of the longest end of `text` that is the beginning of one of `markers`, and not all of it."""
+    longest = 0
+    for marker in markers:
+        # Most text has not even the first character of a marker.
+        at = max(0, len(text) - len(marker) + 1)
+        while (at := text.find(marker[0], at, len(text) - longest)) >= 0:
+            if marker.startswith(text[at:]):
+                longest = len(text) - at
+                break
+            at += 1
+    return longest

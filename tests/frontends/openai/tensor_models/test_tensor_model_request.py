@@ -74,6 +74,26 @@ def test_models_that_batch_get_a_batch_of_one() -> None:
     assert made["stop_words"].shape == (1, 2)
 
 
+def test_shapes_of_more_dimensions() -> None:
+    config = """
+    input { name: "text_input" data_type: TYPE_STRING dims: [ 1, 1 ] }
+    input { name: "stream" data_type: TYPE_BOOL dims: [ 1, 1 ] }
+    input { name: "stop_words" data_type: TYPE_STRING dims: [ -1, -1 ] optional: true }
+    input { name: "temperature" data_type: TYPE_FP32 dims: [ ] optional: true }
+    output { name: "text_output" data_type: TYPE_STRING dims: [ 1, -1 ] }
+    """
+    made = Signature(text_format.Parse(f'name: "m" {config}', ModelConfig()))
+    assert missing_for_text(made) == ""
+    sampling = SamplingParams(stop=("a", "b"))
+    inputs = request_tensors(made, GenerationRequest("hi"), "hi", sampling, stream=True)
+    shapes = {name: tensor.shape for name, tensor in inputs.items()}
+    assert shapes == {"text_input": (1, 1), "stream": (1, 1), "stop_words": (1, 2), "temperature": ()}
+
+
+def test_vectors_in_place_of_a_prompt_are_refused() -> None:
+    assert refused("", prompt_embeds=np.zeros((2, 4))) == "prompt_embeds"
+
+
 @pytest.mark.parametrize("name", ["seed", "random_seed", "sampling_param_seed"])
 def test_an_input_may_have_any_of_its_names(name: str) -> None:
     assert tensors(declared(name, "UINT64"), SamplingParams(seed=3)) == {name: [3]}
@@ -189,6 +209,16 @@ def test_sampling_parameters_as_json() -> None:
         "lora_name": "mine",
     }
     assert refused(more, SamplingParams(return_context_logits=True)) == "return_context_logits"
+
+
+def test_log_probabilities_of_tensorrt_llms_convention() -> None:
+    outputs = 'output { name: "output_log_probs" data_type: TYPE_FP32 dims: [ -1, -1 ] } '
+    flags = declared("return_log_probs", "BOOL") + declared("exclude_input_in_output", "BOOL")
+    assert tensors(flags + outputs, SamplingParams(logprobs=0))["return_log_probs"] == [True]
+    assert "return_log_probs" not in tensors(flags + outputs)
+    assert refused(flags + outputs, SamplingParams(logprobs=1)) == "logprobs"
+    assert refused(flags, SamplingParams(logprobs=0)) == "logprobs"
+    assert refused(outputs, SamplingParams(logprobs=0)) == "logprobs"
 
 
 def test_special_tokens_that_are_to_be_shown() -> None:

@@ -1,6 +1,8 @@
 """The three models that a request goes through, and what becomes of its tensors on the way."""
 
+import asyncio
 from contextlib import asynccontextmanager
+from itertools import islice
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -52,6 +54,8 @@ class Chain:
         self.draft = parameters.get("tensorrt_llm_draft_model_name") or ""
         self.postprocessing = parameters.get("postprocessing_model_name") or "postprocessing"
         self.batches = batches
+        self.to_decode = []  # lists of token ids, and the futures of their texts
+        self.decoding = set()
 
     async def preprocess(self, inputs):
         """What tensorrt_llm is to be given for the inputs of a request."""
@@ -80,14 +84,40 @@ class Chain:
                 yield outputs
 
     async def decode(self, sequences):
-        """The text of each list of token ids."""
+        """The text of each list of token ids. What several requests ask at the same time is one call."""
+        texts = asyncio.get_running_loop().create_future()
+        self.to_decode.append((sequences, texts))
+        if len(self.to_decode) == 1:
+            task = asyncio.create_task(self.decode_all())
+            self.decoding.add(task)
+            task.add_done_callback(self.decoding.discard)
+        return await texts
+
+    async def decode_all(self):
+        waiting, self.to_decode = self.to_decode, []
+        try:
+            await self.decode_together(waiting)
+        except Exception:
+            for one in waiting:  # what one has must not fail the others
+                try:
+                    await self.decode_together([one])
+                except Exception as error:
+                    one[1].done() or one[1].set_exception(error)
+
+    async def decode_together(self, waiting):
+        texts = iter(await self.texts_of([ids for sequences, _ in waiting for ids in sequences]))
+        for sequences, answer in waiting:
+            own = list(islice(texts, len(sequences)))
+            answer.done() or answer.set_result(own)  # done: the request was cancelled
+
+    async def texts_of(self, sequences):
         tokens = np.zeros((1, len(sequences), max(map(len, sequences))), np.int32)
         for row, ids in zip(tokens[0], sequences, strict=True):
             row[: len(ids)] = ids
         lengths = np.array([[len(ids) for ids in sequences]], np.int32)
         inputs = {"TOKENS_BATCH": tokens, "SEQUENCE_LENGTH": lengths}
         response = await self.request(self.postprocessing, inputs).async_exec()
-        return [text.decode() for text in arrays(response)["OUTPUT"].flat]
+        return [text.decode(errors="replace") for text in arrays(response)["OUTPUT"].flat]
 
     def request(self, model, inputs, request_id=""):
         tensors = [

@@ -23,7 +23,7 @@ PASSED_ON = (
     *("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"),
     *("num_input_tokens", "num_output_tokens"),
 )
-CANCELLATION_CHECK_SECONDS = 0.02
+CANCELLATION_CHECK_SECONDS = 0.1
 
 
 class TritonPythonModel:

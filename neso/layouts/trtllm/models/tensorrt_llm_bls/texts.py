@@ -3,7 +3,7 @@
 REPLACEMENT = "\ufffd"
 """What stands for the bytes of a character that is not complete."""
 MAX_CHARACTER_TOKENS = 4
-CONTEXT = 8
+"""UTF-8 has at most so many bytes."""
 
 
 class Texts:
@@ -60,13 +60,13 @@ class GrowingText:
     """Tells what each new token adds to the text: whole characters, with the spaces between words.
 
     Postprocessing knows only the tokens that it is given, and the text of a token may depend on the one before it. So
-    it is given a few tokens more, with and without the new ones, and what differs is new. Nothing that is shown is
+    it is given the last ones too, with and without the new ones, and what differs is new. Nothing that is shown is
     taken back; what comes behind a stop word is not shown.
     """
 
     def __init__(self, decode, prompt, stop_words):
         self.decode, self.stop_words = decode, stop_words
-        self.known = prompt[-CONTEXT:]  # their text is out, or the prompt's
+        self.known = prompt  # their text is out, or the prompt's; they begin and end with a character
         self.pending = []
         self.shown = ""
         self.stopped = False
@@ -74,21 +74,38 @@ class GrowingText:
     async def add(self, token_ids):
         """What may be shown now."""
         self.pending += token_ids
-        text = await self.new_text()
-        if text.endswith(REPLACEMENT) and len(self.pending) < MAX_CHARACTER_TOKENS:
-            return ""
-        self.known, self.pending = (self.known + self.pending)[-CONTEXT:], []
+        text = await self.text_behind(len(self.pending))
+        if text.endswith(REPLACEMENT):
+            text = await self.text_of_whole_characters(text)
         return self.show(text)
 
     async def finish(self):
         """What was held back."""
-        text = await self.new_text() if self.pending else ""
-        self.pending = []
-        return self.show(text)
+        return self.show(await self.text_behind(len(self.pending))) if self.pending else ""
 
-    async def new_text(self):
-        before, after = await self.decode([self.known, self.known + self.pending])
-        return difference(before, after)
+    async def text_behind(self, count):
+        """Of the first so many tokens that are pending; they are so no longer, unless they end within a character."""
+        before, after = await self.decode([self.known, self.known + self.pending[:count]])
+        text = difference(before, after)
+        if not text.endswith(REPLACEMENT):
+            self.take(count, text)
+        return text
+
+    async def text_of_whole_characters(self, text):
+        """All but the last character, which is not complete; it may be that it never will be."""
+        for left_out in range(1, min(MAX_CHARACTER_TOKENS, len(self.pending))):
+            before = await self.text_behind(len(self.pending) - left_out)
+            if not before.endswith(REPLACEMENT):
+                return before
+        if len(self.pending) < MAX_CHARACTER_TOKENS:
+            return ""
+        self.take(len(self.pending), text)
+        return text
+
+    def take(self, count, text):
+        """Tokens without a text of their own do not say how that of the next begins: others stay before them."""
+        taken, self.pending = self.pending[:count], self.pending[count:]
+        self.known = taken if text else self.known + taken
 
     def show(self, text):
         """Up to the end of the first stop word."""

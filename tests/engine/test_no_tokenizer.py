@@ -1,0 +1,86 @@
+"""Engines without a tokenizer, or with that of another model; requests whose text nobody needs."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from neso.engine.async_engine import AsyncEngine
+from neso.engine.config import EngineConfig
+from neso.engine.errors import EngineError
+from neso.engine.llm import LLM
+from neso.engine.text.tokenizer import Tokenizer
+from neso.generation import GenerationRequest, GuidedDecoding, InvalidParameter, SamplingParams
+
+PROMPT = list(range(10, 22))
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def weights(llama_checkpoint, tmp_path_factory):
+    """The checkpoint without its tokenizer."""
+    directory = tmp_path_factory.mktemp("weights")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(llama_checkpoint / name, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(llama_checkpoint):
+    return tokens(LLM(llama_checkpoint))
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[int]:
+    return llm.generate([PROMPT], params, progress=False)[0].outputs[0].token_ids
+
+
+def test_tokens_go_in_and_come_out(weights, expected):
+    llm = LLM(weights, skip_tokenizer_init=True)
+    (result,) = llm.generate([PROMPT], GREEDY, progress=False)
+    assert (result.outputs[0].token_ids, result.text) == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "further", "message"),
+    [
+        ("Hello", {}, "prompt: this engine has no tokenizer"),
+        (PROMPT, {"stop": ("x",)}, "stop: is looked for in the text"),
+        (PROMPT, {"bad_words": ("x",)}, "prompt: this engine has no tokenizer"),
+        (PROMPT, {"guided_decoding": GuidedDecoding(regex="a")}, "no bytes for single tokens"),
+    ],
+)
+def test_what_needs_text_is_refused(weights, prompt, further, message):
+    llm = LLM(weights, skip_tokenizer_init=True)
+    with pytest.raises(InvalidParameter, match=message):
+        llm.generate([prompt], SamplingParams(max_tokens=4, **further), progress=False)
+
+
+def test_the_tokenizer_of_another_model(weights, llama_checkpoint, expected):
+    llm = LLM(weights, tokenizer=str(llama_checkpoint))
+    (result,) = llm.generate([PROMPT], GREEDY, progress=False)
+    assert result.outputs[0].token_ids == expected and result.text
+    guided = SamplingParams(max_tokens=8, guided_decoding=GuidedDecoding(regex="abc"))
+    assert llm.generate(["x"], guided, progress=False)[0].text == "abc"
+
+
+async def test_an_engine_says_that_it_has_none(weights):
+    with pytest.raises(EngineError, match=r"tokenizer\.json"):
+        await AsyncEngine.start(EngineConfig(model=str(weights)), in_process=True)
+
+
+async def test_text_is_made_where_it_is_wanted(llama_checkpoint, expected):
+    engine = await AsyncEngine.start(EngineConfig(model=str(llama_checkpoint)), in_process=True)
+    try:
+        for detokenize in (True, False):
+            request = GenerationRequest(PROMPT, GREEDY, detokenize=detokenize)
+            deltas = [delta async for output in engine.generate(request) for delta in output.deltas]
+            assert [token for delta in deltas for token in delta.token_ids] == expected
+            text = "".join(delta.text for delta in deltas)
+            whole = Tokenizer.from_model(llama_checkpoint).decode(PROMPT + expected)
+            assert whole.endswith(text) if detokenize else text == ""
+        stops = SamplingParams(max_tokens=4, stop=("x",))
+        with pytest.raises(InvalidParameter, match="stop: is looked for in the text"):
+            await anext(engine.generate(GenerationRequest(PROMPT, stops, detokenize=False)))
+    finally:
+        await engine.stop()

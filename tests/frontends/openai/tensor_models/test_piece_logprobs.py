@@ -1,0 +1,47 @@
+"""Which tokens the numbers belong to that a model tells with its text."""
+
+from __future__ import annotations
+
+from scripted_model import ScriptedText
+
+from neso.frontends.openai.tensor_models.piece_logprobs import PieceLogprobs
+from neso.generation import TokenLogprobs
+
+TEXT = ScriptedText()
+WORDS = "the quick brown"
+IDS = TEXT.encode(WORDS, add_special_tokens=False)
+NUMBERS = [-0.5 * (i + 1) for i in range(len(IDS))]
+
+
+def told(entries: list[TokenLogprobs]) -> list[tuple[int, str, float]]:
+    return [(entry.token_id, entry.token, entry.logprob) for entry in entries]
+
+
+def test_a_whole_text() -> None:
+    expected = [(token, TEXT.decode([token]), number) for token, number in zip(IDS, NUMBERS, strict=True)]
+    assert len(IDS) > 1
+    assert told(PieceLogprobs(TEXT).add(WORDS, NUMBERS)) == expected
+    assert told(PieceLogprobs(TEXT).add(WORDS, [*NUMBERS, -9.0])) == expected  # and an end token
+
+
+def test_token_by_token() -> None:
+    pieces = PieceLogprobs(TEXT)
+    entries = [
+        entry
+        for token, number in zip(IDS, NUMBERS, strict=True)
+        for entry in pieces.add(TEXT.decode([token]), [number])
+    ]
+    assert told(entries) == told(PieceLogprobs(TEXT).add(WORDS, NUMBERS))
+
+
+def test_a_character_of_several_tokens() -> None:
+    pieces = PieceLogprobs(TEXT)
+    tokens = TEXT.encode("你", add_special_tokens=False)
+    assert len(tokens) == 3
+    assert pieces.add("", [-1.0]) == pieces.add("", [-2.0]) == []
+    assert [entry.token_id for entry in pieces.add("你", [-4.0])] == tokens
+
+
+def test_what_does_not_fit_counts_as_one_piece() -> None:
+    assert told(PieceLogprobs(TEXT).add(WORDS, [-1.0])) == [(-1, WORDS, -1.0)]
+    assert told(PieceLogprobs(None).add(WORDS, [-1.0, -2.0])) == [(-1, WORDS, -3.0)]

@@ -1,0 +1,18 @@
+"""Special tokens that a parser needs, for models that are asked by tensors: those know all or none."""
+
+from __future__ import annotations
+
+import json
+
+from neso.backends.vllm.sampling import from_params
+from neso.frontends.openai.tensor_models.json_sampling import sampling_json
+from neso.generation import SamplingParams
+
+
+def test_models_that_know_all_or_none_show_all() -> None:
+    needed = SamplingParams(shown_special_tokens=("[TOOL_CALLS]",))
+    assert json.loads(sampling_json(needed))["skip_special_tokens"] is False
+    assert "shown_special_tokens" not in json.loads(sampling_json(needed))
+    assert "skip_special_tokens" not in json.loads(sampling_json(SamplingParams()))
+    assert from_params(needed)["skip_special_tokens"] is False
+    assert from_params(SamplingParams())["skip_special_tokens"] is True
