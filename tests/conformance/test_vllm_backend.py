@@ -31,7 +31,7 @@ from neso.models import SHIPPED_MODELS
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from peft_adapters import greedy_with, write_adapter
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PILOT = SHIPPED_MODELS["neso-pilot"]
 MODEL, EMBEDDER = "vllm_model", "vllm_embed"
@@ -87,7 +87,7 @@ def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
         "--model-control-mode=explicit",
         "--load-model=*",
         python=PYTHON,
-        environment=ENVIRONMENT,
+        environment={**ENVIRONMENT, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
         timeout=480,
     ) as process:
         assert process.ports, process.output
@@ -445,6 +445,37 @@ def test_adapters(server, llm, adapter):
     assert adapted["text_output"] == llm.tokenizer.decode(ids)
     plain = generate(server, {**body, "sampling_parameters": json.dumps(params)})
     assert plain["text_output"] == expected(llm, max_tokens=8, ignore_eos=True) != adapted["text_output"]
+
+
+def change_adapters(server: ServerProcess, what: str, **body: str) -> str:
+    """What vLLM's route says, as text."""
+    command = [
+        "curl",
+        "-s",
+        server.url(f"/v1/{what}_lora_adapter", "openai"),
+        "-H",
+        "Content-Type: application/json",
+    ]
+    body["model"] = MODEL
+    result = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, timeout=60)
+    return result.stdout
+
+
+def test_adapters_that_come_and_go(server, adapter):
+    def answer(name: str) -> Any:
+        return generate(
+            server, {"text_input": QUESTION, "temperature": 0, "max_tokens": 6, "lora_name": name}
+        )
+
+    said = change_adapters(server, "load", lora_name="sheep", lora_path=str(adapter))
+    assert "added successfully" in said
+    assert answer("sheep") == answer("doll")
+    refused = change_adapters(server, "load", lora_name="ghost", lora_path=str(adapter / "nowhere"))
+    assert "vLLM cannot load adapter 'ghost'" in refused
+    change_adapters(server, "unload", lora_name="sheep")
+    for name in ("sheep", "ghost"):
+        wanted = f"LoRA {name} is not supported, we currently support ['doll']"
+        assert answer(name) == {"error": wanted}
 
 
 def test_adapters_that_are_switched_off(server):

@@ -6,9 +6,11 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
+from multiprocessing import active_children
 from typing import Any
 
 from neso.backends.vllm import library
+from neso.backends.vllm.guardian import Guardian
 from neso.generation import InvalidParameter
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 
@@ -25,6 +27,7 @@ class VllmEngine:
 
     def __init__(self, engine: Any, tasks: frozenset[str]) -> None:
         self._engine = engine
+        self._guardian = Guardian(process.pid for process in active_children() if process.pid)
         self._names = itertools.count()
         self._num_requests = 0
         self.tasks = tasks
@@ -160,6 +163,7 @@ class VllmEngine:
         """End the engine's processes, which gives their memory back."""
         engine, self._engine = self._engine, _Ended(self._engine)
         await asyncio.to_thread(engine.shutdown)
+        await asyncio.to_thread(self._guardian.dismiss)
 
 
 class _Ended:

@@ -1,0 +1,57 @@
+"""What a server that is killed leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+# A server with an engine, which is another process in a session of its own.
+SERVER = """
+import subprocess, sys, time
+from neso.backends.vllm.guardian import Guardian
+
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+guardian = Guardian([engine.pid])
+print(engine.pid, flush=True)
+if sys.stdin.readline() == "dismiss\\n":
+    guardian.dismiss()
+    print("dismissed", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        yield process
+        process.kill()
+
+
+def test_an_engine_ends_with_a_server_that_is_killed(server):
+    assert server.stdout is not None
+    engine = psutil.Process(int(server.stdout.readline()))
+    server.kill()
+    gone, _ = psutil.wait_procs([engine], timeout=20)
+    assert gone
+
+
+def test_a_guardian_that_was_dismissed_does_nothing(server):
+    assert server.stdin is not None and server.stdout is not None
+    engine = psutil.Process(int(server.stdout.readline()))
+    server.stdin.write("dismiss\n")
+    server.stdin.flush()
+    assert server.stdout.readline() == "dismissed\n"
+    assert psutil.Process(server.pid).children(recursive=True) == [engine]
+    server.kill()
+    server.wait()
+    time.sleep(0.5)
+    assert engine.is_running()
+    engine.kill()
