@@ -108,7 +108,7 @@ def _warn_of_others(values: Values) -> None:
 
 def openai_restrictions(values: Values) -> Restrictions:
     """Of OpenAI's API alone. Raises `OptionError`."""
-    from neso.frontends.openai.restricted_groups import GROUPS
+    from neso.frontends.openai.access.restricted_groups import GROUPS
     from neso.frontends.restrictions import Restrictions
 
     with about(f"--{_RESTRICTED}"):

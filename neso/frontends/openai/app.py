@@ -17,24 +17,24 @@ from starlette.routing import Route
 import neso
 from neso.frontends.openai.access.options import AccessOptions
 from neso.frontends.openai.access.protection import limit_rates, protect
-from neso.frontends.openai.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
-from neso.frontends.openai.chat import ChatApi
-from neso.frontends.openai.completions import CompletionsApi
+from neso.frontends.openai.access.restricted_routes import restrict
+from neso.frontends.openai.chat.api import ChatApi
+from neso.frontends.openai.chat.media import Media
+from neso.frontends.openai.completions.api import CompletionsApi
 from neso.frontends.openai.connection import Body, parse_body, read_body
-from neso.frontends.openai.embeddings import EmbeddingsApi
 from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
 from neso.frontends.openai.errors import ApiError, to_api_error
-from neso.frontends.openai.management_routes import control_routes, metrics_route
-from neso.frontends.openai.media import Media
-from neso.frontends.openai.models import ModelsApi
+from neso.frontends.openai.models.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
+from neso.frontends.openai.models.listing import ModelsApi
+from neso.frontends.openai.models.routes import control_routes, metrics_route
+from neso.frontends.openai.models.targets import Targets
 from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.openai.pooling_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from neso.frontends.openai.pooling.embeddings import EmbeddingsApi
+from neso.frontends.openai.pooling.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from neso.frontends.openai.pooling.scores import ScoresApi
+from neso.frontends.openai.requests.schemas import ChatCompletionRequest, CompletionRequest
 from neso.frontends.openai.responses import ResponsesApi
 from neso.frontends.openai.responses.routes import response_routes
-from neso.frontends.openai.restricted import restrict
-from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
-from neso.frontends.openai.scores import ScoresApi
-from neso.frontends.openai.targets import Targets
 from neso.frontends.openai.tokens import DetokenizeRequest, TokenizeRequest, TokensApi
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from neso.engine.errors import EngineDead
-from neso.frontends.openai.request_id import REQUEST_ID
+from neso.frontends.openai.access.request_id import REQUEST_ID
 from neso.generation import InvalidParameter
 from neso.server.errors import ErrorCode, ServerError
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from neso.frontends.openai.chat.messages import chat_prompt
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error, validation_error
-from neso.frontends.openai.messages import chat_prompt
-from neso.frontends.openai.schemas import ChatCompletionRequest, ChatMessage, Integer, TokenId, Tool
-from neso.frontends.openai.targets import Targets
+from neso.frontends.openai.models.targets import Targets
+from neso.frontends.openai.requests.schemas import ChatCompletionRequest, ChatMessage, Integer, TokenId, Tool
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import InvalidParameter, TextTools
 

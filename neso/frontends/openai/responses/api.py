@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response as HttpResponse
 
-from neso.frontends.openai.answer import generation_request
-from neso.frontends.openai.chat import explain
+from neso.frontends.openai.answers.answer import generation_request
+from neso.frontends.openai.answers.sse import EventStream
+from neso.frontends.openai.chat.api import explain
+from neso.frontends.openai.chat.media import Media
+from neso.frontends.openai.chat.message_formats import MessageFormats
+from neso.frontends.openai.chat.messages import chat_prompt
 from neso.frontends.openai.errors import ApiError, invalid
-from neso.frontends.openai.media import Media
-from neso.frontends.openai.message_formats import MessageFormats
-from neso.frontends.openai.messages import chat_prompt
+from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.openai.refusals import refuse_what_cannot_be_honoured
+from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
+from neso.frontends.openai.requests.sampling import chat_sampling
+from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.responses.chat_request import chat_request, renamed_here
 from neso.frontends.openai.responses.conversation import Item, input_items
 from neso.frontends.openai.responses.event_stream import written_events
@@ -28,10 +32,6 @@ from neso.frontends.openai.responses.run import ResponseRun
 from neso.frontends.openai.responses.schemas import ResponseRequest
 from neso.frontends.openai.responses.store import EventLog, ResponseStore, StoredResponse
 from neso.frontends.openai.responses.truncation import truncated_prompt
-from neso.frontends.openai.sampling import chat_sampling
-from neso.frontends.openai.schemas import ChatCompletionRequest
-from neso.frontends.openai.sse import EventStream
-from neso.frontends.openai.targets import Target, Targets
 from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:

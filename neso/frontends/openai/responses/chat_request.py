@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from neso.frontends.openai.errors import ApiError, invalid, validation_error
+from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.responses.conversation import Item, to_messages
 from neso.frontends.openai.responses.schemas import (
     AllowedTools,
@@ -16,7 +17,6 @@ from neso.frontends.openai.responses.schemas import (
     ResponseRequest,
     TextFormat,
 )
-from neso.frontends.openai.schemas import ChatCompletionRequest
 
 _NOT_HERE = {
     "conversation": "use 'previous_response_id', or send the items",

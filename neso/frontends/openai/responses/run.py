@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from neso.frontends.openai.answer import finish_name
+from neso.frontends.openai.answers.answer import finish_name
+from neso.frontends.openai.answers.logprobs import chat_logprobs
+from neso.frontends.openai.chat.message_reader import MessageEvent, MessageReader, Reasoning
 from neso.frontends.openai.errors import ApiError
-from neso.frontends.openai.logprobs import chat_logprobs
-from neso.frontends.openai.message_reader import MessageEvent, MessageReader, Reasoning
+from neso.frontends.openai.models.targets import Target
 from neso.frontends.openai.responses.output import Event
 from neso.frontends.openai.responses.response import Response
-from neso.frontends.openai.targets import Target
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart
 from neso.generation import CompletionDelta, GenerationOutput, GenerationRequest, InvalidParameter
 from neso.server.tracing import Trace

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from neso.frontends.openai.requests.schemas import Integer
 from neso.frontends.openai.responses.item_schemas import InputItem
-from neso.frontends.openai.schemas import Integer
 
 Includable = Literal[
     "file_search_call.results",

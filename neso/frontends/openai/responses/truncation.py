@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Any
 
-from neso.frontends.openai.messages import chat_prompt
-from neso.frontends.openai.schemas import ChatCompletionRequest
+from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TextTools
 

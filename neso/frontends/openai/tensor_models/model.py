@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from neso.frontends.openai.merge import merge
+from neso.frontends.openai.answers.merge import merge
 from neso.frontends.openai.tensor_models import text_face
 from neso.frontends.openai.tensor_models.answer_text import AnswerText
 from neso.frontends.openai.tensor_models.response import TextResponse

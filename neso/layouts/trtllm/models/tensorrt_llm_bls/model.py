@@ -57,11 +57,12 @@ class TritonPythonModel:
     async def respond(self, request):
         sender = request.get_response_sender()
         try:
-            if self.decoupled:
-                async for outputs in self.generate(request):
-                    sender.send(response_of(outputs))
-            else:
-                sender.send(response_of(joined([outputs async for outputs in self.generate(request)])))
+            async with aclosing(self.generate(request)) as responses:
+                if self.decoupled:
+                    async for outputs in responses:
+                        sender.send(response_of(outputs))
+                else:
+                    sender.send(response_of(joined([outputs async for outputs in responses])))
             error = None
         except RequestError as failure:
             error = failure.error

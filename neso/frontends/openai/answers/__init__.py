@@ -1,0 +1,1 @@
+"""What completions and chats have in common: generations gathered into one answer, or streamed."""

@@ -1,0 +1,86 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from neso.frontends.openai.answers.answer import Answer, AnswerKind
+from neso.frontends.openai.answers.prompt_record import PromptRecord
+from neso.frontends.openai.chat.choice import ChatChoice
+from neso.frontends.openai.chat.media import Media
+from neso.frontends.openai.chat.message_format import MessageFormat
+from neso.frontends.openai.chat.message_formats import MessageFormats
+from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.completions.prompts import cut_prompt, is_too_long
+from neso.frontends.openai.errors import ApiError, invalid, to_api_error
+from neso.frontends.openai.models.targets import Target, Targets
+from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
+from neso.frontends.openai.requests.sampling import CHAT_NAMES, chat_sampling, renamed
+from neso.frontends.openai.requests.schemas import ChatCompletionRequest
+from neso.generation import InvalidParameter
+
+if TYPE_CHECKING:
+    from neso.server.tracing import Trace
+
+KIND = AnswerKind(
+    id_prefix="chatcmpl", whole="chat.completion", chunk="chat.completion.chunk", adds_special_tokens=False
+)
+
+
+class ChatApi:
+    """Answers chats."""
+
+    def __init__(self, targets: Targets, media: Media, options: OpenAIOptions) -> None:
+        """Raises `ValueError` for options that name parsers that there are not."""
+        self._targets = targets
+        self._media = media
+        self._formats = MessageFormats(options)
+
+    async def create(self, request: ChatCompletionRequest, trace: Trace | None = None) -> Any:
+        """The response, an ASGI application. Raises `ApiError` and what the core raises."""
+        refuse_what_cannot_be_honoured(request)
+        target = await self._targets.find(request.model)
+        prompt, images = chat_prompt(request, target.text)
+        cut = cut_prompt(
+            prompt,
+            target.text,
+            request.truncate_prompt_tokens,
+            target.language_model.max_model_len,
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+        if cut is not prompt and images:
+            raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
+        message_format = self._formats.of(request, target, prompt)
+        sampling = chat_sampling(request, message_format)
+        answer = Answer(
+            KIND,
+            request,
+            target,
+            [self._choice(index, request, target, message_format) for index in range(request.n or 1)],
+            lambda error: explain(error, request, target, prompt),
+            prompt=PromptRecord(request),
+        )
+        return await answer.respond([cut], sampling, trace, await self._media.fetched(images))
+
+    def _choice(
+        self, index: int, request: ChatCompletionRequest, target: Target, message_format: MessageFormat
+    ) -> ChatChoice:
+        reader = message_format.reader(eager=bool(request.stream))
+        return ChatChoice(index, request, reader, target.language_model.text)
+
+
+def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:
+    """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
+    if error.field in CHAT_NAMES:
+        return renamed(error, CHAT_NAMES)
+    if error.field not in ("prompt", "messages", "images"):
+        return to_api_error(error)
+    limit = target.language_model.max_model_len
+    if is_too_long(prompt, target.text, limit, bool(request.add_special_tokens)):
+        return invalid(
+            "messages",
+            f"This model's maximum context length is {limit} tokens: {error.message}",
+            "context_length_exceeded",
+        )
+    return invalid("messages", f"Invalid 'messages': {error.message}")

@@ -1,0 +1,131 @@
+"""One choice of a chat: its reasoning, its content and its tool calls."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from neso.frontends.openai.answers.answer import Choice, finish_name
+from neso.frontends.openai.answers.logprobs import chat_logprobs
+from neso.frontends.openai.chat.message_reader import Message, MessageEvent, MessageReader, Reasoning
+from neso.frontends.openai.requests.schemas import ChatCompletionRequest
+from neso.frontends.openai.tool_parsers import Content, ToolCallStart
+from neso.generation import CompletionDelta, GenerationOutput, TextTools
+
+
+class ChatChoice(Choice):
+    """Its text is read by `reader`. `text` knows the bytes of the model's tokens."""
+
+    def __init__(
+        self, index: int, request: ChatCompletionRequest, reader: MessageReader, text: TextTools
+    ) -> None:
+        self._index = index
+        self._reader = reader
+        self._tools = text
+        self._by_number = bool(request.return_tokens_as_token_ids)
+        self._with_reasoning = request.include_reasoning is not False
+        self._logprobs: list[dict[str, Any]] | None = [] if request.logprobs else None
+        self._token_ids: list[int] | None = [] if request.return_token_ids else None
+        self._begun = False
+        self._called = False
+        self._message = Message()
+        self._finish_reason: str | None = None
+        self._stop_reason: str | int | None = None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._reader.num_reasoning_tokens
+
+    def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
+        pieces = [piece for event in self._read(delta) if (piece := self._piece(event)) is not None]
+        if not pieces and (self._logprobs or self._finish_reason is not None):
+            pieces = [{}] if self._finish_reason is not None else [{"content": ""}]
+        if not self._begun:
+            self._begun = True
+            pieces.insert(0, {"role": "assistant", "content": ""})
+        chunks = [self._chunk(piece) for piece in pieces]
+        if chunks and self._finish_reason is not None:
+            chunks[-1]["finish_reason"] = self._final_reason()
+            chunks[-1]["stop_reason"] = self._stop_reason
+        if self._logprobs:
+            chunks[-1]["logprobs"] = {"content": self._logprobs}
+            self._logprobs = []
+        if chunks and self._token_ids is not None:
+            chunks[-1]["token_ids"], self._token_ids = self._token_ids, []
+        return chunks
+
+    def gather(self, output: GenerationOutput, delta: CompletionDelta) -> None:
+        self._message.add(self._read(delta))
+
+    def gathered(self) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "message": self._whole_message(),
+            "logprobs": None if self._logprobs is None else {"content": self._logprobs},
+            "finish_reason": self._final_reason(),
+            "stop_reason": self._stop_reason,
+        }
+        if self._token_ids is not None:
+            choice["token_ids"] = self._token_ids
+        return choice
+
+    def _read(self, delta: CompletionDelta) -> list[MessageEvent]:
+        """Take note of a delta; what it makes known of the message."""
+        if self._logprobs is not None and delta.logprobs:
+            self._logprobs += chat_logprobs(delta.logprobs, self._tools, by_number=self._by_number)
+        if self._token_ids is not None:
+            self._token_ids += delta.token_ids
+        events = self._reader.feed(delta.text, len(delta.token_ids))
+        if delta.finish_reason is not None:
+            self._finish_reason = finish_name(delta.finish_reason)
+            self._stop_reason = delta.stop_reason
+            events += self._reader.finish()
+        self._called = self._called or any(isinstance(event, ToolCallStart) for event in events)
+        return events
+
+    def _final_reason(self) -> str | None:
+        if self._reader.cut_off:
+            return "length"
+        return "tool_calls" if self._called and self._finish_reason == "stop" else self._finish_reason
+
+    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _piece(self, event: MessageEvent) -> dict[str, Any] | None:
+        """The `delta` of an event."""
+        if isinstance(event, Reasoning):
+            return _reasoning(event.text) if self._with_reasoning else None
+        if isinstance(event, Content):
+            return {"content": event.text}
+        call: dict[str, Any] = {"index": event.index}
+        if isinstance(event, ToolCallStart):
+            call |= {"id": _call_id(), "type": "function", "function": {"name": event.name, "arguments": ""}}
+        else:
+            call["function"] = {"arguments": event.fragment}
+        return {"tool_calls": [call]}
+
+    def _whole_message(self) -> dict[str, Any]:
+        reasoning, calls = self._message.reasoning, self._message.calls
+        whole: dict[str, Any] = {
+            "role": "assistant",
+            "content": self._message.content or (None if reasoning or calls else ""),
+            "refusal": None,
+            "annotations": [],
+        }
+        if reasoning and self._with_reasoning:
+            whole |= _reasoning(reasoning)
+        if calls:
+            whole["tool_calls"] = [
+                {"id": _call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, arguments in calls
+            ]
+        return whole
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """DeepSeek's name of it, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,1 @@
+"""Text completions: prompts of all kinds, continued."""

@@ -1,0 +1,94 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from neso.frontends.openai.answers.answer import Answer, AnswerKind
+from neso.frontends.openai.answers.prompt_record import PromptRecord
+from neso.frontends.openai.completions.choice import CompletionChoice
+from neso.frontends.openai.completions.prompts import (
+    Prompt,
+    completion_prompts,
+    cut_prompt,
+    is_too_long,
+    prompt_text,
+)
+from neso.frontends.openai.errors import ApiError, invalid, to_api_error
+from neso.frontends.openai.models.targets import Target, Targets
+from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
+from neso.frontends.openai.requests.sampling import completion_names, completion_sampling, renamed
+from neso.frontends.openai.requests.schemas import CompletionRequest
+from neso.generation import InvalidParameter
+
+if TYPE_CHECKING:
+    from neso.server.tracing import Trace
+
+KIND = AnswerKind(
+    id_prefix="cmpl", whole="text_completion", chunk="text_completion", adds_special_tokens=True
+)
+
+
+class CompletionsApi:
+    """Completes prompts."""
+
+    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
+        self._targets = targets
+        self._options = options
+
+    async def create(self, request: CompletionRequest, trace: Trace | None = None) -> Any:
+        """The response, an ASGI application. Raises `ApiError` and what the core raises."""
+        refuse_what_cannot_be_honoured(request)
+        target = await self._targets.find(request.model)
+        sampling = completion_sampling(request, self._options)
+        prompts = [
+            cut_prompt(
+                prompt,
+                target.text,
+                request.truncate_prompt_tokens,
+                target.language_model.max_model_len,
+                add_special_tokens=request.add_special_tokens is not False,
+            )
+            for prompt in completion_prompts(request)
+        ]
+        answer = Answer(
+            KIND,
+            request,
+            target,
+            self._choices(request, target, prompts),
+            lambda error: _explain(error, request, target, prompts),
+            count_completion=request.max_tokens != 0,
+        )
+        return await answer.respond(prompts, sampling, trace)
+
+    def _choices(
+        self, request: CompletionRequest, target: Target, prompts: list[Prompt]
+    ) -> list[CompletionChoice]:
+        n = request.n or 1
+        text = target.text
+        records = [
+            PromptRecord(request, prompt_text(prompt, text) if request.echo else "") for prompt in prompts
+        ]
+        return [
+            CompletionChoice(number * n + i, request, record, text)
+            for number, record in enumerate(records)
+            for i in range(n)
+        ]
+
+
+def _explain(
+    error: InvalidParameter, request: CompletionRequest, target: Target, prompts: list[Prompt]
+) -> ApiError:
+    limit = target.language_model.max_model_len
+    special = request.add_special_tokens is not False
+    if error.field == "prompt" and any(
+        is_too_long(prompt, target.text, limit, special) for prompt in prompts
+    ):
+        return invalid(
+            "prompt",
+            f"This model's maximum context length is {limit} tokens: {error.message}",
+            "context_length_exceeded",
+        )
+    names = completion_names(request)
+    return renamed(error, names) if error.field in names else to_api_error(error)

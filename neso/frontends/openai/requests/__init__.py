@@ -1,0 +1,1 @@
+"""What a request for text says, whichever way it asks: fields, sampling, and what is refused."""

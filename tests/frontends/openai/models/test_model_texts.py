@@ -1,0 +1,85 @@
+"""Where the tokenizers of models that take text as tensors are."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from neso.frontends.openai.models.texts import ModelTexts
+from neso.frontends.openai.tensor_models.model import NO_LIMIT
+from neso.models import SHIPPED_MODELS
+from neso.server.errors import NotFound
+
+PILOT = SHIPPED_MODELS["neso-pilot"]
+
+
+class FakeModel:
+    """As much of a `Model` as is looked at."""
+
+    def __init__(self, name: str, directory: Path, steps: tuple[str, ...] = (), **parameters: str) -> None:
+        self.name, self.directory, self.language_model = name, directory, None
+        self.config = ModelConfig(name=name)
+        for key, value in parameters.items():
+            self.config.parameters[key].string_value = value
+        for step in steps:
+            self.config.ensemble_scheduling.step.add(model_name=step)
+
+
+class FakeCore:
+    def __init__(self, *models: FakeModel) -> None:
+        self._models = {model.name: model for model in models}
+
+    def model(self, name: str) -> FakeModel:
+        if name not in self._models:
+            raise NotFound(name)
+        return self._models[name]
+
+
+def texts(*models: FakeModel, default: Any = None) -> ModelTexts:
+    return ModelTexts(FakeCore(*models), default)  # type: ignore[arg-type]
+
+
+async def test_a_directory_beside_the_model(tmp_path: Path) -> None:
+    shutil.copytree(PILOT, tmp_path / "tokenizer")
+    model = FakeModel("a", tmp_path, tokenizer_dir="tokenizer", max_seq_len="99")
+    found = texts(model)
+    tokenizer = await found.tokenizer(model)
+    assert tokenizer is not None and tokenizer.encode("hello")
+    assert await found.tokenizer(model) is tokenizer
+    assert found.max_model_len(model) == 99
+
+
+async def test_that_of_a_model_which_is_called(tmp_path: Path) -> None:
+    first = FakeModel("preprocessing", tmp_path, tokenizer_dir=str(PILOT))
+    template = FakeModel("template", tmp_path, tokenizer_dir="${tokenizer_dir}")
+    ensemble = FakeModel("ensemble", tmp_path, ("missing", "template", "preprocessing"))
+    bls = FakeModel("bls", tmp_path, tensorrt_llm_model_name="ensemble")
+    found = texts(first, template, ensemble, bls)
+    assert await found.tokenizer(ensemble) is not None
+    assert await found.tokenizer(bls) is not None
+    assert await found.tokenizer(template) is None
+    assert found.max_model_len(bls) == NO_LIMIT
+
+
+async def test_models_that_call_themselves_end(tmp_path: Path) -> None:
+    one = FakeModel("one", tmp_path, tensorrt_llm_model_name="two")
+    two = FakeModel("two", tmp_path, tensorrt_llm_model_name="one")
+    assert await texts(one, two).tokenizer(one) is None
+    assert texts(one, two).max_model_len(one) == NO_LIMIT
+
+
+async def test_one_that_cannot_be_read_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = FakeModel("a", tmp_path, tokenizer_dir=str(tmp_path))
+    default = object()
+    found = texts(model, default=default)
+    with caplog.at_level(logging.ERROR):
+        assert [await found.tokenizer(model) for _ in range(3)] == [default] * 3
+    assert len(caplog.records) == 1
+    assert "tokenizer.json is missing" in caplog.text
