@@ -586,6 +586,9 @@ def test_openai_refusals(api):
     with pytest.raises(openai.BadRequestError) as caught:
         api.completions.create(model=MODEL, prompt="word " * 1000)
     assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="Token id 1000000 is out of vocabulary") as caught:
+        api.completions.create(model=MODEL, prompt=[1_000_000])
+    assert caught.value.param == "prompt"
     with pytest.raises(openai.BadRequestError, match=r"grammar|regex"):
         api.completions.create(model=MODEL, prompt="a", extra_body={"guided_regex": "("})
 

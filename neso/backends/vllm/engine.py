@@ -202,12 +202,14 @@ def refusal(error: BaseException) -> Refused:
 
 
 def _field(error: BaseException, text: str) -> str:
+    """The parameter that vLLM names, or begins with; what it says of lengths and tokens is about the prompt."""
     named = getattr(error, "parameter", None)
-    if named is None:
-        first = text.replace("`", "").split(maxsplit=1)[:1]
-        named = next((word.rstrip(":,.") for word in first), "")
-        named = named if named in library.sampling_fields() else "prompt" if "prompt" in text else "request"
-    return "prompt" if str(named) in ("input_tokens", "input_text") else str(named)
+    if named is not None:
+        return "prompt" if named in ("input_tokens", "input_text") else str(named)
+    first = text.replace("`", "").partition(" ")[0].rstrip(":,.")
+    if first in library.sampling_fields():
+        return first
+    return "prompt" if "prompt" in text or text.startswith("Token id") else "request"
 
 
 def _text(error: BaseException) -> str:
