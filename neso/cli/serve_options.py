@@ -81,7 +81,10 @@ class ServeOptions:
 
     @classmethod
     def _from_values(cls, values: Values) -> ServeOptions:
+        from neso.frontends.openai import check_model_config
+
         names = values["models"] or ([] if values["model-repository"] else [SHIPPED_MODEL])
+        openai = openai_options(values)
         server = ServerOptions(
             **repository_options(values),
             **rate_limiter_options(values),
@@ -91,6 +94,7 @@ class ServeOptions:
             allow_client_shm=values["allow-client-shm"],
             metrics=measured(values),
             trace=trace_config(values),
+            config_checks=() if openai is None else (check_model_config,),
         )
         return cls(
             server=server,
@@ -99,7 +103,7 @@ class ServeOptions:
             http=http_options(values),
             grpc=grpc_options(values),
             metrics=metrics_options(values),
-            openai=openai_options(values),
+            openai=openai,
             openai_http=openai_http_options(values),
             log=log_options(values),
             warnings=tuple(values.warnings),

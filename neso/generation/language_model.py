@@ -22,12 +22,16 @@ class TextTools(Protocol):
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for a chat. Raises `InvalidParameter("messages", …)` if the template refuses them."""
+        """The prompt for a chat. Raises `InvalidParameter("messages", …)` if the template refuses them.
+
+        `variables` are the client's, of any name: those before them go by their places.
+        """
 
     @property
     def has_chat_template(self) -> bool:

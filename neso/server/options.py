@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from os import PathLike
@@ -44,7 +45,8 @@ class ServerOptions:
     all models that enable it, in memory; 0: there is none. `redis_cache`: it is in Redis instead. `allow_client_shm`:
     clients may have tensors read from and written to system shared memory. `rate_limit` says whether executions wait
     for resources, `rate_limit_resources` how much there is of them; without any, the most that an instance needs.
-    `metrics`: what is measured. `trace`: what is traced from the start on.
+    `metrics`: what is measured. `trace`: what is traced from the start on. `config_checks`: what front ends demand of a
+    model's configuration (a `ModelConfig`); a `ServerError` that one raises is why the model is not loaded.
     Raises `ServerError` for options that cannot be served.
     """
 
@@ -70,6 +72,7 @@ class ServerOptions:
     rate_limit_resources: tuple[ResourceLimit, ...] = ()
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    config_checks: tuple[Callable[[Any], None], ...] = ()
 
     def __post_init__(self) -> None:
         self._normalize()

@@ -5,7 +5,7 @@ Importing this package is cheap; `create_app` brings in FastAPI when it is calle
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neso.frontends.openai.options import OpenAIOptions
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from neso.server.core import Core
 
-__all__ = ["OpenAIOptions", "create_app"]
+__all__ = ["OpenAIOptions", "check_model_config", "create_app"]
 
 
 def create_app(core: Core, options: OpenAIOptions | None = None) -> FastAPI:
@@ -22,3 +22,10 @@ def create_app(core: Core, options: OpenAIOptions | None = None) -> FastAPI:
     from neso.frontends.openai.app import create_app
 
     return create_app(core, options or OpenAIOptions())
+
+
+def check_model_config(config: Any) -> None:
+    """Raises `InvalidArgument` for a configuration that names parsers which there are not."""
+    from neso.frontends.openai.chat.parser_parameters import check_parsers
+
+    check_parsers(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,7 @@ from neso.frontends.openai.access.restricted_routes import restrict
 from neso.frontends.openai.chat.api import ChatApi
 from neso.frontends.openai.chat.media import Media
 from neso.frontends.openai.completions.api import CompletionsApi
-from neso.frontends.openai.connection import Body, parse_body, read_body
-from neso.frontends.openai.endpoint import GenerationEndpoint, error_response
+from neso.frontends.openai.endpoint import GenerationEndpoint, answer_to_body, error_response
 from neso.frontends.openai.errors import ApiError, to_api_error
 from neso.frontends.openai.models.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
 from neso.frontends.openai.models.listing import ModelsApi
@@ -120,10 +119,10 @@ def _token_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
     tokens = TokensApi(targets)
 
     async def tokenize(request: Request) -> Response:
-        return await _change(request, TokenizeRequest, tokens.tokenize, options.max_body_size)
+        return await answer_to_body(request, TokenizeRequest, tokens.tokenize, options.max_body_size)
 
     async def detokenize(request: Request) -> Response:
-        return await _change(request, DetokenizeRequest, tokens.detokenize, options.max_body_size)
+        return await answer_to_body(request, DetokenizeRequest, tokens.detokenize, options.max_body_size)
 
     # Under /v1, too, where the base URL of clients ends.
     return [
@@ -152,32 +151,15 @@ def _adapter_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
     adapters = AdaptersApi(targets)
 
     async def load(request: Request) -> Response:
-        return await _change(request, LoadAdapterRequest, adapters.load, options.max_body_size)
+        return await answer_to_body(request, LoadAdapterRequest, adapters.load, options.max_body_size)
 
     async def unload(request: Request) -> Response:
-        return await _change(request, UnloadAdapterRequest, adapters.unload, options.max_body_size)
+        return await answer_to_body(request, UnloadAdapterRequest, adapters.unload, options.max_body_size)
 
     return [
         Route("/v1/load_lora_adapter", load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
     ]
-
-
-async def _change(
-    request: Request,
-    schema: type[Body],
-    change: Callable[[Body], Awaitable[str | dict[str, Any]]],
-    limit: int,
-) -> Response:
-    """Do what a body asks for; the answer is a line of text, or an object."""
-    try:
-        body = parse_body(await read_body(request.scope, request.receive, limit), schema)
-        answer = await change(body)
-        if isinstance(answer, str):
-            return Response(answer, media_type="text/plain")
-        return Response(orjson.dumps(answer), media_type="application/json")
-    except Exception as error:
-        return error_response(to_api_error(error))
 
 
 def _health_routes(core: Core) -> list[Route]:

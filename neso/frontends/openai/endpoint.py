@@ -6,7 +6,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic
 
+import orjson
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -70,3 +72,24 @@ class GenerationEndpoint(Generic[Body]):
 def error_response(error: ApiError) -> Response:
     """The error as a response."""
     return Response(error.body(), error.status, media_type="application/json")
+
+
+async def answer_to_body(
+    request: Request,
+    schema: type[Body],
+    do: Callable[[Body], Awaitable[str | dict[str, Any]]],
+    max_body_size: int,
+    *,
+    empty: bytes = b"",
+) -> Response:
+    """Do what a body asks for; the answer is a line of text, or an object. `empty` stands for a body of nothing."""
+    try:
+        body = parse_body(await read_body(request.scope, request.receive, max_body_size) or empty, schema)
+        answer = await do(body)
+    except ClientGone:
+        return Response()
+    except Exception as error:
+        return error_response(to_api_error(error))
+    if isinstance(answer, str):
+        return Response(answer, media_type="text/plain")
+    return Response(orjson.dumps(answer), media_type="application/json")

@@ -54,6 +54,8 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
         settings = options.backend_config.get(config.backend, {})
         backend.auto_complete(config, directory, directory / str(chosen[-1]), settings)
         check_config(config, source.name)
+    for check in options.config_checks:
+        check(config)
     if ignored := ignored_fields(config, backend.heeds):
         logger.warning(
             "model '%s': its configuration has fields without effect: %s", source.name, ", ".join(ignored)

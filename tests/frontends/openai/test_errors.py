@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from asgi_client import Answer, AsgiClient
-from scripted_model import ScriptedModel
+from scripted_model import ScriptedBackend, ScriptedModel
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.engine.errors import EngineDead
-from neso.frontends.openai import OpenAIOptions, create_app
+from neso.frontends.openai import OpenAIOptions, check_model_config, create_app
 from neso.generation import InvalidParameter
+from neso.server import backend
 from neso.server.core import Core
 from neso.server.errors import InternalError, Unavailable
+from neso.server.options import ServerOptions
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -134,7 +138,8 @@ async def test_what_the_engine_refuses(client: AsgiClient, script: ScriptedModel
     assert "runner" in check(await client.post(COMPLETIONS, ASK), 400, "top_k")
     for field, path, body, param in (
         ("prompt_logprobs", COMPLETIONS, ASK, "logprobs"),
-        ("logprobs", CHAT, HI, "top_logprobs"),
+        ("logprobs", CHAT, {**HI, "logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ("logprobs", CHAT, {**HI, "logprobs": True}, "logprobs"),
     ):
         script.error = InvalidParameter(field, "must be at most 20")
         assert "at most 20" in check(await client.post(path, body), 400, param)
@@ -204,3 +209,37 @@ async def test_a_server_that_stops(client: AsgiClient, core: Core) -> None:
 def test_unknown_tool_parser(core: Core) -> None:
     with pytest.raises(ValueError, match="unknown tool call parser 'x'"):
         create_app(core, OpenAIOptions(tool_call_parser="x"))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "message"),
+    [
+        ("tool_call_parser", "x", "model 'm': unknown tool call parser 'x'"),
+        ("reasoning_parser", "x", "model 'm': unknown reasoning parser 'x'"),
+        ("tool_call_parser", "hermes", ""),
+        ("reasoning_parser", "none", ""),
+    ],
+)
+async def test_a_model_that_names_a_parser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameter: str, value: str, message: str
+) -> None:
+    """One that there is not keeps it from being loaded, long before somebody asks it."""
+    monkeypatch.setitem(backend.BUILTIN, "scripted", "scripted_model:ScriptedBackend")
+    monkeypatch.setattr(ScriptedBackend, "scripts", {})
+    core = Core(ServerOptions((), config_checks=(check_model_config,)))
+    config = ModelConfig(name="m", backend="scripted")
+    config.parameters[parameter].string_value = value
+    core.add_model("m", config, tmp_path)
+    await core.start()
+    (entry,) = core.repository_index()
+    assert message in entry.reason
+    assert core.model_ready("m") is not bool(message)
+    await core.stop()
+
+
+async def test_a_client_that_leaves_before_its_request_is_complete(
+    client: AsgiClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in ("/tokenize", "/v1/load_lora_adapter", "/v1/models/scripted/unload"):
+        await client.request("POST", path, hang_up_after=0)
+    assert caplog.text == ""

@@ -52,6 +52,16 @@ async def test_one_call_where_only_one_is_wanted(client: AsgiClient, script: Scr
     assert [item["type"] for item in answer["output"]] == ["function_call"]
 
 
+async def test_nothing_is_generated_behind_a_call_that_is_cut_off(core: Core, script: ScriptedModel) -> None:
+    client = AsgiClient(create_app(core, OpenAIOptions(max_tool_call_parse_bytes=200)))
+    endless = CALL.replace("Paris", "Paris" * 300)
+    script.reply = lambda request, choice: endless
+    events = sent_events(await client.post(PATH, body(tools=[WEATHER], stream=True)))
+    assert events[-1]["type"] == "response.incomplete"
+    assert events[-1]["response"]["usage"]["output_tokens"] < len(endless) / 5
+    assert len(script.aborted) == 1
+
+
 async def test_events_of_a_call(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: "So:\n" + CALL
     events = sent_events(await client.post(PATH, body(tools=[WEATHER], stream=True)))

@@ -29,6 +29,8 @@ class ApiKey:
     digest: bytes
     requests: int | None = None
     tokens: int | None = None
+    owner: str = ""
+    """Whose it is, to tell clients apart: its name, but for one that is named after its line in a file, which moves."""
 
     def quota(self, default: Quota) -> Quota:
         """What it may ask for."""
@@ -88,7 +90,10 @@ class ApiKeys:
         self._keys = [*self._given, *map(self._key, read_key_file(file))]
 
     def _key(self, entry: KeyEntry) -> ApiKey:
-        return ApiKey(entry.name, self._digest(entry.secret.encode()), entry.requests, entry.tokens)
+        # Whatever bytes the command line or a header has.
+        digest = self._digest(entry.secret.encode("utf-8", "surrogateescape"))
+        owner = entry.name if entry.is_named else digest.hex()
+        return ApiKey(entry.name, digest, entry.requests, entry.tokens, owner)
 
     def _digest(self, secret: bytes) -> bytes:
         return hashlib.blake2b(secret, key=self._pepper).digest()

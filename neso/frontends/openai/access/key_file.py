@@ -18,12 +18,14 @@ class KeyEntry:
     secret: str = field(repr=False)
     requests: int | None = None
     tokens: int | None = None
+    is_named: bool = True
+    """Whether somebody gave it its name; else it is that of its line."""
 
 
 def read_key_file(path: Path) -> list[KeyEntry]:
     """Raises `InvalidArgument` that names the file and the line; no message holds a key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InvalidArgument(
             f"the file of API keys '{path}' cannot be read: {getattr(error, 'strerror', error)}"
@@ -47,7 +49,7 @@ def _entries(path: Path, lines: Iterable[str]) -> Iterator[KeyEntry]:
         if not name or not secret:
             raise InvalidArgument(f"{path}:{number}: expected [NAME:]KEY [rpm=N] [tpm=N]")
         limits = dict(_limit(path, number, word) for word in words[1:])
-        yield KeyEntry(name, secret, limits.get("rpm"), limits.get("tpm"))
+        yield KeyEntry(name, secret, limits.get("rpm"), limits.get("tpm"), is_named=bool(colon))
 
 
 def _limit(path: Path, number: int, word: str) -> tuple[str, int]:

@@ -43,7 +43,7 @@ class RateLimiting:
         if scope["method"] != "POST" or not quota:
             await app(scope, receive, send)
             return
-        client = f"key {key.name}" if key is not None else f"address {(scope.get('client') or ('',))[0]}"
+        client = f"key {key.owner}" if key is not None else f"address {(scope.get('client') or ('',))[0]}"
         if self._quotas is None:
             self._quotas = _make_quotas()
         quotas = self._quotas

@@ -67,6 +67,16 @@ class Choice(ABC):
         """Tokens so far that are reasoning."""
         return 0
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether it has ended before its text: what comes after is not told."""
+        return False
+
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether its reason to end is known."""
+
 
 class Answer:
     """The answer to one API request, which asks for one generation a prompt, of `n` choices each.
@@ -168,12 +178,17 @@ class Answer:
                     self._note(number, output)
                     extra: dict[str, Any] = {"usage": self._total_usage()} if continuous else {}
                     chunks: list[bytes] = []
+                    cut_off = False
                     for delta in output.deltas:
-                        for choice in self._choices[number * self._n + delta.index].stream(output, delta):
+                        choice = self._choices[number * self._n + delta.index]
+                        for piece in choice.stream(output, delta):
                             about, prompt = {} if prompt is None else prompt.about(), None
-                            chunks.append(writer.chunk(choice, {**extra, **about}))
+                            chunks.append(writer.chunk(piece, {**extra, **about}))
+                        cut_off = cut_off or choice.cut_off
                     if chunks:
                         yield chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                    if cut_off and all(choice.has_ended for choice in self._choices):
+                        break  # nobody reads on, so nothing more need be generated
         except InvalidParameter as error:
             raise self._explain(error) from None
         yield writer.usage(self._total_usage()) + DONE if include_usage else DONE

@@ -16,7 +16,7 @@ from neso.frontends.openai.errors import ApiError, invalid, to_api_error
 from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
-from neso.frontends.openai.requests.sampling import CHAT_NAMES, chat_sampling, renamed
+from neso.frontends.openai.requests.sampling import chat_names, chat_sampling, renamed
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.generation import InvalidParameter
 
@@ -72,8 +72,9 @@ class ChatApi:
 
 def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:
     """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
-    if error.field in CHAT_NAMES:
-        return renamed(error, CHAT_NAMES)
+    names = chat_names(request)
+    if error.field in names:
+        return renamed(error, names)
     if error.field not in ("prompt", "messages", "images"):
         return to_api_error(error)
     limit = target.language_model.max_model_len

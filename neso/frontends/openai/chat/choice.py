@@ -10,7 +10,7 @@ from neso.frontends.openai.answers.logprobs import chat_logprobs
 from neso.frontends.openai.chat.message_reader import Message, MessageEvent, MessageReader, Reasoning
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart
-from neso.generation import CompletionDelta, GenerationOutput, TextTools
+from neso.generation import CompletionDelta, FinishReason, GenerationOutput, TextTools
 
 
 class ChatChoice(Choice):
@@ -36,7 +36,17 @@ class ChatChoice(Choice):
     def num_reasoning_tokens(self) -> int:
         return self._reader.num_reasoning_tokens
 
+    @property
+    def cut_off(self) -> bool:
+        return self._reader.cut_off
+
+    @property
+    def has_ended(self) -> bool:
+        return self._finish_reason is not None
+
     def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
+        if self.cut_off:
+            return []
         pieces = [piece for event in self._read(delta) if (piece := self._piece(event)) is not None]
         if not pieces and (self._logprobs or self._finish_reason is not None):
             pieces = [{}] if self._finish_reason is not None else [{"content": ""}]
@@ -80,6 +90,8 @@ class ChatChoice(Choice):
             self._finish_reason = finish_name(delta.finish_reason)
             self._stop_reason = delta.stop_reason
             events += self._reader.finish()
+        elif self._reader.cut_off:
+            self._finish_reason = finish_name(FinishReason.LENGTH)
         self._called = self._called or any(isinstance(event, ToolCallStart) for event in events)
         return events
 

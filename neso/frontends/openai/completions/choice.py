@@ -30,6 +30,10 @@ class CompletionChoice(Choice):
         self._finish_reason: str | None = None
         self._stop_reason: str | int | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        return self._finish_reason is not None
+
     def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
         self.gather(output, delta)
         nothing_new = not any(self._text) and (self._logprobs is None or self._logprobs.is_empty)

@@ -40,8 +40,10 @@ _SAME_NAME = (
     "skip_special_tokens",
 )
 
-CHAT_NAMES = {"logprobs": "top_logprobs"}
-"""Fields of the engine as clients of chats know them."""
+
+def chat_names(request: ChatCompletionRequest) -> dict[str, str]:
+    """Fields of the engine as the client of a chat knows them."""
+    return {"logprobs": "top_logprobs"} if request.top_logprobs is not None else {}
 
 
 def completion_names(request: CompletionRequest) -> dict[str, str]:
@@ -75,7 +77,7 @@ def chat_sampling(request: ChatCompletionRequest, message_format: MessageFormat)
         values["logprobs"] = request.top_logprobs or 0
     values["guided_decoding"] = message_format.guided_decoding
     values["shown_special_tokens"] = message_format.shown_special_tokens
-    return _make(values, {"max_tokens": limit_name, **CHAT_NAMES})
+    return _make(values, {"max_tokens": limit_name, **chat_names(request)})
 
 
 def wanted_form(request: GenerationFields) -> GuidedDecoding | None:

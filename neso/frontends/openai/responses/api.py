@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from neso.server.tracing import Trace
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
-"""The name of the API key that the current request came with."""
+"""Whose API key the current request came with."""
 MAX_BACKGROUND = 256
 """Most responses that are being made in the background."""
 

@@ -59,7 +59,7 @@ class _Owned:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = key_of(scope)
-        token = OWNER.set("" if key is None else key.name)
+        token = OWNER.set("" if key is None else key.owner)
         try:
             await self._app(scope, receive, send)
         finally:

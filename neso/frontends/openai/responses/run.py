@@ -56,6 +56,8 @@ class ResponseRun:
                 async for output in outputs:
                     if events := self._begin() + self._take(output):
                         yield events
+                    if self._reader.cut_off:
+                        return  # nobody reads on, so nothing more need be generated
         except InvalidParameter as error:
             raise self._explain(error) from None
 
@@ -80,7 +82,7 @@ class ResponseRun:
     def _take(self, output: GenerationOutput) -> list[Event]:
         self.response.usage = output.usage
         events = [event for delta in output.deltas for event in self._add(delta)]
-        return events + self._end(output.deltas) if output.finished else events
+        return events + self._end(output.deltas) if output.finished or self._reader.cut_off else events
 
     def _end(self, deltas: list[CompletionDelta]) -> list[Event]:
         reason = next((finish_name(delta.finish_reason) for delta in deltas if delta.finish_reason), "stop")

@@ -47,7 +47,7 @@ class EventLog:
 class StoredResponse:
     """A response and what it was made of: `context`, the items that the model was given, oldest first.
 
-    `owner` is the name of the API key that it was made with, and that may ask for it. `task` makes it in the
+    `owner` is whose API key it was made with: only that one may ask for it. `task` makes it in the
     background; `log` has its events, if it was asked for as a stream.
     """
 

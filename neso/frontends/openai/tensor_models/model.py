@@ -14,6 +14,7 @@ import msgspec
 from neso.frontends.openai.answers.merge import merge
 from neso.frontends.openai.tensor_models import text_face
 from neso.frontends.openai.tensor_models.answer_text import AnswerText
+from neso.frontends.openai.tensor_models.refusal import about_field
 from neso.frontends.openai.tensor_models.response import TextResponse
 from neso.frontends.openai.tensor_models.sequence import Sequence
 from neso.frontends.openai.tensor_models.token_limit import TokenLimit
@@ -25,6 +26,7 @@ from neso.generation import (
     TextTools,
     Usage,
 )
+from neso.server.errors import ServerError
 from neso.server.inference_request import InferenceRequest
 
 if TYPE_CHECKING:
@@ -187,6 +189,8 @@ class TensorLanguageModel:
                     yield output
                 if sequence.done:
                     return
+        except ServerError as error:
+            raise about_field(error, sampling) from None
         finally:
             stream.cancel()
 

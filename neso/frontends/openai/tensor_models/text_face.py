@@ -128,7 +128,11 @@ def _ask_for_logprobs(inputs: InputTensors, signature: Signature, top: int) -> N
     """TensorRT-LLM's models tell them without the tokens, and of no others."""
     spec = inputs.declared((RETURN_LOGPROBS,), bool)
     if spec is None or LOGPROBS not in signature.outputs or not can_leave_prompt_out(signature):
-        raise InvalidParameter("logprobs", sampling_inputs.NO_INPUT)
+        raise InvalidParameter(
+            "logprobs",
+            f"the model tells none: it would need the inputs '{RETURN_LOGPROBS}' and '{EXCLUDE_INPUT[0]}' and the "
+            f"output '{LOGPROBS}'",
+        )
     if top != 0:
         raise InvalidParameter("logprobs", f"the model tells those of its own tokens only: 0, got {top}")
     inputs.put(spec, [True], "logprobs")

@@ -116,3 +116,29 @@ def test_it_is_not_looked_at_for_every_request(file: Path) -> None:
     assert name_of(keys, "sk-carol") is None
     keys.reload(force=True)
     assert name_of(keys, "sk-carol") == "carol"
+
+
+def test_a_key_without_a_name_keeps_what_is_its_own_when_its_line_moves(file: Path) -> None:
+    """Responses and rates go by the owner: another key, now in that line, must not come into them."""
+    keys = ApiKeys(file=file)
+    before = keys.find(b"sk-nameless")
+    file.write_text("# moved\nsk-first\n\n\n\nsk-new\nsk-nameless\nalice:sk-renewed\n")
+    keys.reload(force=True)
+    after, new, alice = (keys.find(key) for key in (b"sk-nameless", b"sk-new", b"sk-renewed"))
+    assert before and after and new and alice
+    assert (before.name, new.name, after.name) == ("line-6", "line-6", "line-7")
+    assert before.owner == after.owner != new.owner
+    assert alice.owner == "alice"
+
+
+def test_a_mark_of_utf8_before_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice:sk-alice\n", encoding="utf-8-sig")
+    assert name_of(ApiKeys(file=file), "sk-alice") == "alice"
+
+
+def test_a_key_of_any_bytes() -> None:
+    """What is no UTF-8 on the command line comes as surrogates."""
+    keys = ApiKeys([os.fsdecode(b"sk-\xff\xfe"), "sk-ü"])
+    found = [keys.find(secret) for secret in (b"sk-\xff\xfe", "sk-ü".encode(), b"sk-")]
+    assert [key and key.name for key in found] == ["key-1", "key-2", None]

@@ -218,6 +218,23 @@ async def test_a_call_without_end_is_cut_off(core: Core, script: ScriptedModel) 
     assert choice["message"]["content"] == text and "tool_calls" not in choice["message"]
 
 
+async def test_nothing_is_generated_behind_a_call_that_is_cut_off(core: Core, script: ScriptedModel) -> None:
+    """Not before all choices have ended: the others are told to their end."""
+    client = AsgiClient(create_app(core, OpenAIOptions(max_tool_call_parse_bytes=200)))
+    endless = CALL.replace("Paris", "Paris" * 300)
+    script.reply = lambda request, choice: endless if choice == 0 else "hello"
+    chunks = await stream(client, tools=TOOLS, n=2, stream_options={"include_usage": True}, logprobs=True)
+    assert [join(chunks, index)["finish_reason"] for index in (0, 1)] == ["length", "stop"]
+    assert chunks[-1]["usage"]["completion_tokens"] < len(endless) / 5
+    assert len(script.aborted) == 1 and script.ended == []
+
+
+@pytest.mark.parametrize("name", ["self", "text", "variables", "a b"])
+async def test_variables_of_any_name(client: AsgiClient, script: ScriptedModel, name: str) -> None:
+    await chat(client, chat_template_kwargs={name: 1})
+    assert json.dumps({name: 1}) in str(script.requests[0].prompt)
+
+
 async def test_allowed_tools(client: AsgiClient, script: ScriptedModel) -> None:
     tools = [*TOOLS, {"type": "function", "function": {"name": "time"}}]
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]}

@@ -1,0 +1,40 @@
+"""What a model says against an input, told of the field that made it."""
+
+from __future__ import annotations
+
+import pytest
+
+from neso.frontends.openai.tensor_models.refusal import about_field
+from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
+from neso.server.errors import InternalError, InvalidArgument
+
+GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", asked_as="response_format"))
+
+
+@pytest.mark.parametrize(
+    ("message", "sampling", "field", "told"),
+    [
+        ("in ensemble 'e', guided_decoding_guide: no regex", GUIDE, "response_format", "no regex"),
+        ("guided_decoding_guide_type: what?", GUIDE, "response_format", "what?"),
+        ("in ensemble 'e', input_lengths: is 0", SamplingParams(), "prompt", "is 0"),
+        ("random_seed: too large: 2", SamplingParams(), "seed", "too large: 2"),
+        ("stop_words: too many", SamplingParams(), "stop", "too many"),
+    ],
+)
+def test_an_input_that_a_field_made(message: str, sampling: SamplingParams, field: str, told: str) -> None:
+    error = about_field(InvalidArgument(message), sampling)
+    assert isinstance(error, InvalidParameter)
+    assert (error.field, error.message) == (field, told)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("something is wrong"),
+        InvalidArgument("my_own_input: something is wrong"),
+        InvalidArgument("guided_decoding_guide: but nobody gave one"),
+        InternalError("seed: the model broke"),
+    ],
+)
+def test_others_stay_as_they_are(error: Exception) -> None:
+    assert about_field(error, SamplingParams()) is error  # type: ignore[arg-type]
