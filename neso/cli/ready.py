@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from neso.server.core import Core
+from neso.server.model import Model
 
 PROTOCOLS = {
     "http": "KServe v2 HTTP, generate; OpenAI under /v1",
@@ -17,7 +18,7 @@ def show_ready(core: Core, ports: dict[str, int], seconds: float) -> None:
     lines = [""]
     models = core.models()
     for model in models:
-        lines.append(f"  model    {model.name}  (version {model.version}, backend {model.config.backend})")
+        lines.append(f"  model    {model.name}  (version {model.version}, {_runs_on(model)})")
     for entry in core.repository_index():
         if entry.reason and entry.name not in {model.name for model in models}:
             lines.append(f"  failed   {entry.name}: {entry.reason}")
@@ -26,15 +27,25 @@ def show_ready(core: Core, ports: dict[str, int], seconds: float) -> None:
     print("\n".join(lines), flush=True)
 
 
+def _runs_on(model: Model) -> str:
+    """Ensembles, and models that leave their backend to their platform, have the latter only."""
+    config = model.config
+    return f"backend {config.backend}" if config.backend else f"platform {config.platform}"
+
+
 def _example(core: Core, ports: dict[str, int]) -> list[str]:
-    language_models = [
-        model
-        for model in core.models()
-        if model.language_model is not None and "text_input" in model.signature.inputs
-    ]
-    if "http" not in ports or not language_models:
-        return [f"  curl localhost:{port}/v2" for name, port in ports.items() if name == "http"]
-    body = '{"text_input": "What is in-flight batching?", "parameters": {"stream": false, "temperature": 0}}'
-    return [
-        f"  curl -X POST localhost:{ports['http']}/v2/models/{language_models[0].name}/generate -d '{body}'"
-    ]
+    if "http" not in ports:
+        return []
+    address = f"localhost:{ports['http']}/v2"
+    model = next(filter(_completes_text, core.models()), None)
+    if model is None:
+        return [f"  curl {address}"]
+    how = '"max_tokens": 32' if "max_tokens" in model.signature.inputs else '"parameters": {"temperature": 0}'
+    body = f'{{"text_input": "What is in-flight batching?", {how}}}'
+    return [f"  curl -X POST {address}/models/{model.name}/generate -d '{body}'"]
+
+
+def _completes_text(model: Model) -> bool:
+    """Whether a text, and perhaps a number of tokens, is all that it needs to go on with it."""
+    needed = {name for name, spec in model.signature.inputs.items() if not spec.optional}
+    return "text_input" in needed <= {"text_input", "max_tokens"} and "text_output" in model.signature.outputs

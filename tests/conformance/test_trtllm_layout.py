@@ -167,12 +167,32 @@ def test_refusals(address, model):
     for wrong, word in (
         ({"max_tokens": 0}, "request_output_len"),
         ({"beam_width": 9}, "beam_width"),
-        ({"text_input": b"\xff\xfe"}, "utf-8"),
+        ({"text_input": b"\xff\xfe"}, "QUERY: is not UTF-8"),
+        ({"stop_words": b"\xff\xfe"}, "STOP_WORDS_DICT: is not UTF-8"),
+        ({"min_length": 9}, "min_length: 9 is more than"),
         ({"embedding_bias_words": ["a"]}, "embedding_bias"),
         ({"guided_decoding_guide_type": "magic", "guided_decoding_guide": "x"}, "guide"),
     ):
         with pytest.raises(InferenceServerException, match=word):
             ask(address, model, **{"text_input": PROMPT, "max_tokens": 5, **wrong})
+
+
+@pytest.mark.parametrize("model", CHAINS)
+def test_a_batch_without_rows(address, model):
+    inputs = tensors(None, text_input=np.empty((0, 1), object), max_tokens=np.empty((0, 1), np.int32))
+    with pytest.raises(InferenceServerException, match="has no rows"):
+        Stream(address, model, inputs).all()
+
+
+def test_sequences_and_lengths_that_do_not_fit(served):
+    def given(name, shape, data):
+        return {"name": name, "datatype": "INT32", "shape": shape, "data": data}
+
+    ids = given("TOKENS_BATCH", [1, 1, 3], [5, 6, 7])
+    status, answer = served.post(
+        "/v2/models/postprocessing/infer", {"inputs": [ids, given("SEQUENCE_LENGTH", [1, 2], [1, 1])]}
+    )
+    assert status == 400 and "SEQUENCE_LENGTH: has 2 values" in answer["error"]
 
 
 def test_older_names(served, address):

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from neso.backends.llm.metrics import LlmMetrics, RequestTimer
+from neso.backends.request_tasks import RequestTasks
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
@@ -29,7 +30,7 @@ from neso.generation import (
     PoolingRequest,
 )
 from neso.server.backend import Backend, ModelContext
-from neso.server.errors import Cancelled, InternalError, InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.log import request_fields
 
@@ -44,7 +45,7 @@ class EngineBackend(Backend):
         super().__init__(context)
         self._engine: AsyncEngine | None = None
         self._metrics: LlmMetrics | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = RequestTasks()
 
     @abstractmethod
     def engine_config(self) -> EngineConfig:
@@ -72,9 +73,7 @@ class EngineBackend(Backend):
         )
 
     async def unload(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -172,24 +171,13 @@ class EngineBackend(Backend):
 
     def run_task(self, request: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do `work` on a request; what it raises becomes the response."""
-        task = asyncio.get_running_loop().create_task(self._answer(request, work))
-        self._tasks.add(task)
-
-        def done(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            if task.cancelled():  # before it began: no code of it has run
-                work.close()
-                request.fail(Cancelled("request was cancelled"))
-
-        task.add_done_callback(done)
-        request.request.on_cancel(lambda: _cancel(task))
+        task = self._tasks.start(request, self._answer(request, work))
+        task.add_done_callback(lambda _: work.close())  # it may never have begun
         return task
 
     async def _answer(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except asyncio.CancelledError:
-            stream.fail(Cancelled("request was cancelled"))
         except InvalidParameter as error:
             stream.fail(InvalidArgument(str(error)))
         except ServerError as error:
@@ -197,7 +185,3 @@ class EngineBackend(Backend):
         except Exception as error:
             logger.exception("model '%s' failed", self.context.name, extra=request_fields(stream))
             stream.fail(InternalError(f"model '{self.context.name}': {error}"))
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()

@@ -125,6 +125,8 @@ class RequestReader:
             sampling = SamplingParams.from_mapping(self._sampling(row, end_id, wanted))
             retention = row.retention()
         except InvalidParameter as error:
+            if error.field == "min_tokens" and not row.has("min_tokens"):
+                raise InvalidArgument(f"min_length: {error.message}") from None
             raise named_as_here(error) from None
         return TokenRequest(
             generation=GenerationRequest(

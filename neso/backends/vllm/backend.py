@@ -11,6 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from neso.backends.request_tasks import RequestTasks
 from neso.backends.vllm import library, signature
 from neso.backends.vllm.adapters import Adapters, UnknownAdapter
 from neso.backends.vllm.engine import VllmEngine
@@ -25,7 +26,7 @@ from neso.backends.vllm.tensor_response import ResponseTensors, embedding_tensor
 from neso.backends.vllm.text import text_tools
 from neso.generation import InvalidParameter, LanguageModel, PoolingModel
 from neso.server.backend import Backend, ModelContext
-from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError, Unavailable
+from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 from neso.server.memory import release_memory
@@ -48,7 +49,7 @@ class VllmBackend(Backend):
         self._pooling_model: VllmPoolingModel | None = None
         self._checks_health = _switched_on(context.config, "ENABLE_VLLM_HEALTH_CHECK")
         self._unhealthy = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = RequestTasks()
         self._unloading: asyncio.Task[None] | None = None
         self._types = library.sampling_fields()
         self._form = library.structured_outputs_fields()
@@ -113,9 +114,7 @@ class VllmBackend(Backend):
         )
 
     async def unload(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -144,10 +143,7 @@ class VllmBackend(Backend):
     # -- the tensor face ----------------------------------------------------------------------------------------
 
     def submit(self, request: ResponseStream) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        request.request.on_cancel(lambda: _cancel(task))
+        self._tasks.start(request, self._answer(request))
 
     async def _answer(self, stream: ResponseStream) -> None:
         """Answer one request; what goes wrong becomes the response."""
@@ -161,8 +157,6 @@ class VllmBackend(Backend):
                 await self._embed(stream, request)
             else:
                 await self._generate(stream, request)
-        except asyncio.CancelledError:
-            stream.fail(Cancelled("Request was cancelled"))
         except UnknownAdapter as error:
             self._fail(stream, InvalidArgument(str(error)), "[Error] Unsupported LoRA.")
         except InvalidParameter as error:
@@ -243,7 +237,3 @@ def _switched_on(config: Any, name: str) -> bool:
     if name not in config.parameters:
         return False
     return str(config.parameters[name].string_value).strip().lower() in ("true", "yes", "1", "on")
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()

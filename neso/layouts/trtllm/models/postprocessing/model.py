@@ -24,14 +24,24 @@ class TritonPythonModel:
 
     def respond(self, request):
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        outputs = [pb_utils.Tensor("OUTPUT", self.texts(inputs))]
+        try:
+            outputs = [pb_utils.Tensor("OUTPUT", self.texts(inputs))]
+        except ValueError as error:
+            return pb_utils.InferenceResponse(
+                error=pb_utils.TritonError(f"postprocessing: {error}", pb_utils.TritonError.INVALID_ARG)
+            )
         outputs += [pb_utils.Tensor(f"OUT_{name}", inputs[name]) for name in PASSED_ON if name in inputs]
         return pb_utils.InferenceResponse(outputs)
 
     def texts(self, inputs):
         """One text a sequence, those of all rows one after the other."""
         lengths = inputs["SEQUENCE_LENGTH"].reshape(-1).tolist()
-        tokens = inputs["TOKENS_BATCH"].reshape(len(lengths), -1)
+        tokens = inputs["TOKENS_BATCH"]
+        tokens = tokens.reshape(-1, tokens.shape[-1])
+        if len(lengths) != len(tokens):
+            raise ValueError(
+                f"SEQUENCE_LENGTH: has {len(lengths)} values, TOKENS_BATCH {len(tokens)} sequences"
+            )
         texts = np.empty(len(lengths), np.object_)
         preceding = inputs.get("PRECEDING_IDS")
         for i, length in enumerate(lengths):

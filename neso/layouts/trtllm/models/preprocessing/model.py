@@ -34,7 +34,7 @@ class TritonPythonModel:
             inputs = {name: array[None] for name, array in inputs.items()}
         try:
             outputs = self.preprocess(inputs)
-        except (UnicodeDecodeError, ValueError) as error:
+        except ValueError as error:
             return pb_utils.InferenceResponse(
                 error=pb_utils.TritonError(f"preprocessing: {error}", pb_utils.TritonError.INVALID_ARG)
             )
@@ -45,47 +45,49 @@ class TritonPythonModel:
     def preprocess(self, inputs):
         """All arrays begin with the batch dimension. Outputs that belong to an absent input are left out."""
         rows = len(inputs["QUERY"])
-        input_ids, lengths = self.encode(inputs["QUERY"])
+        if not rows:
+            raise ValueError("QUERY: has no rows")
+        input_ids, lengths = self.encode("QUERY", inputs)
         outputs = {
             "INPUT_ID": input_ids,
             "REQUEST_INPUT_LEN": lengths,
             "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
-            "BAD_WORDS_IDS": self.word_lists(inputs.get("BAD_WORDS_DICT"), rows),
-            "STOP_WORDS_IDS": self.word_lists(inputs.get("STOP_WORDS_DICT"), rows),
+            "BAD_WORDS_IDS": self.word_lists("BAD_WORDS_DICT", inputs, rows),
+            "STOP_WORDS_IDS": self.word_lists("STOP_WORDS_DICT", inputs, rows),
             "EMBEDDING_BIAS": self.biases(inputs, rows),
             "OUT_END_ID": inputs.get("END_ID", np.full((rows, 1), self.end_id, np.int32)),
             "OUT_PAD_ID": inputs.get("PAD_ID", np.full((rows, 1), self.pad_id, np.int32)),
         }
         if "DECODER_QUERY" in inputs:
-            decoder_ids, decoder_lengths = self.encode(inputs["DECODER_QUERY"])
+            decoder_ids, decoder_lengths = self.encode("DECODER_QUERY", inputs)
             outputs |= {"DECODER_INPUT_ID": decoder_ids, "REQUEST_DECODER_INPUT_LEN": decoder_lengths}
         if "PROMPT_TABLE_EXTRA_ID" in inputs:
             virtual = input_ids >= self.vocab_size
             outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.where(virtual, inputs["PROMPT_TABLE_EXTRA_ID"], 0)
         return outputs
 
-    def encode(self, texts):
+    def encode(self, name, inputs):
         """Token ids int32[rows, longest], padded behind, and lengths int32[rows, 1]."""
-        ids = self.tokenizer.encode_batch(
-            [text.decode() for text in texts.flat], add_special_tokens=self.add_special_tokens
-        )
+        texts = [text_of(name, text) for text in inputs[name].flat]
+        ids = self.tokenizer.encode_batch(texts, add_special_tokens=self.add_special_tokens)
         return padded(ids, self.pad_id), np.array([[len(row)] for row in ids], np.int32)
 
-    def word_lists(self, words, rows):
+    def word_lists(self, name, inputs, rows):
         """int32[rows, 2, longest]: the words' tokens one after the other, and where each word ends.
 
         A word counts as it is written and as it is written behind a space, which are other tokens.
         """
-        if words is None:
+        if name not in inputs:
             return np.broadcast_to(NO_WORDS, (rows, *NO_WORDS.shape))
-        lists = [self.spellings(row) for row in words.reshape(rows, -1)]
+        words = [[text_of(name, word) for word in row.flat if word] for row in inputs[name]]
+        lists = [self.spellings(row) for row in words]
         ids = [[token for spelling in spellings for token in spelling] for spellings in lists]
         ends = [np.cumsum([len(spelling) for spelling in spellings], dtype=int) for spellings in lists]
         longest = max(1, *map(len, ids))
         return np.stack([padded(ids, 0, longest), padded(ends, -1, longest)], axis=1)
 
     def spellings(self, words):
-        texts = [form for word in words if word for form in (word.decode(), " " + word.decode().lstrip())]
+        texts = [form for word in words for form in (word, " " + word.lstrip())]
         ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return [spelling for spelling in dict.fromkeys(map(tuple, ids)) if spelling]
 
@@ -101,8 +103,16 @@ class TritonPythonModel:
         biases = np.zeros((rows, self.vocab_size), np.float32)
         for bias, row, values in zip(biases, words.reshape(rows, -1), weights.reshape(rows, -1), strict=True):
             for word, weight in zip(row, values, strict=True):
-                np.add.at(bias, self.tokenizer.encode(word.decode(), add_special_tokens=False), weight)
+                text = text_of("EMBEDDING_BIAS_WORDS", word)
+                np.add.at(bias, self.tokenizer.encode(text, add_special_tokens=False), weight)
         return biases
+
+
+def text_of(name, text):
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: is not UTF-8") from None
 
 
 def padded(rows, filler, length=None):

@@ -80,6 +80,8 @@ class TritonPythonModel:
         if flag(inputs, "stream") and not self.decoupled:
             raise RequestError.invalid("stream: needs model_transaction_policy { decoupled: true }")
         count = len(inputs["text_input"])
+        if not count:
+            raise RequestError.invalid("text_input: has no rows")
         rows = [{name: array[i : i + 1] for name, array in inputs.items()} for i in range(count)]
         if count == 1:
             responses = self.generate_row(rows[0], request.request_id(), {})

@@ -1,0 +1,59 @@
+"""What the terminal shows when a server is ready."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from neso.cli.ready import show_ready
+
+
+def model(
+    name: str, inputs: dict[str, bool], outputs: set[str], backend: str = "", platform: str = ""
+) -> Any:
+    """`inputs`: names, and whether each may be left out."""
+    specs = {name: SimpleNamespace(optional=optional) for name, optional in inputs.items()}
+    return SimpleNamespace(
+        name=name,
+        version="1",
+        config=SimpleNamespace(backend=backend, platform=platform),
+        signature=SimpleNamespace(inputs=specs, outputs=dict.fromkeys(outputs)),
+    )
+
+
+def shown(capsys: pytest.CaptureFixture[str], *models: Any) -> str:
+    core: Any = SimpleNamespace(models=lambda: list(models), repository_index=list)
+    show_ready(core, {"http": 8000}, 1.0)
+    return capsys.readouterr().out
+
+
+ENSEMBLE = model(
+    "ensemble",
+    {"text_input": False, "max_tokens": False, "stream": True},
+    {"text_output"},
+    platform="ensemble",
+)
+TOKENS = model("tensorrt_llm", {"input_ids": False}, {"output_ids"}, backend="tensorrtllm")
+
+
+def test_ensembles_are_named_by_their_platform(capsys):
+    text = shown(capsys, ENSEMBLE, TOKENS)
+    assert "ensemble  (version 1, platform ensemble)" in text
+    assert "tensorrt_llm  (version 1, backend tensorrtllm)" in text
+
+
+def test_the_example_has_what_the_model_needs(capsys):
+    assert (
+        '/models/ensemble/generate -d \'{"text_input": "What is in-flight batching?", "max_tokens": 32}\''
+        in (shown(capsys, TOKENS, ENSEMBLE))
+    )
+    pilot = model("pilot", {"text_input": False, "stream": True}, {"text_output"}, backend="neso")
+    assert '"parameters": {"temperature": 0}}' in shown(capsys, pilot)
+
+
+def test_without_a_model_for_text_the_example_asks_for_the_server(capsys):
+    more = model("two", {"text_input": False, "other": False}, {"text_output"}, backend="python")
+    vectors = model("embedder", {"text_input": False}, {"embedding"}, backend="embedding")
+    assert "  curl localhost:8000/v2\n" in shown(capsys, TOKENS, more, vectors)
