@@ -13,7 +13,7 @@ from neso.engine.spec_decode.request_draft import checked_draft
 from neso.engine.text.bad_words import token_sequences
 from neso.engine.text.no_tokenizer import NO_TOKENIZER
 from neso.engine.vision.image_prompt import ImagePrompt
-from neso.generation import GenerationRequest, InvalidParameter, SamplingParams
+from neso.generation import GenerationRequest, InvalidParameter, PromptTooLong, SamplingParams
 
 
 class InputProcessor:
@@ -123,11 +123,7 @@ class InputProcessor:
         if not num_tokens:
             raise InvalidParameter("prompt", "is empty")
         if num_tokens >= self._max_model_len:
-            raise InvalidParameter(
-                "prompt",
-                f"is {num_tokens} tokens long; this model's context is {self._max_model_len} tokens, "
-                "of which at least one must be left for the output",
-            )
+            raise PromptTooLong(num_tokens, self._max_model_len)
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, str):

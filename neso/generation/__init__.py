@@ -1,8 +1,9 @@
 """What every language model of the server takes and gives: the types shared by front ends, backends and engines."""
 
 from neso.generation.draft_tokens import DraftTokens
+from neso.generation.encoding import encode_text
 from neso.generation.guided_decoding import GuidedDecoding
-from neso.generation.invalid_parameter import InvalidParameter
+from neso.generation.invalid_parameter import InvalidParameter, PromptTooLong
 from neso.generation.language_model import AdaptableModel, LanguageModel, TextTools
 from neso.generation.lora import LoraRequest, LoraTensors
 from neso.generation.output import CompletionDelta, FinishReason, GenerationOutput, TokenLogprobs, Usage
@@ -27,8 +28,10 @@ __all__ = [
     "PoolingModel",
     "PoolingParams",
     "PoolingRequest",
+    "PromptTooLong",
     "SamplingParams",
     "TextTools",
     "TokenLogprobs",
     "Usage",
+    "encode_text",
 ]

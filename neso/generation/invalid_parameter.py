@@ -1,4 +1,4 @@
-"""The error about a request's parameter."""
+"""The errors about a request's parameters."""
 
 from __future__ import annotations
 
@@ -10,3 +10,14 @@ class InvalidParameter(ValueError):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+
+
+class PromptTooLong(InvalidParameter):
+    """A prompt that leaves no room for an answer in the model's context."""
+
+    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            "prompt",
+            f"is {num_tokens} tokens long; this model's context is {max_model_len} tokens, of which at least one must "
+            "be left for the output",
+        )

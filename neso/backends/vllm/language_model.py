@@ -12,11 +12,16 @@ from neso.backends.vllm.adapters import Adapters, UnknownAdapter
 from neso.backends.vllm.engine import VllmEngine
 from neso.backends.vllm.generation import Outputs, prompt_of, refuse_unknown
 from neso.backends.vllm.sampling import from_params
-from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter, LoraRequest, TextTools
+from neso.generation import (
+    GenerationOutput,
+    GenerationRequest,
+    InvalidParameter,
+    LoraRequest,
+    PromptTooLong,
+    TextTools,
+    encode_text,
+)
 from neso.server.errors import NotFound
-
-LONG_PROMPT = 8192
-"""Characters from which a prompt is tokenized in a thread: it takes milliseconds, and the loop would stand."""
 
 
 class VllmLanguageModel:
@@ -52,21 +57,13 @@ class VllmLanguageModel:
     async def _token_ids(self, request: GenerationRequest) -> list[int]:
         if not isinstance(request.prompt, str):
             return request.prompt
-        if len(request.prompt) < LONG_PROMPT:
-            return self.text.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return await asyncio.to_thread(
-            self.text.encode, request.prompt, add_special_tokens=request.add_special_tokens
-        )
+        return await encode_text(self.text, request.prompt, add_special_tokens=request.add_special_tokens)
 
     def _check_length(self, num_tokens: int) -> None:
         if not num_tokens:
             raise InvalidParameter("prompt", "is empty")
         if num_tokens >= self.max_model_len:
-            raise InvalidParameter(
-                "prompt",
-                f"is {num_tokens} tokens long; this model's context is {self.max_model_len} tokens, "
-                "of which at least one must be left for the output",
-            )
+            raise PromptTooLong(num_tokens, self.max_model_len)
 
     def _adapter(self, lora: LoraRequest | None) -> Any:
         if lora is None:

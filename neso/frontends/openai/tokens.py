@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,10 +11,7 @@ from neso.frontends.openai.errors import ApiError, invalid, to_api_error, valida
 from neso.frontends.openai.models.targets import Targets
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest, ChatMessage, Integer, TokenId, Tool
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
-from neso.generation import InvalidParameter, TextTools
-
-_LONG = 10_000
-"""Characters of a text that is tokenized in a thread, so that others need not wait."""
+from neso.generation import InvalidParameter, TextTools, encode_text
 
 
 class TokenizeRequest(BaseModel):
@@ -77,7 +73,7 @@ class TokensApi:
                 prompt, special = request.prompt, special is not False
             else:
                 prompt, special = _chat_text(request, name, text), bool(special)
-            tokens = await _encode(text, prompt, special)
+            tokens = await encode_text(text, prompt, add_special_tokens=special)
             shown = None
             if request.return_token_strs:
                 shown = [text.decode([token], skip_special_tokens=False) for token in tokens]
@@ -134,9 +130,3 @@ def _chat_text(request: TokenizeRequest, name: str, text: TextTools) -> str:
     if images:
         raise ApiError(400, "Images have no tokens that could be told.", param="messages")
     return prompt
-
-
-async def _encode(text: TextTools, prompt: str, special: bool) -> list[int]:
-    if len(prompt) < _LONG:
-        return text.encode(prompt, add_special_tokens=special)
-    return await asyncio.to_thread(text.encode, prompt, add_special_tokens=special)

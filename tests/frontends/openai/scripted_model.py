@@ -17,6 +17,7 @@ from neso.generation import (
     GenerationOutput,
     GenerationRequest,
     InvalidParameter,
+    PromptTooLong,
     TokenLogprobs,
     Usage,
 )
@@ -98,7 +99,7 @@ class ScriptedModel:
         if isinstance(prompt, str):
             prompt = self.text.encode(prompt, add_special_tokens=request.add_special_tokens)
         if len(prompt) >= self.max_model_len:
-            raise InvalidParameter("prompt", f"has {len(prompt)} tokens")
+            raise PromptTooLong(len(prompt), self.max_model_len)
         finished = False
         try:
             async for output in self._outputs(request, prompt):

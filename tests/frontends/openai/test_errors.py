@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,28 @@ async def test_a_client_that_leaves_before_its_request_is_complete(
     for path in ("/tokenize", "/v1/load_lora_adapter", "/v1/models/scripted/unload"):
         await client.request("POST", path, hang_up_after=0)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a" * 20_000}),
+        ("/v1/responses/input_tokens", {"input": "a" * 20_000}),
+        ("/v1/responses", {"input": "a" * 20_000, "truncation": "auto"}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 20_000}], "truncate_prompt_tokens": -1}),
+        (COMPLETIONS, {"prompt": "a" * 20_000, "truncate_prompt_tokens": -1}),
+    ],
+)
+async def test_a_long_text_keeps_nobody_waiting(
+    client: AsgiClient, script: ScriptedModel, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    encode, threads = script.text.encode, list[threading.Thread]()
+
+    def noted(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(script.text, "encode", noted)
+    monkeypatch.setattr(script, "generate", None)  # nothing but the front end tokenizes
+    await client.post(path, {"model": "scripted", **body})
+    assert threads and threading.main_thread() not in threads

@@ -11,14 +11,14 @@ from neso.frontends.openai.chat.media import Media
 from neso.frontends.openai.chat.message_format import MessageFormat
 from neso.frontends.openai.chat.message_formats import MessageFormats
 from neso.frontends.openai.chat.messages import chat_prompt
-from neso.frontends.openai.completions.prompts import cut_prompt, is_too_long
+from neso.frontends.openai.completions.prompts import cut_prompt
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
 from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.requests.sampling import chat_names, chat_sampling, renamed
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
-from neso.generation import InvalidParameter
+from neso.generation import InvalidParameter, PromptTooLong
 
 if TYPE_CHECKING:
     from neso.server.tracing import Trace
@@ -42,7 +42,7 @@ class ChatApi:
         refuse_what_cannot_be_honoured(request)
         target = await self._targets.find(request.model)
         prompt, images = chat_prompt(request, target.text)
-        cut = cut_prompt(
+        cut = await cut_prompt(
             prompt,
             target.text,
             request.truncate_prompt_tokens,
@@ -58,7 +58,7 @@ class ChatApi:
             request,
             target,
             [self._choice(index, request, target, message_format) for index in range(request.n or 1)],
-            lambda error: explain(error, request, target, prompt),
+            lambda error: explain(error, request, target),
             prompt=PromptRecord(request),
         )
         return await answer.respond([cut], sampling, trace, await self._media.fetched(images))
@@ -70,15 +70,15 @@ class ChatApi:
         return ChatChoice(index, request, reader, target.language_model.text)
 
 
-def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target, prompt: str) -> ApiError:
+def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target) -> ApiError:
     """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
     names = chat_names(request)
     if error.field in names:
         return renamed(error, names)
     if error.field not in ("prompt", "messages", "images"):
         return to_api_error(error)
-    limit = target.language_model.max_model_len
-    if is_too_long(prompt, target.text, limit, bool(request.add_special_tokens)):
+    if isinstance(error, PromptTooLong):
+        limit = target.language_model.max_model_len
         return invalid(
             "messages",
             f"This model's maximum context length is {limit} tokens: {error.message}",

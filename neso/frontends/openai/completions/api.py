@@ -11,7 +11,6 @@ from neso.frontends.openai.completions.prompts import (
     Prompt,
     completion_prompts,
     cut_prompt,
-    is_too_long,
     prompt_text,
 )
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
@@ -20,7 +19,7 @@ from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.requests.sampling import completion_names, completion_sampling, renamed
 from neso.frontends.openai.requests.schemas import CompletionRequest
-from neso.generation import InvalidParameter
+from neso.generation import InvalidParameter, PromptTooLong
 
 if TYPE_CHECKING:
     from neso.server.tracing import Trace
@@ -43,7 +42,7 @@ class CompletionsApi:
         target = await self._targets.find(request.model)
         sampling = completion_sampling(request, self._options)
         prompts = [
-            cut_prompt(
+            await cut_prompt(
                 prompt,
                 target.text,
                 request.truncate_prompt_tokens,
@@ -57,7 +56,7 @@ class CompletionsApi:
             request,
             target,
             self._choices(request, target, prompts),
-            lambda error: _explain(error, request, target, prompts),
+            lambda error: _explain(error, request, target),
             count_completion=request.max_tokens != 0,
         )
         return await answer.respond(prompts, sampling, trace)
@@ -77,14 +76,9 @@ class CompletionsApi:
         ]
 
 
-def _explain(
-    error: InvalidParameter, request: CompletionRequest, target: Target, prompts: list[Prompt]
-) -> ApiError:
-    limit = target.language_model.max_model_len
-    special = request.add_special_tokens is not False
-    if error.field == "prompt" and any(
-        is_too_long(prompt, target.text, limit, special) for prompt in prompts
-    ):
+def _explain(error: InvalidParameter, request: CompletionRequest, target: Target) -> ApiError:
+    if isinstance(error, PromptTooLong):
+        limit = target.language_model.max_model_len
         return invalid(
             "prompt",
             f"This model's maximum context length is {limit} tokens: {error.message}",

@@ -7,8 +7,7 @@ import numpy as np
 from neso.frontends.openai.completions.prompt_embeds import Vectors, read_vectors
 from neso.frontends.openai.errors import invalid
 from neso.frontends.openai.requests.schemas import CompletionRequest
-from neso.frontends.openai.tensor_models.model import NO_LIMIT
-from neso.generation import TextTools
+from neso.generation import TextTools, encode_text
 
 MAX_PROMPTS = 2048
 """As with OpenAI. Each prompt is a request to the engine, so one body must not bring any number of them."""
@@ -59,7 +58,7 @@ def _texts(given: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]
     return prompts
 
 
-def cut_prompt(
+async def cut_prompt(
     prompt: Prompt, text: TextTools, keep: int | None, max_model_len: int, *, add_special_tokens: bool
 ) -> Prompt:
     """The prompt, or its last `keep` tokens; of -1, as many as leave room for one more. Raises `ApiError`."""
@@ -70,7 +69,9 @@ def cut_prompt(
             "truncate_prompt_tokens",
             f"'truncate_prompt_tokens' must be -1 or from 1 to {max_model_len - 1}, got {keep}.",
         )
-    ids = text.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+    ids = prompt
+    if isinstance(prompt, str):
+        ids = await encode_text(text, prompt, add_special_tokens=add_special_tokens)
     return ids[-(max_model_len - 1 if keep < 0 else keep) :]
 
 
@@ -79,12 +80,3 @@ def prompt_text(prompt: Prompt, text: TextTools) -> str:
     if isinstance(prompt, str):
         return prompt
     return "" if isinstance(prompt, np.ndarray) else text.decode(prompt, skip_special_tokens=False)
-
-
-def is_too_long(prompt: Prompt, text: TextTools, max_model_len: int, add_special_tokens: bool) -> bool:
-    """Whether the prompt leaves no room for an answer. Tokenizes: for the error path only."""
-    if max_model_len >= NO_LIMIT:
-        return False
-    if isinstance(prompt, str):
-        prompt = text.encode(prompt, add_special_tokens=add_special_tokens)
-    return len(prompt) >= max_model_len

@@ -32,7 +32,7 @@ from neso.frontends.openai.responses.run import ResponseRun
 from neso.frontends.openai.responses.schemas import ResponseRequest
 from neso.frontends.openai.responses.store import EventLog, ResponseStore, StoredResponse
 from neso.frontends.openai.responses.truncation import truncated_prompt
-from neso.generation import InvalidParameter
+from neso.generation import InvalidParameter, encode_text
 
 if TYPE_CHECKING:
     from neso.server.tracing import Trace
@@ -72,10 +72,10 @@ class ResponsesApi:
         chat = chat_request(request, self._context(request))
         target = await self._targets.find(request.model)
         try:
-            prompt, _ = self._prompt(request, chat, target)
+            prompt, _ = await self._prompt(request, chat, target)
         except InvalidParameter as error:
-            raise renamed_here(explain(error, chat, target, "")) from None
-        tokens = target.text.encode(prompt, add_special_tokens=bool(chat.add_special_tokens))
+            raise renamed_here(explain(error, chat, target)) from None
+        tokens = await encode_text(target.text, prompt, add_special_tokens=bool(chat.add_special_tokens))
         return _json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     def retrieve(self, response_id: str, query: Mapping[str, str]) -> Any:
@@ -147,9 +147,9 @@ class ResponsesApi:
             raise invalid("background", "'background' needs a store: nobody could fetch the response.")
         target = await self._targets.find(request.model)
         try:
-            prompt, images = self._prompt(request, chat, target)
+            prompt, images = await self._prompt(request, chat, target)
         except InvalidParameter as error:
-            raise explain(error, chat, target, "") from None
+            raise explain(error, chat, target) from None
         response = Response(request)
         message_format = self._formats.of(chat, target, prompt)
         generation = generation_request(
@@ -166,16 +166,18 @@ class ResponsesApi:
             target,
             generation,
             message_format.reader(eager=bool(request.stream)),
-            explain=lambda error: renamed_here(explain(error, chat, target, prompt)),
+            explain=lambda error: renamed_here(explain(error, chat, target)),
             trace=None if request.background else trace,  # which ends with the HTTP response
         )
 
-    def _prompt(
-        self, request: ResponseRequest, chat: ChatCompletionRequest, target: Target
+    @staticmethod
+    async def _prompt(
+        request: ResponseRequest, chat: ChatCompletionRequest, target: Target
     ) -> tuple[str, tuple[Any, ...]]:
         text = target.text
         if request.truncation == "auto":
-            return truncated_prompt(chat, text, target.language_model.max_model_len)
+            # Which tokenizes the conversation several times over.
+            return await asyncio.to_thread(truncated_prompt, chat, text, target.language_model.max_model_len)
         return chat_prompt(chat, text)
 
     async def _whole(

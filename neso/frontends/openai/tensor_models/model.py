@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -22,9 +21,11 @@ from neso.generation import (
     GenerationOutput,
     GenerationRequest,
     InvalidParameter,
+    PromptTooLong,
     SamplingParams,
     TextTools,
     Usage,
+    encode_text,
 )
 from neso.server.errors import ServerError
 from neso.server.inference_request import InferenceRequest
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 2**31 - 1
 """Stands for the context length of a model that does not tell it."""
-_LONG = 10_000
-"""Characters of a prompt whose tokens are counted in a thread."""
 
 
 class TensorLanguageModel:
@@ -99,6 +98,8 @@ class TensorLanguageModel:
             return request.prompt
         if self._tokenizer is None:
             raise InvalidParameter("prompt", "the model takes text, and no tokenizer is known for it")
+        if len(request.prompt) >= self.max_model_len:
+            raise PromptTooLong(len(request.prompt), self.max_model_len)
         text = self._tokenizer.decode(request.prompt, skip_special_tokens=False)
         for special in (False, True):
             if self._tokenizer.encode(text, add_special_tokens=special) == request.prompt:
@@ -114,19 +115,15 @@ class TensorLanguageModel:
             return 0
         count = await self._count(prompt, request)
         if count >= self.max_model_len:
-            raise InvalidParameter(
-                "prompt", f"has {count} tokens, at most {self.max_model_len - 1} are taken"
-            )
+            raise PromptTooLong(count, self.max_model_len)
         return count
 
     async def _count(self, prompt: str, request: GenerationRequest) -> int:
         assert self._tokenizer is not None
         if not isinstance(request.prompt, str):
             return len(request.prompt)
-        special = request.add_special_tokens
-        if len(prompt) < _LONG:
-            return len(self._tokenizer.encode(prompt, add_special_tokens=special))
-        return len(await asyncio.to_thread(self._tokenizer.encode, prompt, add_special_tokens=special))
+        tokens = await encode_text(self._tokenizer, prompt, add_special_tokens=request.add_special_tokens)
+        return len(tokens)
 
     def _samplings(self, asked: SamplingParams, num_prompt_tokens: int) -> list[SamplingParams]:
         """Those of each sequence, with a limit, and with seeds of their own where there are several.

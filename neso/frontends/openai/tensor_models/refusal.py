@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from neso.frontends.openai.tensor_models import sampling_inputs
+from neso.frontends.openai.tensor_models.text_face import LORA_NAME, LORA_TASK
 from neso.generation import InvalidParameter, SamplingParams
 from neso.server.errors import ErrorCode, ServerError
 
@@ -27,4 +28,6 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
         return None if guide is None else guide.field
     if name in sampling_inputs.STOP:
         return "stop"
+    if name in (*LORA_NAME, *LORA_TASK):
+        return "model"  # whose name has the adapter's in it
     return next((field for field, names in sampling_inputs.SCALARS.items() if name in names), None)

@@ -18,6 +18,7 @@ GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", asked_as="respo
         ("guided_decoding_guide_type: what?", GUIDE, "response_format", "what?"),
         ("in ensemble 'e', input_lengths: is 0", SamplingParams(), "prompt", "is 0"),
         ("random_seed: too large: 2", SamplingParams(), "seed", "too large: 2"),
+        ("lora_task_id: 7 is not cached", SamplingParams(), "model", "7 is not cached"),
         ("stop_words: too many", SamplingParams(), "stop", "too many"),
     ],
 )
