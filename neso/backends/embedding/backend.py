@@ -95,7 +95,7 @@ def _value(request: InferenceRequest, name: str, kind: type[Value]) -> Value | N
     tensor = request.inputs.get(name)
     value = request.parameters.get(name) if tensor is None else tensor.array.reshape(-1)[0].item()
     try:
-        return msgspec.convert(value, kind | None, strict=False)  # type: ignore[no-any-return, call-overload]
+        return msgspec.convert(value, kind | None, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidParameter(name, f"{error}, got {value!r}") from None
 
