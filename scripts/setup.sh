@@ -21,10 +21,13 @@ check_compiler() {
     fi
 }
 
-# What decides whether an installation is still good: the compiled sources and the dependencies. Python files are
-# used from the checkout.
+# What decides whether an installation is still good: the compiled sources, the dependencies, and which Python files
+# there are. These are used from the checkout, but an installation remembers which modules are packages.
 fingerprint() {
-    cat pyproject.toml constraints.txt CMakeLists.txt scripts/setup.sh $(find csrc -type f | sort) | cksum
+    {
+        cat pyproject.toml constraints.txt CMakeLists.txt scripts/setup.sh $(find csrc -type f | sort)
+        find neso -name '*.py' | sort
+    } | cksum
 }
 
 # install NAME EXTRAS: pip install the package with these extras unless .venv has it in this very state.
