@@ -37,26 +37,39 @@ class Responses:
         self._results: queue.SimpleQueue[grpc.InferResult | InferenceServerException] = queue.SimpleQueue()
         self._client = grpc.InferenceServerClient(url)
         self._model = model
+        self._open = 0  # requests that have not had their last response
         self._client.start_stream(lambda result, error: self._results.put(error or result))
         self.send(inputs, **options)
 
     def send(self, inputs: list[grpc.InferInput], **options: object) -> None:
         """Another request on the same stream; its responses come among the others."""
-        self._client.async_stream_infer(self._model, inputs, enable_empty_final_response=True, **options)
+        self._open += 1
+        try:
+            self._client.async_stream_infer(self._model, inputs, enable_empty_final_response=True, **options)
+        except InferenceServerException as error:
+            raise self._cause(error) from None
+
+    def _cause(self, error: InferenceServerException) -> InferenceServerException:
+        """What broke the stream, which is told among the results, of the error that it is broken."""
+        try:
+            while not isinstance(found := self._results.get(timeout=1), InferenceServerException):
+                pass
+        except queue.Empty:
+            return error
+        return found
 
     def cancel(self) -> None:
         """The rest is not wanted."""
         self._client.stop_stream(cancel_requests=True)
 
     def __iter__(self) -> Iterator[grpc.InferResult]:
-        final = False
         try:
-            while not final:
+            while self._open:
                 result = self._results.get()
                 if isinstance(result, Exception):
                     raise result
                 response = result.get_response()
-                final = response.parameters["triton_final_response"].bool_param
+                self._open -= response.parameters["triton_final_response"].bool_param
                 if response.outputs:
                     yield result
         finally:

@@ -138,7 +138,7 @@ def main() -> None:
     print("Input sequence: ", ids)
 
     sequences: dict[int, list[int]] = {}
-    arrays: dict[str, list[np.ndarray]] = {}
+    arrays: dict[tuple[int, str], list[np.ndarray]] = {}
     outputs = [InferRequestedOutput(name) for name in args.requested_outputs] or None
     given = tensors(request_inputs(args, ids, tokenizer))
     responses = Responses(args.url, args.model_name, given, request_id=args.request_id, outputs=outputs)
@@ -155,7 +155,7 @@ def main() -> None:
                 sequences.setdefault(first + beam, []).extend(tokens[:length].tolist())
             for name in ("cum_log_probs", "output_log_probs", *LOGITS, *PERF_METRICS):
                 if (array := result.as_numpy(name)) is not None:
-                    arrays.setdefault(name, []).append(array)
+                    arrays.setdefault((first, name), []).append(array)
     except InferenceServerException as error:
         if not (args.stop_via_request_cancel and "cancel" in str(error).lower()):
             raise SystemExit(f"Received an error from server: {error}") from None
@@ -174,7 +174,7 @@ def main() -> None:
             expected = read_csv(args.output_tokens_csv) if args.output_tokens_csv else []
             if new != expected:
                 raise SystemExit(f"expected {expected}")
-    for name, parts in arrays.items():
+    for (_, name), parts in sorted(arrays.items()):
         array = (
             parts[-1]
             if name in ("cum_log_probs", "context_logits", *PERF_METRICS)

@@ -23,6 +23,7 @@ class Layout(str, Enum):
 
 @repo.command()
 def init(
+    context: typer.Context,
     directory: Annotated[Path, typer.Argument(help="The repository; it is made if it is not there.")],
     model: Annotated[
         str,
@@ -101,6 +102,7 @@ def init(
     from neso.layouts.trtllm.layout import trtllm_files
     from neso.layouts.trtllm.options import TrtllmOptions
 
+    _refuse_other_layouts(context, layout)
     try:
         if layout is Layout.trtllm:
             options = TrtllmOptions(
@@ -122,13 +124,33 @@ def init(
             files = trtllm_files(options)
         else:
             make = neso_files if layout is Layout.neso else vllm_files
-            files = make(name or Path(model).name, _located(model))
+            located = _located(model)
+            files = make(_model_name(name or Path(located).name), located)
         write_files(directory, files, overwrite=force)
     except (FilesExist, ValueError, OSError) as error:
         typer.echo(f"neso repo init: {error}", err=True)
         raise typer.Exit(1) from None
     models = sorted({path.split("/")[0] for path in files})
     typer.echo(f"{directory}: {', '.join(models)}\nneso serve --model-repository={directory}")
+
+
+def _refuse_other_layouts(context: typer.Context, layout: Layout) -> None:
+    """Raises `typer.BadParameter` for an option that means nothing to this layout."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if layout is Layout.trtllm and parameter.name == "name":
+            raise typer.BadParameter("is for the layouts neso and vllm", context, param_hint="--name")
+        if layout is not Layout.trtllm and getattr(parameter, "rich_help_panel", None) == TRTLLM:
+            raise typer.BadParameter("is for the layout trtllm", context, param_hint=parameter.opts[0])
+
+
+def _model_name(name: str) -> str:
+    """A model's name is that of its folder."""
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"'{name}' cannot be the name of a model, say another by --name")
+    return name
 
 
 def _located(model: str) -> str:

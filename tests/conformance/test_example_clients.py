@@ -70,13 +70,22 @@ def test_token_ids_in_files(address, tmp_path):
     assert "expected" in run("inflight_batcher_llm_client", *given, "--end-id", str(ids[6]), fails=True)
 
 
-@pytest.mark.parametrize("how", [[], ["--stop-via-request-cancel"]])
+@pytest.mark.parametrize("how", [[], ["--streaming"], ["--streaming", "--stop-via-request-cancel"]])
 def test_early_stopping(address, how):
-    printed = tokens(
-        address, "--request-output-len=1900", "--end-id=-1", "--stop-after-ms=300", "--streaming", *how
-    )
+    printed = tokens(address, "--request-output-len=1900", "--end-id=-1", "--stop-after-ms=300", *how)
     found = re.search(r"Output sequence:  \[(.*)\]", printed)
     assert found is not None and 1 < len(found[1].split(",")) < 1900
+
+
+def test_log_probabilities_of_several_sequences(address):
+    printed = tokens(
+        address, "--request-output-len=3", "--num-return-sequences=2", "--top-k=5", "--return-log-probs"
+    )
+    assert printed.count("output_log_probs.shape: (1, 1, 3)") == 2
+
+
+def test_a_server_that_is_not_there():
+    assert "failed to connect" in tokens("localhost:1", fails=True).lower()
 
 
 def test_logits(address):

@@ -146,3 +146,28 @@ def test_refusals(tmp_path):
 def test_text_in_a_configuration():
     written = pbtxt.parameters({"path": 'a "quoted"\\path\n好'})
     assert parameters(text_format.Parse(written, pb.ModelConfig())) == {"path": 'a "quoted"\\path\n好'}
+
+
+@pytest.mark.parametrize("layout", ["neso", "vllm"])
+def test_a_model_that_is_where_the_command_runs(tmp_path, monkeypatch, layout):
+    (tmp_path / "checkpoint").mkdir()
+    monkeypatch.chdir(tmp_path / "checkpoint")
+    assert init("--layout", layout, "--model", ".", tmp_path / "models").exit_code == 0
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"checkpoint"}
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/a"])
+def test_names_that_are_no_folder(tmp_path, name):
+    result = init("--layout", "neso", "--model", "neso-pilot", "--name", name, tmp_path / "models")
+    assert result.exit_code == 1 and "cannot be the name of a model" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("layout", "option"),
+    [("vllm", "--max-batch-size=4"), ("neso", "--draft-model=neso-pilot"), ("trtllm", "--name=mine")],
+)
+def test_options_of_another_layout(tmp_path, layout, option):
+    result = init("--layout", layout, "--model", "neso-pilot", option, tmp_path / "models")
+    assert result.exit_code == 2 and "for the layout" in result.output
+    assert not list(tmp_path.iterdir())

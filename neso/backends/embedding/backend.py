@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from neso.backends.embedding import signature
@@ -21,6 +22,8 @@ from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.tensor import Tensor
+
+Value = TypeVar("Value", bool, int)
 
 
 class EmbeddingBackend(EngineBackend):
@@ -73,7 +76,7 @@ class EmbeddingBackend(EngineBackend):
     async def _pool_all(
         self, request: InferenceRequest, prompts: list[Any], params: PoolingParams
     ) -> list[PooledOutput]:
-        cut = -1 if _value(request, "truncate", False) else None
+        cut = -1 if _value(request, "truncate", bool) else None
         requests = [
             PoolingRequest(prompt, params, priority=request.priority, truncate_prompt_tokens=cut)
             for prompt in prompts
@@ -82,18 +85,19 @@ class EmbeddingBackend(EngineBackend):
 
 
 def _params(request: InferenceRequest) -> PoolingParams:
-    dimensions = _value(request, "dimensions", None)
-    normalize = _value(request, "normalize", None)
     return PoolingParams(
-        dimensions=None if dimensions is None else int(dimensions),
-        normalize=None if normalize is None else bool(normalize),
+        dimensions=_value(request, "dimensions", int), normalize=_value(request, "normalize", bool)
     )
 
 
-def _value(request: InferenceRequest, name: str, default: Any) -> Any:
-    """The one element of an input, or the request parameter of that name."""
+def _value(request: InferenceRequest, name: str, kind: type[Value]) -> Value | None:
+    """The one element of an input, or the request parameter of that name; None without either."""
     tensor = request.inputs.get(name)
-    return request.parameters.get(name, default) if tensor is None else tensor.array.reshape(-1)[0].item()
+    value = request.parameters.get(name) if tensor is None else tensor.array.reshape(-1)[0].item()
+    try:
+        return msgspec.convert(value, kind | None, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(name, f"{error}, got {value!r}") from None
 
 
 def _matrix(name: str, pooled: list[PooledOutput]) -> Tensor:

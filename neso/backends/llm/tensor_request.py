@@ -10,6 +10,7 @@ import orjson
 from neso.backends.llm import signature
 from neso.backends.llm.adapter_request import requested_adapter
 from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
+from neso.backends.request_values import flag, json_object, text
 from neso.generation import DraftTokens, GenerationRequest, InvalidParameter, SamplingParams
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -29,12 +30,12 @@ class TensorRequest:
 
 def parse(request: InferenceRequest) -> TensorRequest:
     """Raises `InvalidArgument` that names what is wrong."""
-    (prompt,) = request.inputs["text_input"].strings()
-    stream = _flag(request, "stream", default=False)
+    prompt = text(request, "text_input")
+    stream = flag(request, "stream", default=False)
     wanted = {
         name.removeprefix("return_")
         for name in request.inputs
-        if name.startswith("return_") and _flag(request, name, default=False)
+        if name.startswith("return_") and flag(request, name, default=False)
     }
     values = _sampling_values(request)
     lora = requested_adapter(request, values)
@@ -62,7 +63,7 @@ def parse(request: InferenceRequest) -> TensorRequest:
         ),
         prompt=prompt,
         stream=stream,
-        exclude_input=_flag(request, "exclude_input_in_output", default=True),
+        exclude_input=flag(request, "exclude_input_in_output", default=True),
         wanted=frozenset(wanted),
     )
 
@@ -94,11 +95,6 @@ _NOT_SCALAR = frozenset(
 )
 
 
-def _flag(request: InferenceRequest, name: str, *, default: bool) -> bool:
-    tensor = request.inputs.get(name)
-    return default if tensor is None else bool(tensor.array.reshape(-1)[0])
-
-
 def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | None:
     """Guessed tokens, from the tensors that TensorRT-LLM's backend has for them or, but for logits, from `values`."""
     given = {name: values.pop(name, None) for name in ("draft_input_ids", "draft_acceptance_threshold")}
@@ -111,17 +107,9 @@ def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | N
 
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
     """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
-    tensor = request.inputs.get("sampling_parameters")
-    if tensor is None:
-        return {name: _from_json(name, value) for name, value in request.parameters.items()}
-    (text,) = tensor.strings()
-    try:
-        values = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"sampling_parameters: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InvalidArgument(f"sampling_parameters: must be a JSON object, got {type(values).__name__}")
-    return values
+    if "sampling_parameters" in request.inputs:
+        return json_object(request, "sampling_parameters")
+    return {name: _from_json(name, value) for name, value in request.parameters.items()}
 
 
 def _from_json(name: str, value: object) -> Any:

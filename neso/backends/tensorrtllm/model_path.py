@@ -33,10 +33,9 @@ def model_files(path: str | None, version_directory: Path, model_directory: Path
         resolved = resolve_model(found)
     except ModelNotFound as error:
         raise InvalidArgument(f"gpt_model_path: {error}") from None
-    if path is None and resolved == version_directory and not (resolved / "config.json").is_file():
-        raise InvalidArgument(
-            f"gpt_model_path: is not set, and {version_directory} holds no model; {INSTEAD}"
-        )
+    if resolved.is_dir() and not (resolved / "config.json").is_file():
+        unset = "is not set, and " if path is None else ""
+        raise InvalidArgument(f"gpt_model_path: {unset}{resolved} holds no model (no config.json); {INSTEAD}")
     return resolved
 
 

@@ -5,38 +5,23 @@ Some inputs had other names once (`min_length`, `random_seed`, ...): both are li
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class TensorField:
-    """One input or output. `dims` are without the batch dimension.
-
-    `scalar`: one element, whose dimension the backend does not see (`reshape { shape: [ ] }`).
-    `ragged`: requests of one batch may differ in its extent.
-    """
-
-    name: str
-    data_type: str
-    dims: tuple[int, ...] = (1,)
-    scalar: bool = False
-    optional: bool = True
-    ragged: bool = False
+from neso.backends.tensor_fields import TensorField, add_inputs, add_outputs
 
 
 def _scalars(data_type: str, *names: str) -> tuple[TensorField, ...]:
-    return tuple(TensorField(name, data_type, scalar=True) for name in names)
+    return tuple(TensorField(name, data_type, optional=True, scalar=True) for name in names)
 
 
 def _ragged(data_type: str, dims: tuple[int, ...], *names: str) -> tuple[TensorField, ...]:
-    return tuple(TensorField(name, data_type, dims, ragged=True) for name in names)
+    return tuple(TensorField(name, data_type, dims, optional=True, ragged=True) for name in names)
 
 
 INPUTS: tuple[TensorField, ...] = (
-    TensorField("input_ids", "TYPE_INT32", (-1,), ragged=True, optional=False),
-    TensorField("input_lengths", "TYPE_INT32", scalar=True, optional=False),
-    TensorField("request_output_len", "TYPE_INT32", scalar=True, optional=False),
+    TensorField("input_ids", "TYPE_INT32", (-1,), ragged=True),
+    TensorField("input_lengths", "TYPE_INT32", scalar=True),
+    TensorField("request_output_len", "TYPE_INT32", scalar=True),
     *_scalars("TYPE_INT32", "num_return_sequences", "end_id", "pad_id", "beam_width"),
     *_ragged("TYPE_INT32", (2, -1), "stop_words_list", "bad_words_list"),
     *_ragged("TYPE_FP32", (-1,), "embedding_bias"),
@@ -70,8 +55,8 @@ INPUTS: tuple[TensorField, ...] = (
     *_ragged("TYPE_FP16", (-1, -1), "encoder_input_features"),
     *_ragged("TYPE_BOOL", (-1, -1), "cross_attention_mask"),
     *_ragged("TYPE_BOOL", (1,), "skip_cross_attn_blocks"),
-    TensorField("mrope_rotary_cos_sin", "TYPE_FP32", (-1,)),
-    TensorField("mrope_position_deltas", "TYPE_INT64"),
+    TensorField("mrope_rotary_cos_sin", "TYPE_FP32", (-1,), optional=True),
+    TensorField("mrope_position_deltas", "TYPE_INT64", optional=True),
     *_ragged("TYPE_UINT8", (-1,), "context_phase_params"),
 )
 
@@ -104,19 +89,6 @@ OUTPUTS: tuple[TensorField, ...] = (
 def complete(config: Any) -> None:
     """Give a `ModelConfig` that lists no inputs, or no outputs, all of them; one that does keeps its own."""
     if not config.input:
-        for field in INPUTS:
-            tensor = _add(config.input, field)
-            tensor.optional = field.optional
-            if config.max_batch_size:
-                tensor.allow_ragged_batch = field.ragged
-                if field.scalar:
-                    tensor.reshape.SetInParent()
+        add_inputs(config, INPUTS)
     if not config.output:
-        for field in OUTPUTS:
-            _add(config.output, field)
-
-
-def _add(tensors: Any, field: TensorField) -> Any:
-    from tritonclient.grpc import model_config_pb2 as pb
-
-    return tensors.add(name=field.name, data_type=pb.DataType.Value(field.data_type), dims=field.dims)
+        add_outputs(config, OUTPUTS)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
+from neso.backends.request_values import flag, json_object, text
 from neso.backends.vllm.signature import WANTED
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -38,11 +37,11 @@ class EmbeddingRequest:
 
 def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
     """Raises `InvalidArgument` that names what is wrong."""
-    wanted = frozenset(name for name in WANTED if _flag(request, f"return_{name}", default=False))
+    wanted = frozenset(name for name in WANTED if flag(request, f"return_{name}", default=False))
     if "embedding_request" in request.inputs:
         return _embedding(request, wanted)
-    stream = _flag(request, "stream", default=False)
-    prepend_prompt = not _flag(request, "exclude_input_in_output", default=stream)
+    stream = flag(request, "stream", default=False)
+    prepend_prompt = not flag(request, "exclude_input_in_output", default=stream)
     if stream and prepend_prompt:
         raise InvalidArgument(STREAM_WITH_PROMPT)
     values = _sampling_values(request)
@@ -55,7 +54,7 @@ def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
         values.setdefault("logprobs", 0)
     images = request.inputs.get("image")
     return TextRequest(
-        prompt=_text(request, "text_input"),
+        prompt=text(request, "text_input"),
         images=() if images is None else tuple(images.strings()),
         stream=stream,
         prepend_prompt=prepend_prompt,
@@ -66,7 +65,7 @@ def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
 
 
 def _embedding(request: InferenceRequest, wanted: frozenset[str]) -> EmbeddingRequest:
-    body = _object("embedding_request", _text(request, "embedding_request"))
+    body = json_object(request, "embedding_request")
     prompt: Any = body.get("input")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not isinstance(prompt, str):
@@ -80,28 +79,8 @@ def _embedding(request: InferenceRequest, wanted: frozenset[str]) -> EmbeddingRe
     return EmbeddingRequest(prompt, dimensions, wanted)
 
 
-def _flag(request: InferenceRequest, name: str, *, default: bool) -> bool:
-    tensor = request.inputs.get(name)
-    return default if tensor is None else bool(tensor.array.reshape(-1)[0])
-
-
-def _text(request: InferenceRequest, name: str) -> str:
-    (text,) = request.inputs[name].strings()
-    return text
-
-
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
     """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
-    if "sampling_parameters" not in request.inputs:
-        return dict(request.parameters)
-    return _object("sampling_parameters", _text(request, "sampling_parameters"))
-
-
-def _object(name: str, text: str) -> dict[str, Any]:
-    try:
-        values = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"{name}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InvalidArgument(f"{name}: must be a JSON object, got {type(values).__name__}")
-    return values
+    if "sampling_parameters" in request.inputs:
+        return json_object(request, "sampling_parameters")
+    return dict(request.parameters)

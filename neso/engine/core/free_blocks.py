@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import OrderedDict
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from neso.generation.cache_retention import DEFAULT_PRIORITY
 
@@ -20,6 +20,7 @@ class FreeBlocks:
     """
 
     def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._queues = {
             _EMPTY: OrderedDict.fromkeys(range(num_blocks)),
             DEFAULT_PRIORITY: OrderedDict[int, None](),
@@ -28,7 +29,7 @@ class FreeBlocks:
         self._queue_of: dict[int, int] = dict.fromkeys(range(num_blocks), _EMPTY)
         self._priorities: dict[int, int] = {}  # where it is not the default
         self._until: dict[int, float] = {}
-        self._ends: list[tuple[float, int]] = []  # a heap
+        self._ends: list[tuple[float, int]] = []  # a heap; those that are not in `_until` are void
 
     def __len__(self) -> int:
         return len(self._queue_of)
@@ -74,6 +75,10 @@ class FreeBlocks:
             end = time.monotonic() + seconds
             self._until[block] = end
             heappush(self._ends, (end, block))
+            if len(self._ends) > 2 * self._num_blocks:
+                # Most are of blocks that were retained anew or reused, and may be due in weeks only.
+                self._ends = [(end, block) for block, end in self._until.items()]
+                heapify(self._ends)
 
     def _end_retention(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:

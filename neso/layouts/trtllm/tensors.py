@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from neso.backends.tensor_fields import TensorField as ModelTensor
 from neso.backends.tensorrtllm import signature
 from neso.layouts.pbtxt import TensorField
 
@@ -119,7 +120,7 @@ DRAFT_INPUTS = (
 _TOKEN_OUTPUTS = ("output_ids", "sequence_length", "preceding_ids")
 
 
-def _field(field: signature.TensorField, *, batches: bool) -> TensorField:
+def _field(field: ModelTensor, *, batches: bool) -> TensorField:
     ragged, scalar = batches and field.ragged, batches and field.scalar
     data_type = field.data_type.removeprefix("TYPE_")
     return TensorField(field.name, data_type, field.dims, field.optional, ragged, scalar)

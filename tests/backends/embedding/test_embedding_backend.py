@@ -12,6 +12,7 @@ import pytest
 import neso.server.core
 from neso.engine.llm import LLM
 from neso.generation import PoolingParams
+from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.tensor import Tensor
@@ -102,6 +103,10 @@ async def test_what_fails_says_why(core):
     assert (await infer(core, "bert", text_input=long, truncate=[True])).error is None
     response = await infer(core, "bert", text_input=["x"], dimensions=np.array([100], np.int32))
     assert "dimensions" in response.error.message
+    for name, value in {"dimensions": "many", "normalize": "perhaps", "truncate": 3}.items():
+        response = await infer(core, "bert", text_input=["x"], parameters={name: value})
+        assert isinstance(response.error, InvalidArgument) and response.error.message.startswith(f"{name}: ")
+    assert (await infer(core, "bert", text_input=long, parameters={"truncate": "false"})).error is not None
     response = await infer(core, "bert", ["probabilities"], text_input=["x"])
     assert "no classifier" in response.error.message
     response = await infer(core, "classes", text_input=["x"], text_pair=["y"])

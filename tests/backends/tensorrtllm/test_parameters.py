@@ -274,6 +274,12 @@ def test_nothing_anywhere(read):
         read("/nowhere")
 
 
+def test_a_directory_without_a_model(read, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidArgument, match=r"gpt_model_path: .*/empty holds no model"):
+        read(tmp_path / "empty")
+
+
 # -- the tokenizer ------------------------------------------------------------------------------------------------
 
 

@@ -133,3 +133,12 @@ def test_what_cannot_be(ranges, decode, field):
     with pytest.raises(InvalidParameter) as refused:
         CacheRetention(ranges, decode)
     assert refused.value.field == field
+
+
+def test_durations_take_no_room_of_requests_that_are_over():
+    free = FreeBlocks(8)
+    for _ in range(1000):
+        block = free.take()
+        free.retain(block, 90, 1e6)
+        free.add(block, content_cached=True)
+    assert len(free._ends) <= 16

@@ -1,0 +1,33 @@
+"""Values in the inputs of a request for text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from neso.server.errors import InvalidArgument
+from neso.server.inference_request import InferenceRequest
+
+
+def flag(request: InferenceRequest, name: str, *, default: bool) -> bool:
+    """An input that is one boolean."""
+    tensor = request.inputs.get(name)
+    return default if tensor is None else bool(tensor.array.reshape(-1)[0])
+
+
+def text(request: InferenceRequest, name: str) -> str:
+    """An input that is one text. Raises `InvalidArgument` if it is not UTF-8."""
+    (value,) = request.inputs[name].strings()
+    return value
+
+
+def json_object(request: InferenceRequest, name: str) -> dict[str, Any]:
+    """An input that is the text of a JSON object. Raises `InvalidArgument`."""
+    try:
+        values = orjson.loads(text(request, name))
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"{name}: not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidArgument(f"{name}: must be a JSON object, got {type(values).__name__}")
+    return values
