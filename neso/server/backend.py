@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ BUILTIN = {
 EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 """The extras of the `neso` package that backends need."""
 ENTRY_POINT_GROUP = "neso.backends"
+_IMPORTING = threading.Lock()
+"""Models load in threads, and backends import each other's modules: at once, Python may give one up as a deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +153,8 @@ def find_backend(name: str) -> type[Backend]:
     """The backend class of that name, built in or from an entry point. Raises `InvalidArgument`."""
     target = BUILTIN.get(name)
     try:
-        if target is not None:
-            module, _, attribute = target.partition(":")
-            found = getattr(importlib.import_module(module), attribute)
-        else:
-            found = _entry_point(name).load()
+        with _IMPORTING:
+            found = _imported(target) if target is not None else _entry_point(name).load()
     except ImportError as error:
         hint = f", it needs `pip install 'neso[{EXTRAS[name]}]'`" if name in EXTRAS else ""
         raise InvalidArgument(f"unable to load backend '{name}'{hint}: {error}") from None
@@ -163,6 +163,11 @@ def find_backend(name: str) -> type[Backend]:
             f"unable to load backend '{name}': {found!r} is no subclass of {Backend.__name__}"
         )
     return found
+
+
+def _imported(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _entry_point(name: str) -> EntryPoint:

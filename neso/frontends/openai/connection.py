@@ -19,10 +19,16 @@ class ClientGone(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `ApiError` 413 when it is longer than `limit` bytes, and `ClientGone`."""
+    """The whole body. Raises `ApiError`: 413 for more than `limit` bytes, 415 if compressed; and `ClientGone`."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise _too_large(limit)
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise ApiError(
+                415,
+                f"Bodies in the encoding '{value.decode('latin-1')}' are not read: send them as they are.",
+                code="unsupported_content_encoding",
+            )
     parts: list[bytes] = []
     size = 0
     while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,17 @@ async def test_too_large_bodies(client: AsgiClient) -> None:
     code = "content_too_large"
     check(await client.request("POST", CHAT, b"", headers=headers), 413, code=code)
     check(await client.request("POST", CHAT, big[:60_000], big[60_000:]), 413, code=code)
+
+
+async def test_a_compressed_body(client: AsgiClient) -> None:
+    body = json.dumps(ASK).encode()
+    for path in (COMPLETIONS, "/tokenize"):
+        answer = await client.request(
+            "POST", path, gzip.compress(body), headers=((b"content-encoding", b"gzip"),)
+        )
+        assert "gzip" in check(answer, 415, code="unsupported_content_encoding")
+    plain = ((b"content-encoding", b"identity"),)
+    assert (await client.request("POST", COMPLETIONS, body, headers=plain)).status == 200
 
 
 async def test_a_body_in_pieces(client: AsgiClient) -> None:

@@ -19,7 +19,7 @@ from neso.frontends.openai.answers.prompt_record import PromptRecord
 from neso.frontends.openai.answers.sse import DONE, ChunkWriter, EventStream
 from neso.frontends.openai.answers.usage import UsageTotals
 from neso.frontends.openai.completions.prompts import Prompt
-from neso.frontends.openai.errors import ApiError
+from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.models.targets import Target
 from neso.frontends.openai.requests.schemas import GenerationFields
 from neso.generation import (
@@ -116,8 +116,12 @@ class Answer:
     ) -> Any:
         """Generate. Returns the response, an ASGI application; a stream goes on while that one runs.
 
-        `images` are those of every prompt.
+        `images` are those of every prompt. Raises `ApiError` and what the core raises.
         """
+        if self._request.return_token_ids and not self._target.tells_tokens:
+            raise invalid(
+                "return_token_ids", "Invalid 'return_token_ids': the model gives text, and no tokens."
+            )
         outputs = merge(
             [self._target.generate(r, trace) for r in self._generations(prompts, sampling, images)]
         )

@@ -19,6 +19,7 @@ ERRORS = {
     404: "There is no such model, response or route.",
     409: "It is there already.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "Too many requests.",
     499: "The request was cancelled.",
     500: "The server failed.",
@@ -63,7 +64,7 @@ class Operation:
     examples: dict[str, dict[str, Any]] = field(default_factory=dict)
     parameters: Sequence[Parameter] = ()
     events: type[BaseModel] | None = None
-    errors: Sequence[int] = (400, 404, 413, 429, 499, 500, 503)
+    errors: Sequence[int] = (400, 404, 413, 415, 429, 499, 500, 503)
     body_required: bool = True
     open_group: str = ""
 

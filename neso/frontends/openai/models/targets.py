@@ -34,6 +34,11 @@ class Target:
     text: TextTools
     adapter: str = ""
 
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether the tokens of its text are known, and not the text alone."""
+        return not isinstance(self.language_model, TensorLanguageModel)
+
     def generate(
         self, request: GenerationRequest, trace: Trace | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
