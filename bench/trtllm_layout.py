@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import psutil
+import uvloop
 from checkpoint import write_checkpoint
 from serve_overhead import TOKENS, bare, prompts, run
 
@@ -103,24 +103,46 @@ def served(repository: Path) -> Iterator[Server]:
         process.wait()
 
 
+class _Answer(asyncio.Protocol):
+    """All bytes up to the end of the connection."""
+
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+        self.ended: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(b"".join(self.received))
+
+
+async def post(port: int, path: str, body: bytes) -> bytes:
+    """An answer, head and all. No HTTP client: it would take from the server as much as a model of the layout does."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    transport, answer = await asyncio.get_running_loop().create_connection(_Answer, "127.0.0.1", port)
+    transport.write(head.encode() + body)
+    return await answer.ended
+
+
 async def measure(
     server: Server, case: Case, texts: list[str], ids: dict[str, list[int]], concurrency: int
 ) -> float:
     """Tokens per second; takes note of the CPU time."""
     operation = "generate_stream" if case.streams else "generate"
-    url = f"http://127.0.0.1:{server.port}/v2/models/{case.model}/{operation}"
+    path = f"/v2/models/{case.model}/{operation}"
 
     async def one(text: str) -> list[float]:
-        async with session.post(url, data=case.body(text, ids[text])) as answer:
-            content = await answer.read()
-            if answer.status != 200 or b'"error"' in content:
-                raise RuntimeError(f"{case.model}: {answer.status}: {content[:300]!r}")
+        answer = await post(server.port, path, case.body(text, ids[text]))
+        if not answer.startswith(b"HTTP/1.1 200") or b'"error"' in answer:
+            raise RuntimeError(f"{case.model}: {answer[:500]!r}")
         return []
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await run(concurrency, texts[:concurrency], one)
-        before = server.cpu_seconds()
-        measured = await run(concurrency, texts, one)
+    await run(concurrency, texts[:concurrency], one)
+    before = server.cpu_seconds()
+    measured = await run(concurrency, texts, one)
     own, engine = (now - then for now, then in zip(server.cpu_seconds(), before, strict=True))
     case.cpu_us.append(1e6 * own / (len(texts) * TOKENS))
     case.shares.append(own / engine)
@@ -136,11 +158,11 @@ def compare(
     ids = {text: tokenizer.encode(text) for text in texts}
     rates = []
     for _ in range(rounds):
-        alone = asyncio.run(bare(checkpoint, concurrency, texts)).tokens_per_second
+        alone = uvloop.run(bare(checkpoint, concurrency, texts)).tokens_per_second
         rates.append(alone)
         with served(repository) as server:
             for case in cases:
-                case.rates.append(asyncio.run(measure(server, case, texts, ids, concurrency)))
+                case.rates.append(uvloop.run(measure(server, case, texts, ids, concurrency)))
                 case.ratios.append(case.rates[-1] / alone)
     return rates
 

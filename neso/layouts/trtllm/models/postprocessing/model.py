@@ -1,6 +1,7 @@
 """From token ids to text."""
 
 import json
+import math
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -37,7 +38,7 @@ class TritonPythonModel:
         """One text a sequence, those of all rows one after the other."""
         lengths = inputs["SEQUENCE_LENGTH"].reshape(-1).tolist()
         tokens = inputs["TOKENS_BATCH"]
-        tokens = tokens.reshape(-1, tokens.shape[-1])
+        tokens = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])  # of no tokens, too
         if len(lengths) != len(tokens):
             raise ValueError(
                 f"SEQUENCE_LENGTH: has {len(lengths)} values, TOKENS_BATCH {len(tokens)} sequences"
