@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,13 +11,15 @@ from neso.backends.python.errors import TritonModelException
 from neso.backends.python.loop_calls import LoopCalls
 from neso.backends.python.server_access import Deliver, ServerAccess
 from neso.server.custom_metrics import CustomFamily, MetricKind
-from neso.server.errors import ServerError
+from neso.server.errors import InternalError, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 
 if TYPE_CHECKING:
     from neso.server.core import Core
     from neso.server.model import Model
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -94,6 +97,12 @@ class ModelCall:
             self._stream = model.submit(self._request)
         except ServerError as error:
             self._deliver(InferenceResponse("", "", error=error, final=True))
+            return
+        except Exception as error:
+            # Nobody else would hear of it: the calling model waits for an answer.
+            logger.exception("the call of model '%s' failed", self._request.model_name)
+            failure = InternalError(f"{type(error).__name__}: {error}")
+            self._deliver(InferenceResponse("", "", error=failure, final=True))
             return
         if self._cancelled:
             self._stream.cancel()

@@ -103,6 +103,19 @@ async def test_async_exec_in_coroutines_that_run_at_the_same_time(serve):
     assert await outcome(core) == [0, 2, 4, 6, 8]
 
 
+async def test_what_nobody_foresaw_ends_the_call(serve, monkeypatch):
+    core = await serve("""
+    def execute(self, requests):
+        return [answer(*values(call("double").exec())) for _ in requests]
+""")
+
+    def fail(*arguments):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(core.model("double"), "submit", fail)
+    assert "RuntimeError: out of luck" in await asyncio.wait_for(outcome(core), 10)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
