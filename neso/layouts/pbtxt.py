@@ -6,31 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class TensorField:
-    """An input or an output. `data_type` is without "TYPE_"; `dims` are without the batch dimension.
-
-    `ragged`: requests in one batch may differ in it. `scalar`: of its one element the backend sees no dimension.
-    """
-
-    name: str
-    data_type: str
-    dims: tuple[int, ...] = (1,)
-    optional: bool = False
-    ragged: bool = False
-    scalar: bool = False
-
-    def __str__(self) -> str:
-        parts = [f"name: {quoted(self.name)}", f"data_type: TYPE_{self.data_type}"]
-        parts.append(f"dims: [ {', '.join(map(str, self.dims))} ]")
-        if self.scalar:
-            parts.append("reshape { shape: [ ] }")
-        if self.optional:
-            parts.append("optional: true")
-        if self.ragged:
-            parts.append("allow_ragged_batch: true")
-        return f"{{ {' '.join(parts)} }}"
+from neso.backends.tensor_fields import TensorField
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +34,21 @@ def truth(value: bool) -> str:
     return "true" if value else "false"
 
 
-def tensors(kind: str, fields: Iterable[TensorField]) -> str:
-    """The list `input` or `output`."""
-    return f"{kind} [\n" + ",\n".join(f"  {field}" for field in fields) + "\n]\n"
+def tensors(kind: str, fields: Iterable[TensorField], *, batches: bool = True) -> str:
+    """The list `input` or `output`. `batches`: whether the model has a batch dimension."""
+    return f"{kind} [\n" + ",\n".join(f"  {_tensor(field, batches)}" for field in fields) + "\n]\n"
+
+
+def _tensor(field: TensorField, batches: bool) -> str:
+    parts = [f"name: {quoted(field.name)}", f"data_type: {field.data_type}"]
+    parts.append(f"dims: [ {', '.join(map(str, field.dims))} ]")
+    if field.scalar and batches:
+        parts.append("reshape { shape: [ ] }")
+    if field.optional:
+        parts.append("optional: true")
+    if field.ragged and batches:
+        parts.append("allow_ragged_batch: true")
+    return f"{{ {' '.join(parts)} }}"
 
 
 def steps(found: Iterable[EnsembleStep]) -> str:

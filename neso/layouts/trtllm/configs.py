@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from neso.backends.tensorrtllm import signature
 from neso.layouts import pbtxt
 from neso.layouts.trtllm import tensors
 from neso.layouts.trtllm.options import TrtllmOptions
@@ -70,8 +71,8 @@ def generation(options: TrtllmOptions, *, draft: bool = False) -> str:
         + pbtxt.decoupled(options.decoupled and not draft)
         + pbtxt.instances(1)
         + pbtxt.parameters(values)
-        + pbtxt.tensors("input", tensors.generation_inputs(batches=options.max_batch_size > 0))
-        + pbtxt.tensors("output", tensors.GENERATION_OUTPUTS)
+        + pbtxt.tensors("input", signature.INPUTS, batches=options.max_batch_size > 0)
+        + pbtxt.tensors("output", signature.OUTPUTS)
     )
 
 
