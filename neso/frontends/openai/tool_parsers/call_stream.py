@@ -17,6 +17,7 @@ from neso.frontends.openai.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
     ToolEvent,
+    ToolParser,
     ToolStream,
 )
 from neso.frontends.openai.tool_parsers.json_scanner import NotJson, ObjectScanner
@@ -277,6 +278,17 @@ class CallStream(ToolStream):
     def _take_events(self) -> list[ToolEvent]:
         events, self._events = self._events, []
         return events
+
+
+class CallParser(ToolParser):
+    """A format that a `CallStream` of one class reads."""
+
+    stream_class: ClassVar[type[CallStream]]
+
+    def stream(
+        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
+    ) -> ToolStream:
+        return self.stream_class(functions, eager=eager, max_call_chars=max_call_chars)
 
 
 def is_json_object(text: str) -> bool:

@@ -9,43 +9,20 @@ Some content
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
 
-from neso.frontends.openai.tool_parsers.base import MAX_CALL_CHARS, Function, ToolParser, ToolStream
-from neso.frontends.openai.tool_parsers.call_stream import CallStream
-from neso.frontends.openai.tool_parsers.forms import json_form, repeated, tag, triggered
+from neso.frontends.openai.tool_parsers.base import Function
+from neso.frontends.openai.tool_parsers.forms import Form, json_form, tag
 from neso.frontends.openai.tool_parsers.text_source import Reading
-
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
-
-
-class HermesParser(ToolParser):
-    """Reads `<tool_call>` blocks."""
-
-    special_tokens = (OPEN, CLOSE)
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return OPEN in template and "<function=" not in template and "<arg_key>" not in template
-
-    def stream(
-        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
-    ) -> ToolStream:
-        return HermesStream(functions, eager=eager, max_call_chars=max_call_chars)
-
-    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> dict[str, Any]:
-        return repeated(_tags(functions), separator="\n", many=many_calls)
-
-    def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> dict[str, Any]:
-        return triggered(_tags(functions), trigger=OPEN, many=many_calls)
+from neso.frontends.openai.tool_parsers.tool_call_tags import (
+    CLOSE,
+    OPEN,
+    ToolCallTagsParser,
+    ToolCallTagsStream,
+)
 
 
-class HermesStream(CallStream):
+class HermesStream(ToolCallTagsStream):
     """Some models forget the closing brace or tag: what stands before the next tag is dropped."""
-
-    markers = (OPEN,)
 
     def read_calls(self, marker: str) -> Reading[None]:
         yield from self.source.space()
@@ -55,13 +32,16 @@ class HermesStream(CallStream):
     def rest_of_object(self) -> Reading[None]:
         yield from ()
 
-    def read_broken(self) -> Reading[None]:
-        if (yield from self.source.skip_to(CLOSE, OPEN)) == CLOSE:
-            self.source.position += len(CLOSE)
 
+class HermesParser(ToolCallTagsParser):
+    """Reads `<tool_call>` blocks."""
 
-def _tags(functions: Sequence[Function]) -> list[dict[str, Any]]:
-    return [
-        tag(f'{OPEN}\n{{"name": {json.dumps(f.name)}, "arguments": ', json_form(f.schema), f"}}\n{CLOSE}")
-        for f in functions
-    ]
+    stream_class = HermesStream
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return OPEN in template and "<function=" not in template and "<arg_key>" not in template
+
+    def call_form(self, function: Function) -> Form:
+        begin = f'{OPEN}\n{{"name": {json.dumps(function.name)}, "arguments": '
+        return tag(begin, json_form(function.schema), f"}}\n{CLOSE}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from neso.frontends.openai.tool_parsers.base import MAX_CALL_CHARS, Function, ToolParser, ToolStream
-from neso.frontends.openai.tool_parsers.call_stream import CallStream
+from neso.frontends.openai.tool_parsers.call_stream import CallParser, CallStream
 from neso.frontends.openai.tool_parsers.forms import (
     Form,
     const,
@@ -26,29 +26,6 @@ TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.\-]+")
 
 
-class Llama3Parser(ToolParser):
-    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {…}}`, with or without `<|python_tag|>`, several by `;`.
-
-    Llama 4 has `<|python_start|>` and `<|python_end|>` around it. Without a tag only a message that begins with a call
-    of a function that is known is calls.
-    """
-
-    special_tokens = (PYTHON_TAG, PYTHON_START, PYTHON_END)
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        signs = (PYTHON_TAG, PYTHON_START, '"parameters": dictionary of argument')
-        return any(sign in template for sign in signs) and not PythonicParser.matches(template)
-
-    def stream(
-        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
-    ) -> ToolStream:
-        return Llama3Stream(functions, eager=eager, max_call_chars=max_call_chars)
-
-    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
-        return repeated(_object_tags(functions, "parameters"), separator="; ", many=many_calls)
-
-
 class Llama3Stream(CallStream):
     markers = (PYTHON_TAG, PYTHON_START)
     opening = "{"
@@ -61,6 +38,25 @@ class Llama3Stream(CallStream):
             if (yield from self.source.take(";")) is None:
                 yield from self.source.take(PYTHON_END)
                 return
+
+
+class Llama3Parser(CallParser):
+    """Llama 3.1 to 3.3: `{"name": "f", "parameters": {…}}`, with or without `<|python_tag|>`, several by `;`.
+
+    Llama 4 has `<|python_start|>` and `<|python_end|>` around it. Without a tag only a message that begins with a call
+    of a function that is known is calls.
+    """
+
+    stream_class = Llama3Stream
+    special_tokens = (PYTHON_TAG, PYTHON_START, PYTHON_END)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        signs = (PYTHON_TAG, PYTHON_START, '"parameters": dictionary of argument')
+        return any(sign in template for sign in signs) and not PythonicParser.matches(template)
+
+    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return repeated(_object_tags(functions, "parameters"), separator="; ", many=many_calls)
 
 
 class ListParser(ToolParser):

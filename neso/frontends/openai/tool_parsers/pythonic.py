@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from neso.frontends.openai.tool_parsers.base import MAX_CALL_CHARS, Function, ToolParser, ToolStream
-from neso.frontends.openai.tool_parsers.call_stream import CallStream
+from neso.frontends.openai.tool_parsers.base import Function
+from neso.frontends.openai.tool_parsers.call_stream import CallParser, CallStream
 from neso.frontends.openai.tool_parsers.forms import (
     Form,
     const,
@@ -28,25 +28,6 @@ _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _SIGNATURE = re.compile(r"\[\w+\(\w+=")
 _OUTSIDE = re.compile(r"""["'()\[\]{},]""")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
-
-
-class PythonicParser(ToolParser):
-    """Without `<|python_start|>` only a message that begins with a call of a known function is calls."""
-
-    special_tokens = (START, END)
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return _SIGNATURE.search(template) is not None
-
-    def stream(
-        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
-    ) -> ToolStream:
-        return PythonicStream(functions, eager=eager, max_call_chars=max_call_chars)
-
-    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
-        tags = [tag(f"{f.name}(", _arguments_form(f.schema), ")") for f in functions]
-        return sequence(const("["), repeated(tags, separator=", ", many=many_calls), const("]"))
 
 
 class PythonicStream(CallStream):
@@ -129,6 +110,21 @@ class PythonicStream(CallStream):
             elif character != "," and (not closing or closing.pop() != character):
                 source.position = at
                 raise NoCall
+
+
+class PythonicParser(CallParser):
+    """Without `<|python_start|>` only a message that begins with a call of a known function is calls."""
+
+    stream_class = PythonicStream
+    special_tokens = (START, END)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return _SIGNATURE.search(template) is not None
+
+    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        tags = [tag(f"{f.name}(", _arguments_form(f.schema), ")") for f in functions]
+        return sequence(const("["), repeated(tags, separator=", ", many=many_calls), const("]"))
 
 
 def _as_json(literal: str) -> str:

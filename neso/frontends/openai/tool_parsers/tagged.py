@@ -16,94 +16,33 @@ from __future__ import annotations
 import ast
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
-from neso.frontends.openai.tool_parsers.base import MAX_CALL_CHARS, Function, ToolParser, ToolStream
-from neso.frontends.openai.tool_parsers.call_stream import CallStream
+from neso.frontends.openai.tool_parsers.base import Function
 from neso.frontends.openai.tool_parsers.forms import (
     Form,
     const,
     either,
     json_form,
     properties,
-    repeated,
     sequence,
     tag,
     text_before,
-    triggered,
 )
 from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
+from neso.frontends.openai.tool_parsers.tool_call_tags import (
+    CLOSE,
+    OPEN,
+    ToolCallTagsParser,
+    ToolCallTagsStream,
+)
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
-class Qwen3CoderParser(ToolParser):
-    """Qwen3-Coder's tags."""
-
-    special_tokens = (OPEN, CLOSE)
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return FUNCTION in template
-
-    def stream(
-        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
-    ) -> ToolStream:
-        return Qwen3CoderStream(functions, eager=eager, max_call_chars=max_call_chars)
-
-    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
-        return repeated(self._tags(functions), separator="\n", many=many_calls)
-
-    def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
-        return triggered(self._tags(functions), trigger=OPEN, many=many_calls)
-
-    def _tags(self, functions: Sequence[Function]) -> list[Form]:
-        return [
-            tag(
-                f"{OPEN}\n{FUNCTION}{f.name}>\n",
-                _parameters_form(f.schema, f"{PARAMETER}{{}}>\n", f"\n{END_PARAMETER}\n"),
-                f"{END_FUNCTION}\n{CLOSE}",
-            )
-            for f in functions
-        ]
-
-
-class Glm45Parser(ToolParser):
-    """GLM 4.5's tags: `<tool_call>name`, then `<arg_key>…</arg_key>` and `<arg_value>…</arg_value>` by turns."""
-
-    special_tokens = (OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)
-
-    @classmethod
-    def matches(cls, template: str) -> bool:
-        return KEY in template
-
-    def stream(
-        self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
-    ) -> ToolStream:
-        return Glm45Stream(functions, eager=eager, max_call_chars=max_call_chars)
-
-    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
-        return repeated(self._tags(functions), separator="\n", many=many_calls)
-
-    def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
-        return triggered(self._tags(functions), trigger=OPEN, many=many_calls)
-
-    def _tags(self, functions: Sequence[Function]) -> list[Form]:
-        return [
-            tag(
-                f"{OPEN}{f.name}\n",
-                _parameters_form(f.schema, f"{KEY}{{}}{END_KEY}\n{VALUE}", f"{END_VALUE}\n"),
-                CLOSE,
-            )
-            for f in functions
-        ]
-
-
-class TaggedStream(CallStream):
+class TaggedStream(ToolCallTagsStream):
     """Passes each argument on when its tag is closed."""
 
     @abstractmethod
@@ -123,10 +62,6 @@ class TaggedStream(CallStream):
             separator = ", "
         self.arguments("{}" if separator == "{" else "}")
         self.end_call()
-
-    def read_broken(self) -> Reading[None]:
-        if (yield from self.source.skip_to(CLOSE, OPEN)) == CLOSE:
-            self.source.position += len(CLOSE)
 
 
 class Qwen3CoderStream(TaggedStream):
@@ -158,9 +93,24 @@ class Qwen3CoderStream(TaggedStream):
         return key.strip(), text.removeprefix("\n").removesuffix("\n")
 
 
-class Glm45Stream(TaggedStream):
-    markers = (OPEN,)
+class Qwen3CoderParser(ToolCallTagsParser):
+    """Qwen3-Coder's tags."""
 
+    stream_class = Qwen3CoderStream
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return FUNCTION in template
+
+    def call_form(self, function: Function) -> Form:
+        return tag(
+            f"{OPEN}\n{FUNCTION}{function.name}>\n",
+            _parameters_form(function.schema, f"{PARAMETER}{{}}>\n", f"\n{END_PARAMETER}\n"),
+            f"{END_FUNCTION}\n{CLOSE}",
+        )
+
+
+class Glm45Stream(TaggedStream):
     def read_calls(self, marker: str) -> Reading[None]:
         source = self.source
         name, end = yield from source.up_to("\n", KEY, CLOSE)
@@ -182,6 +132,24 @@ class Glm45Stream(TaggedStream):
         yield from source.expect(VALUE)
         text, _ = yield from source.up_to(END_VALUE)
         return key.strip(), text
+
+
+class Glm45Parser(ToolCallTagsParser):
+    """GLM 4.5's tags: `<tool_call>name`, then `<arg_key>…</arg_key>` and `<arg_value>…</arg_value>` by turns."""
+
+    stream_class = Glm45Stream
+    special_tokens = (OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return KEY in template
+
+    def call_form(self, function: Function) -> Form:
+        return tag(
+            f"{OPEN}{function.name}\n",
+            _parameters_form(function.schema, f"{KEY}{{}}{END_KEY}\n{VALUE}", f"{END_VALUE}\n"),
+            CLOSE,
+        )
 
 
 def _json_value(schema: dict[str, Any], text: str) -> str:
