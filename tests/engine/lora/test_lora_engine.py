@@ -92,7 +92,7 @@ def test_adapters_beyond_the_memory_are_read_again(llama_checkpoint, adapters, e
     assert list(llm.list_loras()) == [str(number) for number in range(5)]
 
 
-def test_adapters_in_use_are_not_evicted(llama_checkpoint, adapters, expected):
+def test_adapters_in_use_are_not_evicted(llama_checkpoint, adapters, expected, monkeypatch):
     one = open_llm(llama_checkpoint)
     one.load_lora("a", adapters[0])
     size = one.core.lora._cache.num_bytes
@@ -100,8 +100,17 @@ def test_adapters_in_use_are_not_evicted(llama_checkpoint, adapters, expected):
     llm.load_lora("a", adapters[0])
     stream = llm.stream(PROMPT, GREEDY, lora="a")
     got = list(next(stream).deltas[0].token_ids)
-    with pytest.raises(InvalidParameter, match=r"no room: those in use take .*lora_cache_host_memory_bytes"):
-        tokens(llm, LoraRequest(name="b", path=str(adapters[1])))
+    manager = llm.core.lora
+    take_loaded = manager.take_loaded
+
+    def take_loaded_after_the_load():
+        manager.wait(timeout=60)  # else "a" may have ended before "b" is read
+        return take_loaded()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "take_loaded", take_loaded_after_the_load)
+        with pytest.raises(InvalidParameter, match=r"no room: those in use take .*lora_cache_host_memory_bytes"):
+            tokens(llm, LoraRequest(name="b", path=str(adapters[1])))
     got += [token for output in stream for token in output.deltas[0].token_ids]
     assert got == expected[0]
     assert tokens(llm, LoraRequest(name="b", path=str(adapters[1]))) == expected[1], "now there is"
