@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import orjson
@@ -20,6 +21,14 @@ def text(request: InferenceRequest, name: str) -> str:
     """An input that is one text. Raises `InvalidArgument` if it is not UTF-8."""
     (value,) = request.inputs[name].strings()
     return value
+
+
+def want_logprobs(values: dict[str, Any], wanted: Container[str]) -> None:
+    """Add to sampling parameters what the outputs `wanted` need, unless they say how many log probabilities."""
+    if "logprobs" in wanted:
+        values.setdefault("logprobs", 1)
+    if "cumulative_logprob" in wanted:
+        values.setdefault("logprobs", 0)
 
 
 def json_object(request: InferenceRequest, name: str) -> dict[str, Any]:

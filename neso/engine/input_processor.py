@@ -13,7 +13,7 @@ from neso.engine.spec_decode.request_draft import checked_draft
 from neso.engine.text.bad_words import token_sequences
 from neso.engine.text.no_tokenizer import NO_TOKENIZER
 from neso.engine.vision.image_prompt import ImagePrompt
-from neso.generation import GenerationRequest, InvalidParameter, PromptTooLong, SamplingParams
+from neso.generation import GenerationRequest, InvalidParameter, SamplingParams, check_prompt_length
 
 
 class InputProcessor:
@@ -26,6 +26,8 @@ class InputProcessor:
         self._generates = info.generates
         self._images = images
         self._vectors = PromptVectors(info)
+        # A configuration may name tokens that the model has no logits for.
+        self._eos_token_ids = [token for token in tokenizer.eos_token_ids if 0 <= token < info.vocab_size]
 
     def process(self, request: GenerationRequest) -> EngineRequest:
         """Raises `InvalidParameter` for what the model cannot do.
@@ -36,7 +38,7 @@ class InputProcessor:
             raise InvalidParameter("model", "gives vectors, not text: its checkpoint has no head for tokens")
         prompt, embeddings = self._prompt(request)
         prompt, images = self._place_images(request, prompt)
-        self._check_length(len(prompt))
+        check_prompt_length(len(prompt), self._max_model_len)
         params = request.sampling
         if request.lora is not None and not self._info.lora.enabled:
             raise InvalidParameter("lora_name", LORA_DISABLED)
@@ -86,11 +88,7 @@ class InputProcessor:
         )
 
     def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = () if params.ignore_eos else self._tokenizer.eos_token_ids
-        # A configuration may name tokens that the model has no logits for.
-        return frozenset(
-            (*(token for token in own if 0 <= token < self._info.vocab_size), *params.stop_token_ids)
-        )
+        return frozenset((*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids))
 
     def _prompt(self, request: GenerationRequest) -> tuple[list[int], InputEmbeddings | None]:
         """Token ids, and the vectors that stand in place of some."""
@@ -116,14 +114,8 @@ class InputProcessor:
             if request.images:
                 raise InvalidParameter("images", "cannot be given beside other vectors")
             return ids, []
-        self._check_length(self._images.expanded_length(ids))  # before they are decoded
+        check_prompt_length(self._images.expanded_length(ids), self._max_model_len)  # before they are decoded
         return self._images.place(request, ids)
-
-    def _check_length(self, num_tokens: int) -> None:
-        if not num_tokens:
-            raise InvalidParameter("prompt", "is empty")
-        if num_tokens >= self._max_model_len:
-            raise PromptTooLong(num_tokens, self._max_model_len)
 
     def _token_ids(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, str):

@@ -3,7 +3,7 @@
 from neso.generation.draft_tokens import DraftTokens
 from neso.generation.encoding import encode_text
 from neso.generation.guided_decoding import GuidedDecoding
-from neso.generation.invalid_parameter import InvalidParameter, PromptTooLong
+from neso.generation.invalid_parameter import InvalidParameter, PromptTooLong, check_prompt_length
 from neso.generation.language_model import AdaptableModel, LanguageModel, TextTools
 from neso.generation.lora import LoraRequest, LoraTensors
 from neso.generation.output import CompletionDelta, FinishReason, GenerationOutput, TokenLogprobs, Usage
@@ -33,5 +33,6 @@ __all__ = [
     "TextTools",
     "TokenLogprobs",
     "Usage",
+    "check_prompt_length",
     "encode_text",
 ]

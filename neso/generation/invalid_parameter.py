@@ -21,3 +21,11 @@ class PromptTooLong(InvalidParameter):
             f"is {num_tokens} tokens long; this model's context is {max_model_len} tokens, of which at least one must "
             "be left for the output",
         )
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises `InvalidParameter` for a prompt without tokens, and for one that is too long."""
+    if not num_tokens:
+        raise InvalidParameter("prompt", "is empty")
+    if num_tokens >= max_model_len:
+        raise PromptTooLong(num_tokens, max_model_len)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from neso.backends.followed_generation import FollowedGeneration
 from neso.backends.llm import signature
 from neso.backends.llm.engine_backend import EngineBackend
 from neso.backends.llm.options import engine_config
@@ -40,15 +40,10 @@ class LlmBackend(EngineBackend):
     async def _generate(self, stream: ResponseStream, request: TensorRequest) -> None:
         tensors = ResponseTensors(request)
         model, version = self.context.name, self.context.version
-        # The first response took from here on; when the engine began with the prompt, its first output tells.
-        stream.timeline.response_start = stream.timeline.queue_start
-        traced = stream.trace.begin_generation(request.generation) if stream.trace is not None else None
+        followed = FollowedGeneration(stream, request.generation)
         async with aclosing(self.generate(request.generation)) as outputs:
             async for output in outputs:
-                if not stream.timeline.compute_start:
-                    stream.timeline.compute_start = output.scheduled_ns or time.monotonic_ns()
-                if traced is not None:
-                    traced.observe(output)
+                followed.observe(output)
                 tensors.add(output)
                 if request.stream or output.finished:
                     stream.send(

@@ -123,10 +123,13 @@ class EngineBackend(Backend):
             raise
         except EngineError as error:
             reason = FinishReason.ERROR
-            kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
-            raise kind(f"model '{self.context.name}': {error}") from None
+            raise self._server_error(error) from None
         finally:
             timer.end(reason)
+
+    def _server_error(self, error: EngineError) -> ServerError:
+        kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
+        return kind(f"model '{self.context.name}': {error}")
 
     # -- adapters: neso.generation.AdaptableModel ---------------------------------------------------------------
 
@@ -162,8 +165,7 @@ class EngineBackend(Backend):
         try:
             output = await self.engine.pool(request)
         except EngineError as error:
-            kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
-            raise kind(f"model '{self.context.name}': {error}") from None
+            raise self._server_error(error) from None
         self._metrics.observe_pooled(output.num_prompt_tokens, time.perf_counter() - started)
         return output
 

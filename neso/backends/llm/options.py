@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from neso.backends.json_file import read_object
+from neso.backends.near_path import near_path
 from neso.engine.config import EngineConfig
 from neso.engine.weights.errors import ModelNotFound
 from neso.engine.weights.hub import resolve_model
@@ -38,20 +39,16 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     model = options.pop("model", None) or str(version_directory)
     if not isinstance(model, str):
         raise InvalidArgument(f"option 'model' must be a path or a name, got {model!r}")
-    local = version_directory / model
     draft = options.get("speculative_model")
     try:
-        directory = resolve_model(local if local.exists() else model)
+        directory = resolve_model(near_path(model, version_directory) or model)
         if isinstance(draft, str) and draft:
-            near = version_directory / draft
-            options["speculative_model"] = str(resolve_model(near if near.exists() else draft))
+            options["speculative_model"] = str(resolve_model(near_path(draft, version_directory) or draft))
         engine = EngineConfig.from_options(str(directory), options)
-        paths = {name: _local(version_directory, path) for name, path in engine.lora.lora_modules.items()}
+        paths = {
+            name: str(near_path(path, version_directory) or path)
+            for name, path in engine.lora.lora_modules.items()
+        }
         return replace(engine, lora=replace(engine.lora, lora_modules=paths))
     except (ModelNotFound, ValueError) as error:
         raise InvalidArgument(str(error)) from None
-
-
-def _local(version_directory: Path, path: str) -> str:
-    inside = version_directory / path
-    return str(inside) if inside.exists() else path

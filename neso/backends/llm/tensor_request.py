@@ -10,7 +10,7 @@ import orjson
 from neso.backends.llm import signature
 from neso.backends.llm.adapter_request import requested_adapter
 from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
-from neso.backends.request_values import flag, json_object, text
+from neso.backends.request_values import flag, json_object, text, want_logprobs
 from neso.generation import DraftTokens, GenerationRequest, InvalidParameter, SamplingParams
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -40,10 +40,7 @@ def parse(request: InferenceRequest) -> TensorRequest:
     values = _sampling_values(request)
     lora = requested_adapter(request, values)
     draft = _draft(request, values)
-    if "logprobs" in wanted:
-        values.setdefault("logprobs", 1)
-    if "cumulative_logprob" in wanted:
-        values.setdefault("logprobs", 0)
+    want_logprobs(values, wanted)
     for name in wanted & {"context_logits", "generation_logits"}:
         values[f"return_{name}"] = True
     try:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from neso.backends.near_path import near_path
 from neso.engine.weights.errors import ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.server.errors import InvalidArgument
 
 INSTEAD = "name a Hugging Face checkpoint, a GGUF file, or the directory that `neso build` makes of one"
-
-
-def find(path: str, *places: Path) -> Path | None:
-    """A file or directory: absolute, or relative to the first of `places` that has it."""
-    found = (place / Path(path).expanduser() for place in places)
-    return next((candidate for candidate in found if candidate.exists()), None)
 
 
 def model_files(path: str | None, version_directory: Path, model_directory: Path) -> Path:
@@ -27,7 +22,7 @@ def model_files(path: str | None, version_directory: Path, model_directory: Path
     if path is None:
         found = version_directory
     else:
-        found = find(path, version_directory, model_directory) or Path(path)
+        found = near_path(Path(path).expanduser(), version_directory, model_directory) or Path(path)
     _refuse_foreign_engine(found)
     try:
         resolved = resolve_model(found)

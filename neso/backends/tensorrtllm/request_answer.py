@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
+from neso.backends.followed_generation import FollowedGeneration
 from neso.backends.tensorrtllm.answer import AnswerFormat, RowAnswer
 from neso.backends.tensorrtllm.token_request import TokenRequest
 from neso.generation import GenerationOutput
@@ -29,18 +28,11 @@ class RequestAnswer:
             RowAnswer(request, format, number if several else None, tells_preceding=preceding)
             for number, request in enumerate(requests)
         ]
-        # The first response took from here on; when the engine began with the prompt, its first output tells.
-        stream.timeline.response_start = stream.timeline.queue_start
-        trace = stream.trace
-        self._traced = None if trace is None or several else trace.begin_generation(requests[0].generation)
+        self._followed = FollowedGeneration(stream, None if several else requests[0].generation)
 
     def take(self, row: RowAnswer, output: GenerationOutput) -> None:
         """A row has gained tokens."""
-        timeline = self._stream.timeline
-        if not timeline.compute_start:
-            timeline.compute_start = output.scheduled_ns or time.monotonic_ns()
-        if self._traced is not None:
-            self._traced.observe(output)
+        self._followed.observe(output)
         for tensors in row.take(output):
             self._send(tensors)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neso.backends.tensorrtllm.model_path import find, model_files
+from neso.backends.near_path import near_path
+from neso.backends.tensorrtllm.model_path import model_files
 from neso.backends.tensorrtllm.parameter_values import is_unset
 from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES
 from neso.engine.config import EngineConfig
@@ -178,12 +179,12 @@ class _Reader:
     def _model(self, name: str, path: str) -> Path:
         """A model's files by a path or a name."""
         try:
-            return resolve_model(find(path, *self._places) or path)
+            return resolve_model(near_path(Path(path).expanduser(), *self._places) or path)
         except ModelNotFound as error:
             raise InvalidArgument(f"parameter '{name}' of model '{self._config.name}': {error}") from None
 
     def _directory(self, name: str, path: str) -> Path:
-        found = find(path, *self._places)
+        found = near_path(Path(path).expanduser(), *self._places)
         if found is None or not found.is_dir():
             raise self._wrong(name, path, "a directory")
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from multiprocessing import active_children
 from typing import Any
@@ -82,11 +82,11 @@ class VllmEngine:
         try:
             return library.sampling_params(values, stream=stream)
         except Exception as error:
-            if isinstance(error, (ValueError, TypeError)) or library.about_request(error):
+            if library.about_request(error):
                 raise refusal(error) from None
             raise
 
-    async def generate(
+    def generate(
         self, prompt: dict[str, Any], params: Any, *, lora: Any = None, priority: int = 0
     ) -> AsyncGenerator[Any, None]:
         """vLLM's `RequestOutput`s. Closing the iterator early aborts the request.
@@ -94,47 +94,29 @@ class VllmEngine:
         `prompt` is a `TextPrompt` or a `TokensPrompt`. Raises `Refused` for what the engine does not take,
         `Unavailable` when it has ended or takes no more requests, and `InternalError`.
         """
-        name = f"neso-{next(self._names)}"
+        return self._follow(self._engine.generate, prompt, params, lora_request=lora, priority=priority)
 
-        async def outputs() -> AsyncIterator[Any]:
-            ready = await library.prepared(self._engine, prompt)
-            async with aclosing(
-                self._engine.generate(ready, params, name, lora_request=lora, priority=priority)
-            ) as generation:
-                async for output in generation:
-                    yield output
-
-        async with aclosing(self._follow(name, outputs())) as followed:
-            async for output in followed:
-                yield output
-
-    async def encode(
-        self, prompt: dict[str, Any], params: Any, *, lora: Any = None, priority: int = 0
-    ) -> Any:
+    async def encode(self, prompt: dict[str, Any], params: Any, *, priority: int = 0) -> Any:
         """vLLM's `PoolingRequestOutput`. Cancelling aborts the request; raises as `generate` does."""
-        name = f"neso-{next(self._names)}"
-
-        async def outputs() -> AsyncIterator[Any]:
-            ready = await library.prepared(self._engine, prompt)
-            async for output in self._engine.encode(
-                ready, params, name, lora_request=lora, priority=priority
-            ):
-                yield output
-
         last = None
-        async with aclosing(self._follow(name, outputs())) as followed:
-            async for output in followed:
+        followed = self._follow(self._engine.encode, prompt, params, priority=priority)
+        async with aclosing(followed) as outputs:
+            async for output in outputs:
                 last = output
         if last is None:
             raise InternalError("vLLM gave no vector")
         return last
 
-    async def _follow(self, name: str, outputs: Any) -> AsyncGenerator[Any, None]:
+    async def _follow(
+        self, ask: Callable[..., Any], prompt: dict[str, Any], params: Any, **how: Any
+    ) -> AsyncGenerator[Any, None]:
         """The outputs of one request; it is counted, aborted when the caller leaves, and its errors are worded."""
+        name = f"neso-{next(self._names)}"
         self._num_requests += 1
         finished = False
         try:
-            async with aclosing(outputs):
+            ready = await library.prepared(self._engine, prompt)
+            async with aclosing(ask(ready, params, name, **how)) as outputs:
                 async for output in outputs:
                     finished = output.finished
                     yield output

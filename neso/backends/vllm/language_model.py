@@ -17,8 +17,8 @@ from neso.generation import (
     GenerationRequest,
     InvalidParameter,
     LoraRequest,
-    PromptTooLong,
     TextTools,
+    check_prompt_length,
     encode_text,
 )
 from neso.server.errors import NotFound
@@ -43,7 +43,7 @@ class VllmLanguageModel:
         params = self._engine.sampling_params(from_params(request.sampling), stream=True)
         lora = self._adapter(request.lora)
         token_ids = await self._token_ids(request)
-        self._check_length(len(token_ids))
+        check_prompt_length(len(token_ids), self.max_model_len)
         if request.images:
             prompt = await asyncio.to_thread(prompt_of, token_ids, request.images, request.cache_salt)
         else:
@@ -58,12 +58,6 @@ class VllmLanguageModel:
         if not isinstance(request.prompt, str):
             return request.prompt
         return await encode_text(self.text, request.prompt, add_special_tokens=request.add_special_tokens)
-
-    def _check_length(self, num_tokens: int) -> None:
-        if not num_tokens:
-            raise InvalidParameter("prompt", "is empty")
-        if num_tokens >= self.max_model_len:
-            raise PromptTooLong(num_tokens, self.max_model_len)
 
     def _adapter(self, lora: LoraRequest | None) -> Any:
         if lora is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.json_file import read_object
+from neso.backends.near_path import near_path
 from neso.models import SHIPPED_MODELS
 from neso.server.errors import InvalidArgument
 
@@ -47,6 +48,6 @@ class ModelFiles:
 
 def _found(directory: Path, name: str) -> str:
     """A path within the version's folder, if there is one; a model that ships with Neso; else what it was."""
-    if name and (directory / name).exists():
-        return str(directory / name)
+    if name and (found := near_path(name, directory)) is not None:
+        return str(found)
     return str(SHIPPED_MODELS.get(name, name))

@@ -8,7 +8,14 @@ import numpy as np
 
 from neso.backends.vllm import library
 from neso.backends.vllm.engine import VllmEngine
-from neso.generation import InvalidParameter, PooledOutput, PoolingInfo, PoolingRequest, TextTools
+from neso.generation import (
+    InvalidParameter,
+    PooledOutput,
+    PoolingInfo,
+    PoolingRequest,
+    TextTools,
+    encode_text,
+)
 from neso.generation.pooling import PoolingKind, PoolingTask
 
 
@@ -40,7 +47,7 @@ class VllmPoolingModel:
             raise InvalidParameter("pooling", "of models on vLLM is what their files say")
         if params.task not in self._engine.tasks:
             raise InvalidParameter("task", f"this model does not {params.task}")
-        token_ids = self._token_ids(request)
+        token_ids = await self._token_ids(request)
         activation = params.activation if params.task == "classify" else params.normalize
         output = await self._engine.encode(
             {"prompt_token_ids": token_ids},
@@ -49,12 +56,12 @@ class VllmPoolingModel:
         )
         return PooledOutput(request.request_id, vector_of(output), len(output.prompt_token_ids))
 
-    def _token_ids(self, request: PoolingRequest) -> list[int]:
+    async def _token_ids(self, request: PoolingRequest) -> list[int]:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             raise InvalidParameter("prompt", "models on vLLM take no pairs of texts here")
         if isinstance(prompt, str):
-            prompt = self.text.encode(prompt, add_special_tokens=request.add_special_tokens)
+            prompt = await encode_text(self.text, prompt, add_special_tokens=request.add_special_tokens)
         if not prompt:
             raise InvalidParameter("prompt", "is empty")
         most = self.max_model_len

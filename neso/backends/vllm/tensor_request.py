@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neso.backends.request_values import flag, json_object, text
+from neso.backends.request_values import flag, json_object, text, want_logprobs
 from neso.backends.vllm.signature import WANTED
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -48,10 +48,7 @@ def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
     lora = values.pop("lora_name", None)
     if lora is not None and not isinstance(lora, str):
         raise InvalidArgument("lora_name: must be a string")
-    if "logprobs" in wanted:
-        values.setdefault("logprobs", 1)
-    if "cumulative_logprob" in wanted:
-        values.setdefault("logprobs", 0)
+    want_logprobs(values, wanted)
     images = request.inputs.get("image")
     return TextRequest(
         prompt=text(request, "text_input"),

@@ -112,7 +112,7 @@ class DraftModelProposer(Proposer):
         start = min(computed, end - 1)
         if self._has_passed(sequence, start):
             start = max(start, min(sequence.num_computed_tokens, end - 1))
-        end = min(end, start + MOST_CATCH_UP, self._runner.max_position)
+        end = min(end, start + MOST_CATCH_UP)
         return _Work(sequence, start, sequence.token_ids[start:end])
 
     def _has_passed(self, sequence: Sequence, position: int) -> bool:

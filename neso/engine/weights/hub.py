@@ -9,11 +9,11 @@ from pathlib import Path
 from neso.engine.weights.errors import ModelNotFound
 from neso.models import SHIPPED_MODELS
 
-# What the engine reads. Some repositories hold the weights a second time in other layouts, at the top level
-# as "consolidated*" and in folders. Folders
-# with a number in front ("1_Pooling") are modules of sentence-transformers.
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+# What the engine reads. Some repositories hold the weights a second time in other layouts, at the top level
+# as "consolidated*" and in folders. Folders with a number in front ("1_Pooling") are modules of
+# sentence-transformers.
+_WANTED = (*TOKENIZER_FILES, "*.safetensors")
 _UNWANTED = ["consolidated*", "[!0-9]*/*"]
 
 GGUF_SUFFIX = ".gguf"

@@ -129,6 +129,16 @@ class Chain:
         return {name: array if self.batches else array[None] for name, array in arrays(response).items()}
 
 
+def flag(inputs, name):
+    return name in inputs and bool(inputs[name].any())
+
+
+def prompt_of(prepared):
+    """The tokens of the one prompt in what tensorrt_llm is to be given."""
+    length = int(prepared["input_lengths"].flat[0])
+    return prepared["input_ids"][0, :length].tolist()
+
+
 def arrays(response):
     """Raises the error of a response as what a model raises."""
     if response.has_error():

@@ -40,7 +40,7 @@ async def merged(runs):
 def joined(responses):
     """Several responses as one: their rows, in the order of texts and of the sequences of each."""
     responses = sorted(
-        responses, key=lambda outputs: (index(outputs, "batch_index"), index(outputs, "sequence_index"))
+        responses, key=lambda outputs: (index_of(outputs, "batch_index"), index_of(outputs, "sequence_index"))
     )
     if len(responses) == 1:
         return responses[0]
@@ -48,7 +48,7 @@ def joined(responses):
     return {name: concatenated([outputs[name] for outputs in responses if name in outputs]) for name in names}
 
 
-def index(outputs, name):
+def index_of(outputs, name):
     return int(outputs[name].flat[0]) if name in outputs else 0
 
 

@@ -11,8 +11,8 @@ from contextlib import aclosing
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from chain import Chain, RequestError
-from merged import joined, merged
+from chain import Chain, RequestError, flag, prompt_of
+from merged import index_of, joined, merged
 from speculative import speculate
 from texts import Texts
 
@@ -100,13 +100,13 @@ class TritonPythonModel:
         """The same for one text. All arrays have a batch dimension of 1; `marks` are outputs of all responses."""
         prepared = await self.chain.preprocess(inputs)
         texts = self.texts(inputs, prepared)
-        if "num_draft_tokens" in inputs and inputs["num_draft_tokens"].any():
+        if flag(inputs, "num_draft_tokens"):
             outputs = await speculate(self.chain, inputs, prepared, request_id)
             yield self.outputs(await texts.of(0, token_ids(outputs)), outputs, marks)
             return
         async with self.chain.generation_of(prepared, request_id) as responses:
             async for outputs in responses:
-                index = int(outputs["sequence_index"].flat[0]) if "sequence_index" in outputs else 0
+                index = index_of(outputs, "sequence_index")
                 shown = await texts.of(index, token_ids(outputs))
                 if shown is not None:
                     yield self.outputs(shown, outputs, marks)
@@ -117,11 +117,10 @@ class TritonPythonModel:
             yield self.outputs(shown, several, marks)
 
     def texts(self, inputs, prepared):
-        length = int(prepared["input_lengths"].flat[0])
         words = inputs["stop_words"].flat if "stop_words" in inputs else ()
         return Texts(
             self.chain.decode,
-            prepared["input_ids"][0, :length].tolist(),
+            prompt_of(prepared),
             [word.decode() for word in words if word],
             streams=flag(inputs, "stream"),
             accumulates=self.accumulates,
@@ -143,10 +142,6 @@ class TritonPythonModel:
         if not self.batches:
             array = array[None]
         return array[:, None] if array.ndim == 1 else array
-
-
-def flag(inputs, name):
-    return name in inputs and bool(inputs[name].any())
 
 
 def token_ids(outputs):

@@ -7,13 +7,13 @@ ones that it accepts and one more of its own. With greedy decoding the result is
 
 import numpy as np
 
-from chain import RequestError
+from chain import RequestError, flag, prompt_of
 
 
 async def speculate(chain, inputs, prepared, request_id):
     """The outputs of tensorrt_llm as if it had answered at once. `RequestError` for what does not go together."""
     check(chain, inputs)
-    rounds = Rounds(chain, prepared, request_id, bool(inputs.get("use_draft_logits", np.zeros(1)).any()))
+    rounds = Rounds(chain, prepared, request_id, flag(inputs, "use_draft_logits"))
     wanted = int(prepared["request_output_len"].flat[0])
     guesses = int(inputs["num_draft_tokens"].flat[0])
     generated, drafted, accepted, ended = [], 0, 0, False
@@ -36,7 +36,7 @@ def check(chain, inputs):
     if int(inputs["num_draft_tokens"].flat[0]) < 0:
         raise RequestError.invalid("num_draft_tokens: must be at least 0")
     for name in ("stream", "return_context_logits", "return_generation_logits", "return_log_probs"):
-        if name in inputs and inputs[name].any():
+        if flag(inputs, name):
             raise RequestError.invalid(f"{name}: is not supported with num_draft_tokens")
     for name in ("beam_width", "num_return_sequences"):
         if name in inputs and int(inputs[name].flat[0]) > 1:
@@ -48,8 +48,7 @@ class Rounds:
 
     def __init__(self, chain, prepared, request_id, use_logits):
         self.chain, self.prepared, self.request_id, self.use_logits = chain, prepared, request_id, use_logits
-        length = int(prepared["input_lengths"].flat[0])
-        self.prompt = prepared["input_ids"][0, :length].tolist()
+        self.prompt = prompt_of(prepared)
         self.stop_words = words_of(prepared.get("stop_words_list"))
         self.shows_prompt = False
 
