@@ -109,7 +109,9 @@ def test_adapters_in_use_are_not_evicted(llama_checkpoint, adapters, expected, m
 
     with monkeypatch.context() as patch:
         patch.setattr(manager, "take_loaded", take_loaded_after_the_load)
-        with pytest.raises(InvalidParameter, match=r"no room: those in use take .*lora_cache_host_memory_bytes"):
+        with pytest.raises(
+            InvalidParameter, match=r"no room: those in use take .*lora_cache_host_memory_bytes"
+        ):
             tokens(llm, LoraRequest(name="b", path=str(adapters[1])))
     got += [token for output in stream for token in output.deltas[0].token_ids]
     assert got == expected[0]
