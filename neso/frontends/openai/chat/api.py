@@ -11,6 +11,7 @@ from neso.frontends.openai.chat.media import Media
 from neso.frontends.openai.chat.message_format import MessageFormat
 from neso.frontends.openai.chat.message_formats import MessageFormats
 from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.completions.prompts import cut_prompt
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
 from neso.frontends.openai.models.targets import Target, Targets
@@ -41,7 +42,8 @@ class ChatApi:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
         target = await self._targets.find(request.model)
-        prompt, images = chat_prompt(request, target.text)
+        tool_use = ToolUse.of_chat(request)
+        prompt, images = chat_prompt(request, tool_use, target.text)
         cut = await cut_prompt(
             prompt,
             target.text,
@@ -51,7 +53,7 @@ class ChatApi:
         )
         if cut is not prompt and images:
             raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
-        message_format = self._formats.of(request, target, prompt)
+        message_format = self._formats.of(request, tool_use, target, prompt)
         sampling = chat_sampling(request, message_format)
         answer = Answer(
             KIND,

@@ -24,7 +24,9 @@ def test_a_template_is_compiled_once_for_models_with_the_same_tokens(monkeypatch
     real = chat_template.make_environment
     monkeypatch.setattr(chat_template, "make_environment", make_environment)
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{# compiled once #}"
-    prompts = [TemplatedText(_tools(bos), source).apply_chat_template(MESSAGES) for bos in ("<s>", "<s>", "^")]
+    prompts = [
+        TemplatedText(_tools(bos), source).apply_chat_template(MESSAGES) for bos in ("<s>", "<s>", "^")
+    ]
     assert prompts == ["<s>hi", "<s>hi", "^hi"]
     assert len(made) == 2
 
