@@ -13,12 +13,13 @@ from neso.frontends.openai.chat.parser_parameters import (
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.models.targets import Target
 from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.parser_registry import AUTO
 from neso.frontends.openai.reasoning_parsers import (
     ReasoningParser,
     detect_reasoning_parser,
     find_reasoning_parser,
 )
-from neso.frontends.openai.tool_parsers import AUTO, ToolParser, detect_tool_parser, find_tool_parser
+from neso.frontends.openai.tool_parsers import ToolParser, detect_tool_parser, find_tool_parser
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from neso.frontends.openai.parser_registry import AUTO
 from neso.server.errors import InvalidArgument
 
 TOOL_PARAMETER, REASONING_PARAMETER = "tool_call_parser", "reasoning_parser"
@@ -19,10 +20,8 @@ def check_parsers(config: Any) -> None:
     """Raises `InvalidArgument` for a parser that there is not."""
     if TOOL_PARAMETER not in config.parameters and REASONING_PARAMETER not in config.parameters:
         return
-    from neso.frontends.openai.chat.dialects import (
-        make_dialect,  # takes a moment, and few models name parsers
-    )
-    from neso.frontends.openai.tool_parsers import AUTO
+    # It takes a moment, and few models name parsers.
+    from neso.frontends.openai.chat.dialects import make_dialect
 
     try:
         make_dialect(
