@@ -128,7 +128,7 @@ def _chat_text(request: TokenizeRequest, name: str, text: TextTools) -> str:
     try:
         chat = ChatCompletionRequest.model_validate({"model": name, **fields})
     except ValidationError as error:
-        raise validation_error(error.errors(include_url=False, include_input=False)) from None
+        raise validation_error(error) from None
     prompt, images = chat_prompt(chat, ToolUse.of_chat(chat), text)
     if images:
         raise ApiError(400, "Images have no tokens that could be told.", param="messages")

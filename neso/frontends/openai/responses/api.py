@@ -75,7 +75,7 @@ class ResponsesApi:
         try:
             prompt, _ = await self._prompt(request, chat, ToolUse.of_chat(chat), target)
         except InvalidParameter as error:
-            raise renamed_here(explain(error, chat, target)) from None
+            raise renamed_here(explain(error, chat)) from None
         tokens = await encode_text(target.text, prompt, add_special_tokens=bool(chat.add_special_tokens))
         return _json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
@@ -151,7 +151,7 @@ class ResponsesApi:
         try:
             prompt, images = await self._prompt(request, chat, tool_use, target)
         except InvalidParameter as error:
-            raise explain(error, chat, target) from None
+            raise explain(error, chat) from None
         response = Response(request)
         message_format = self._formats.of(chat, tool_use, target, prompt)
         generation = generation_request(
@@ -168,7 +168,7 @@ class ResponsesApi:
             target,
             generation,
             message_format.reader(eager=bool(request.stream)),
-            explain=lambda error: renamed_here(explain(error, chat, target)),
+            explain=lambda error: renamed_here(explain(error, chat)),
             trace=None if request.background else trace,  # which ends with the HTTP response
         )
 

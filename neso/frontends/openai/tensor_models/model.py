@@ -27,6 +27,7 @@ from neso.generation import (
     Usage,
     encode_text,
 )
+from neso.server.config.parameters import string_parameter
 from neso.server.errors import ServerError
 from neso.server.inference_request import InferenceRequest
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 2**31 - 1
 """Stands for the context length of a model that does not tell it."""
+_TRUE = ("true", "t", "yes", "1")
+"""Texts of a parameter that is set."""
 
 
 class _Prompt(NamedTuple):
@@ -66,7 +69,7 @@ class TensorLanguageModel:
         self._model = model
         self._tokenizer = tokenizer
         self._default_max_tokens = default_max_tokens
-        self._accumulates = _flag(model, "accumulate_tokens")
+        self._accumulates = string_parameter(model.config, "accumulate_tokens").lower() in _TRUE
         self._told_limit = text_face.takes_limit(model.signature)
 
     async def generate(
@@ -217,12 +220,6 @@ class TensorLanguageModel:
             return (prompt,)
         tokens = await encode_text(self._tokenizer, prompt, add_special_tokens=False)
         return prompt, self._tokenizer.decode(tokens)
-
-
-def _flag(model: Model, name: str) -> bool:
-    """A parameter of a model's configuration."""
-    parameters = model.config.parameters
-    return name in parameters and parameters[name].string_value.lower() in ("true", "t", "yes", "1")
 
 
 def _sum(usages: list[Usage]) -> Usage:
