@@ -128,7 +128,9 @@ def default_sampling(model_config: Any) -> SamplingDefaults:
     try:
         return SamplingDefaults.from_mapping(values, limits_tokens=limits)
     except InvalidParameter as error:
-        raise InvalidArgument(f"generation_config: {error}") from None
+        place = "generation_config.json" if source == "auto" else source
+        place = "override_generation_config" if error.field in override else place
+        raise InvalidArgument(f"{place}: {error}") from None
 
 
 def sampling_fields() -> dict[str, Any]:
