@@ -38,6 +38,7 @@ from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.open_source import open_source
 from neso.engine.weights.source import WeightSource
 from neso.generation.pooling import PoolingInfo
+from neso.generation.sampling_defaults import SamplingDefaults
 
 Core = EngineCore | EncoderCore
 """What an engine's loop steps."""
@@ -54,7 +55,7 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
                 return _load_encoder(config, spec, source, started)
             check_length = partial(_max_model_len, config)
             generates = has_head(source.config)
-            default_sampling = read_default_sampling(config)
+            default_sampling = read_default_sampling(config) if generates else SamplingDefaults()
             tower = vision_spec(source.config)
             text = source if tower is None else language_model_of(source)
             runner = open_model(text, config.runner, config.runner_options, check_length)
