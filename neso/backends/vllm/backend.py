@@ -27,6 +27,7 @@ from neso.backends.vllm.tensor_response import ResponseTensors, embedding_tensor
 from neso.backends.vllm.text import text_tools
 from neso.generation import InvalidParameter, LanguageModel, PoolingModel
 from neso.server.backend import Backend, ModelContext
+from neso.server.config.parameters import string_parameter
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
@@ -240,6 +241,4 @@ class VllmBackend(Backend):
 
 def _switched_on(config: Any, name: str) -> bool:
     """Whether a parameter of the configuration says so."""
-    if name not in config.parameters:
-        return False
-    return str(config.parameters[name].string_value).strip().lower() in ("true", "yes", "1", "on")
+    return string_parameter(config, name).strip().lower() in ("true", "yes", "1", "on")

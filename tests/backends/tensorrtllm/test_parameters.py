@@ -161,7 +161,8 @@ def test_no_parameter_is_left_out():
 def test_each_parameter(read, name):
     good, bad = VALUES[name]
     warnings = read(**{name: good}).warnings
-    without_effect = not BY_NAME[name].has_effect or name == "kv_cache_host_memory_bytes"
+    has_effect = BY_NAME[name].option or BY_NAME[name].setting
+    without_effect = not has_effect or name == "kv_cache_host_memory_bytes"
     assert [f"'{name}' has no effect: " in warning for warning in warnings] == [True] * without_effect
     with pytest.raises(InvalidArgument) as refused:
         read(**{name: bad})
