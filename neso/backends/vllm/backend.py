@@ -11,6 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from neso.backends.default_sampling import log_default_sampling
 from neso.backends.request_tasks import RequestTasks
 from neso.backends.vllm import library, signature
 from neso.backends.vllm.adapters import Adapters, UnknownAdapter
@@ -98,7 +99,12 @@ class VllmBackend(Backend):
             source, revision = arguments.model, arguments.revision
         text = await asyncio.to_thread(text_tools, str(source), revision, tokenizer)
         if "generate" in engine.tasks:
-            self._language_model = VllmLanguageModel(engine, text, self._adapters)
+            defaults = await asyncio.to_thread(library.default_sampling, engine.model_config)
+            self._language_model = VllmLanguageModel(engine, text, self._adapters, defaults)
+            log_default_sampling(
+                *(self.context.name, defaults),
+                *(arguments.generation_config, arguments.override_generation_config),
+            )
         if engine.tasks & {"embed", "classify"}:
             self._pooling_model = VllmPoolingModel(engine, text)
 

@@ -307,6 +307,17 @@ async def test_tokenizer_of_another_directory(serve_model, bare_checkpoint, chec
     assert text.decode(text.encode("The quick")) == "The quick"
 
 
+def test_where_defaults_of_sampling_are(read, tmp_path):
+    assert read().engine.generation_config == "auto"
+    assert read(generation_config="vllm").engine.generation_config == "vllm"
+    place = tmp_path / "defaults"
+    place.mkdir()
+    assert read(generation_config=place).engine.generation_config == str(place)
+    engine = read(generation_config="1", override_generation_config='{"top_k": 5}').engine
+    assert engine.generation_config == str(tmp_path / "tensorrt_llm" / "1")
+    assert engine.override_generation_config == {"top_k": 5}
+
+
 # -- the template's own way to write it ---------------------------------------------------------------------------
 
 OLD_TEMPLATE = """

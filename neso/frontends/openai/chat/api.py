@@ -54,7 +54,7 @@ class ChatApi:
         if cut is not prompt and images:
             raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
         message_format = self._formats.of(request, tool_use, target, prompt)
-        sampling = chat_sampling(request, message_format)
+        sampling = chat_sampling(request, target.language_model.default_sampling, message_format)
         answer = Answer(
             KIND,
             request,

@@ -40,7 +40,7 @@ class CompletionsApi:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
         target = await self._targets.find(request.model)
-        sampling = completion_sampling(request, self._options)
+        sampling = completion_sampling(request, target.language_model.default_sampling, self._options)
         prompts = [
             await cut_prompt(
                 prompt,

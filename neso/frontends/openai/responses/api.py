@@ -152,13 +152,14 @@ class ResponsesApi:
             prompt, images = await self._prompt(request, chat, tool_use, target)
         except InvalidParameter as error:
             raise explain(error, chat) from None
-        response = Response(request)
         message_format = self._formats.of(chat, tool_use, target, prompt)
+        sampling = chat_sampling(chat, target.language_model.default_sampling, message_format)
+        response = Response(request, sampling)
         generation = generation_request(
             chat,
             target,
             prompt,
-            chat_sampling(chat, message_format),
+            sampling,
             response.id,
             add_special_tokens=False,
             images=await self._media.fetched(images),

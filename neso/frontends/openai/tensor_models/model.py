@@ -22,6 +22,7 @@ from neso.generation import (
     GenerationRequest,
     InvalidParameter,
     PromptTooLong,
+    SamplingDefaults,
     SamplingParams,
     TextTools,
     Usage,
@@ -66,6 +67,7 @@ class TensorLanguageModel:
     ) -> None:
         self.text = text
         self.max_model_len = max_model_len
+        self.default_sampling = SamplingDefaults()  # its inputs have defaults of their own
         self._model = model
         self._tokenizer = tokenizer
         self._default_max_tokens = default_max_tokens
