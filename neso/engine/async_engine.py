@@ -45,6 +45,7 @@ from neso.generation import (
     PooledOutput,
     PoolingInfo,
     PoolingRequest,
+    SamplingDefaults,
 )
 
 Outbox = asyncio.Queue[GenerationOutput | PooledOutput | Exception]
@@ -101,6 +102,10 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         return self.info.max_model_len
+
+    @property
+    def default_sampling(self) -> SamplingDefaults:
+        return self.info.default_sampling
 
     @property
     def alive(self) -> bool:

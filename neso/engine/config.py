@@ -31,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `kv_cache_host_memory_bytes`: for cached blocks that the device has no room for, see `HostCache`.
     `step_timeout`: seconds after which a step counts as hung, see `StepWatchdog`; 0: never. `record_steps`: a folder
     that gets every step, for `neso.engine.replay`; steps do not overlap then.
+    `generation_config`: where defaults of sampling are from, "auto" for the checkpoint, "vllm" for nowhere, or a
+    directory; `override_generation_config` are further ones that go before these. See `read_default_sampling`.
     `runner` "auto" is the fastest that this machine has; see `RunnerOptions` for dtype, quantization, num_threads.
     """
 
@@ -53,6 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_host_memory_bytes: int = 0
     step_timeout: float = 600.0
     record_steps: str | None = None
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] = {}
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()
     scores: ScoreLimits = ScoreLimits()

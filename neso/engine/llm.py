@@ -136,9 +136,10 @@ class LLM:
     ) -> list[Result]:
         """Continue all prompts, batched in flight; results in the order of the prompts.
 
-        One `SamplingParams` for all, or one each; the same for `lora`, names of adapters or `LoraRequest`. `drafts`:
-        what may follow each prompt. Raises `InvalidParameter` before anything runs if one is bad; a bad grammar or
-        adapter is found when it is compiled or loaded, while other prompts run already.
+        One `SamplingParams` for all, or one each; None: see `get_default_sampling_params`. The same for `lora`, names
+        of adapters or `LoraRequest`. `drafts`: what may follow each prompt. Raises `InvalidParameter` before anything
+        runs if one is bad; a bad grammar or adapter is found when it is compiled or loaded, while other prompts run
+        already.
         """
         batch = as_batch(prompts)
         results = [Result(prompt, [], []) for prompt in batch]
@@ -176,6 +177,10 @@ class LLM:
         (result,) = self.generate([{"prompt": ids, "images": images}], sampling, lora=lora, progress=False)
         result.prompt = ids
         return result
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What prompts without any have: the values of the checkpoint's generation_config.json, where it has some."""
+        return self.info.default_sampling.params()
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Load an adapter, in place of the one that has its name; needs the option `enable_lora`.
@@ -262,7 +267,7 @@ class LLM:
         lora: Lora | Sequence[Lora],
     ) -> list[GenerationRequest]:
         if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompts)
+            sampling = [sampling or self.get_default_sampling_params()] * len(prompts)
         if len(sampling) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(sampling)} sampling parameters")
         if lora is None or isinstance(lora, str | LoraRequest):

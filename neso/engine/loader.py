@@ -8,6 +8,7 @@ from pathlib import Path
 
 from neso.engine.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
 from neso.engine.config import EngineConfig
+from neso.engine.default_sampling import read_default_sampling
 from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.encoders.text_encoder import TextEncoder
 from neso.engine.engine_core import EngineCore
@@ -37,6 +38,7 @@ from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.open_source import open_source
 from neso.engine.weights.source import WeightSource
 from neso.generation.pooling import PoolingInfo
+from neso.generation.sampling_defaults import SamplingDefaults
 
 Core = EngineCore | EncoderCore
 """What an engine's loop steps."""
@@ -53,6 +55,7 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
                 return _load_encoder(config, spec, source, started)
             check_length = partial(_max_model_len, config)
             generates = has_head(source.config)
+            default_sampling = read_default_sampling(config) if generates else SamplingDefaults()
             tower = vision_spec(source.config)
             text = source if tower is None else language_model_of(source)
             runner = open_model(text, config.runner, config.runner_options, check_length)
@@ -105,6 +108,7 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
         vision=None if tower is None else _vision_info(tower),
         pooling=_pooling_info(runner, pooler),
         num_speculative_tokens=config.speculation.num_places,
+        default_sampling=default_sampling,
     )
     return core, info
 

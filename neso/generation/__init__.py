@@ -9,6 +9,7 @@ from neso.generation.lora import LoraRequest, LoraTensors
 from neso.generation.output import CompletionDelta, FinishReason, GenerationOutput, TokenLogprobs, Usage
 from neso.generation.pooling import PooledOutput, PoolingInfo, PoolingModel, PoolingParams, PoolingRequest
 from neso.generation.request import GenerationRequest
+from neso.generation.sampling_defaults import SamplingDefaults
 from neso.generation.sampling_params import SamplingParams
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "PoolingParams",
     "PoolingRequest",
     "PromptTooLong",
+    "SamplingDefaults",
     "SamplingParams",
     "TextTools",
     "TokenLogprobs",

@@ -106,6 +106,7 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidParameter(self.field, f"must be a JSON object, got {type(value).__name__}")
 
 
+_FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(GuidedDecoding)}
 _FLAT = {f"guided_{kind}": kind for kind in KINDS} | {f"guided_{name}": name for name in _WHITESPACE}
 _FLAT["structural_tag"] = "structural_tag"
 _OBJECTS = ("guided_decoding", "structured_outputs")
@@ -211,13 +212,13 @@ def _read_guide(given: Mapping[str, Any]) -> GuidedDecoding:
 
 
 def _make(fields: Mapping[str, Any], asked_as: str) -> GuidedDecoding:
-    known = {field.name: field.type for field in msgspec.structs.fields(GuidedDecoding)}
     converted: dict[str, Any] = {"asked_as": asked_as}
     for name, value in fields.items():
-        if name not in known or name == "asked_as":
+        if name not in _FIELD_TYPES or name == "asked_as":
             raise InvalidParameter(asked_as, f"has no field '{name}'")
         try:
-            converted[name] = msgspec.convert(value, known[name], strict=name in ("json", "structural_tag"))
+            strict = name in ("json", "structural_tag")
+            converted[name] = msgspec.convert(value, _FIELD_TYPES[name], strict=strict)
         except msgspec.ValidationError as error:
             raise InvalidParameter(
                 asked_as, f"{name}: {error}" if name not in asked_as else str(error)

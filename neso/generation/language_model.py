@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from neso.generation.lora import LoraRequest
 from neso.generation.output import GenerationOutput
 from neso.generation.request import GenerationRequest
+from neso.generation.sampling_defaults import SamplingDefaults
 
 
 class TextTools(Protocol):
@@ -59,6 +60,10 @@ class LanguageModel(Protocol):
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and output together."""
+
+    @property
+    def default_sampling(self) -> SamplingDefaults:
+        """For front ends whose clients leave things out: `generate` takes a request's parameters as they are."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """Stream the outputs of `request`.

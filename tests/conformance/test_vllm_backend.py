@@ -73,6 +73,8 @@ def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
         "gpu_memory_utilization": 0.5,
         "enable_lora": True,
         "max_lora_rank": 8,
+        "generation_config": "defaults",
+        "override_generation_config": {"max_new_tokens": 300},
         # The model goes on with spaces where it may.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
@@ -82,6 +84,11 @@ def server(repository: Path, adapter: Path) -> Iterator[ServerProcess]:
         (repository / name / "config.pbtxt").write_text(CONFIG)
         (version / "model.json").write_text(json.dumps(arguments))
     (repository / MODEL / "1" / "multi_lora.json").write_text(json.dumps({"doll": str(adapter)}))
+    defaults = json.loads((PILOT / "generation_config.json").read_text())  # its end tokens among them
+    (repository / MODEL / "1" / "defaults").mkdir()
+    (repository / MODEL / "1" / "defaults" / "generation_config.json").write_text(
+        json.dumps({**defaults, "temperature": 0.9})
+    )
     with ServerProcess(
         f"--model-repository={repository}",
         "--model-control-mode=explicit",
@@ -542,6 +549,25 @@ def test_openai_chat(api, llm):
         api.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=40, stream=True)
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted.text
+
+
+def test_openai_defaults_of_sampling(server, api):
+    """Those of the folder that model.json names; tensors have none."""
+    answer = api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=3)
+    assert answer.temperature == 0.9
+    answer = api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=3, temperature=0.5)
+    assert answer.temperature == 0.5
+    long = api.completions.create(
+        model=MODEL, prompt="A", temperature=0, max_tokens=400, extra_body={"ignore_eos": True}
+    )
+    assert long.usage.completion_tokens == 300
+    body = {"text_input": "A", "parameters": {"temperature": 0, "max_tokens": 310, "ignore_eos": True}}
+    generated = generate(server, {**body, "return_num_output_tokens": True, "exclude_input_in_output": True})
+    assert generated["num_output_tokens"] == 310
+    assert (
+        "defaults of sampling for OpenAI's API: temperature 0.9, max_new_tokens 300 at most, by "
+        in server.output
+    )
 
 
 def test_openai_logprobs_echo_and_n(api, llm):

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+from neso.backends.default_sampling import log_default_sampling
 from neso.backends.llm.metrics import LlmMetrics, RequestTimer
 from neso.backends.request_tasks import RequestTasks
 from neso.engine.async_engine import AsyncEngine
@@ -28,6 +29,7 @@ from neso.generation import (
     PoolingInfo,
     PoolingModel,
     PoolingRequest,
+    SamplingDefaults,
 )
 from neso.server.backend import Backend, ModelContext
 from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerError, Unavailable
@@ -71,6 +73,11 @@ class EngineBackend(Backend):
             *(context.name, info.runner, info.load_seconds, info.max_model_len),
             *(info.num_blocks, info.block_size, info.cache_bytes / 2**20),
         )
+        if self.language_model is not None:
+            log_default_sampling(
+                *(context.name, info.default_sampling),
+                *(config.generation_config, config.override_generation_config),
+            )
 
     async def unload(self) -> None:
         await self._tasks.end()
@@ -107,6 +114,10 @@ class EngineBackend(Backend):
     @property
     def max_model_len(self) -> int:
         return self.engine.max_model_len
+
+    @property
+    def default_sampling(self) -> SamplingDefaults:
+        return self.engine.default_sampling
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`; what the engine raises becomes a `ServerError`."""

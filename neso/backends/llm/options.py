@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from neso.backends.default_sampling import near_generation_config
 from neso.backends.json_file import read_object
 from neso.backends.near_path import near_path
 from neso.engine.config import EngineConfig
@@ -25,7 +26,8 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     adapters may be relative to the version's folder.
 
     The checkpoint is the option `model` (a path, relative to the version's folder, or a name on the hub), else
-    the version's folder itself; `speculative_model` is found in the same way. Raises `InvalidArgument`.
+    the version's folder itself; `speculative_model` and `generation_config` are found in the same way.
+    Raises `InvalidArgument`.
     """
     options = read_object(version_directory / "model.json")
     options |= {
@@ -39,6 +41,8 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     model = options.pop("model", None) or str(version_directory)
     if not isinstance(model, str):
         raise InvalidArgument(f"option 'model' must be a path or a name, got {model!r}")
+    if isinstance(source := options.get("generation_config"), str):
+        options["generation_config"] = near_generation_config(source, version_directory)
     draft = options.get("speculative_model")
     try:
         directory = resolve_model(near_path(model, version_directory) or model)

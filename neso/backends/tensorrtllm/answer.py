@@ -22,35 +22,33 @@ NUM_PRECEDING = 8
 """Tokens that are enough to say what the next ones add to a text."""
 
 
-@dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """What of a model decides how its tensors look.
 
     `batched`: there is a batch dimension, of one, around each. `logits`: their datatypes by the outputs' names.
     """
 
-    batched: bool
-    block_size: int
-    logits: dict[str, DataType] = field(default_factory=dict)
-    _one: list[Tensor] = field(default_factory=list)
+    def __init__(self, batched: bool, block_size: int, logits: dict[str, DataType]) -> None:
+        self.block_size = block_size
+        self._batched = batched
+        self._logits = logits
+        self._length_one = self.tensor("sequence_length", DataType.INT32, np.ones(1, np.int32))
 
     def lengths(self, lengths: list[int]) -> Tensor:
         """`sequence_length`. In streams it is nearly always one, and then the same tensor."""
-        if lengths != [1]:
-            return self.tensor("sequence_length", DataType.INT32, np.array(lengths, np.int32))
-        if not self._one:
-            self._one.append(self.tensor("sequence_length", DataType.INT32, np.ones(1, np.int32)))
-        return self._one[0]
+        if lengths == [1]:
+            return self._length_one
+        return self.tensor("sequence_length", DataType.INT32, np.array(lengths, np.int32))
 
     def tensor(self, name: str, datatype: DataType, array: npt.NDArray[Any]) -> Tensor:
-        return Tensor(name, datatype, array[np.newaxis] if self.batched else array)
+        return Tensor(name, datatype, array[np.newaxis] if self._batched else array)
 
     def scalar(self, name: str, datatype: DataType, value: float) -> Tensor:
         return self.tensor(name, datatype, np.array([value], datatype.dtype))
 
     def floats(self, name: str, array: FloatRows) -> Tensor:
         """Logits, in the type that the configuration has for them."""
-        datatype = self.logits.get(name, DataType.FP32)
+        datatype = self._logits.get(name, DataType.FP32)
         return self.tensor(name, datatype, array.astype(datatype.dtype, copy=False))
 
 

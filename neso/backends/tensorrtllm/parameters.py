@@ -37,10 +37,6 @@ class Parameter:
     setting: bool = False
     quiet: bool = False
 
-    @property
-    def has_effect(self) -> bool:
-        return bool(self.option) or self.setting
-
 
 def _setting(name: str, read: Read, effect: str) -> Parameter:
     return Parameter(name, read, effect, setting=True)

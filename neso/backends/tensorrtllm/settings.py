@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from neso.backends.default_sampling import near_generation_config
 from neso.backends.near_path import near_path
 from neso.backends.tensorrtllm.model_path import model_files
 from neso.backends.tensorrtllm.parameter_values import is_unset
@@ -130,6 +131,10 @@ class _Reader:
         if "speculative_model" in options:
             options["speculative_model"] = str(
                 self._model("speculative_model", str(options["speculative_model"]))
+            )
+        if "generation_config" in options:
+            options["generation_config"] = near_generation_config(
+                str(options["generation_config"]), *self._places
             )
         options |= {name: number for name, number in self._limits().items() if name not in options}
         self._host_cache()

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from neso.backends.default_sampling import log_default_sampling
 from neso.backends.request_tasks import RequestTasks
 from neso.backends.vllm import library, signature
 from neso.backends.vllm.adapters import Adapters, UnknownAdapter
@@ -26,6 +27,7 @@ from neso.backends.vllm.tensor_response import ResponseTensors, embedding_tensor
 from neso.backends.vllm.text import text_tools
 from neso.generation import InvalidParameter, LanguageModel, PoolingModel
 from neso.server.backend import Backend, ModelContext
+from neso.server.config.parameters import string_parameter
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
@@ -97,7 +99,12 @@ class VllmBackend(Backend):
             source, revision = arguments.model, arguments.revision
         text = await asyncio.to_thread(text_tools, str(source), revision, tokenizer)
         if "generate" in engine.tasks:
-            self._language_model = VllmLanguageModel(engine, text, self._adapters)
+            defaults = await asyncio.to_thread(library.default_sampling, engine.model_config)
+            self._language_model = VllmLanguageModel(engine, text, self._adapters, defaults)
+            log_default_sampling(
+                *(self.context.name, defaults),
+                *(arguments.generation_config, arguments.override_generation_config),
+            )
         if engine.tasks & {"embed", "classify"}:
             self._pooling_model = VllmPoolingModel(engine, text)
 
@@ -234,6 +241,4 @@ class VllmBackend(Backend):
 
 def _switched_on(config: Any, name: str) -> bool:
     """Whether a parameter of the configuration says so."""
-    if name not in config.parameters:
-        return False
-    return str(config.parameters[name].string_value).strip().lower() in ("true", "yes", "1", "on")
+    return string_parameter(config, name).strip().lower() in ("true", "yes", "1", "on")

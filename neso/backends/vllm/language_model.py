@@ -17,6 +17,7 @@ from neso.generation import (
     GenerationRequest,
     InvalidParameter,
     LoraRequest,
+    SamplingDefaults,
     TextTools,
     check_prompt_length,
     encode_text,
@@ -27,10 +28,13 @@ from neso.server.errors import NotFound
 class VllmLanguageModel:
     """`LanguageModel` and `AdaptableModel` of `neso.generation`."""
 
-    def __init__(self, engine: VllmEngine, text: TextTools, adapters: Adapters) -> None:
+    def __init__(
+        self, engine: VllmEngine, text: TextTools, adapters: Adapters, default_sampling: SamplingDefaults
+    ) -> None:
         self._engine = engine
         self._adapters = adapters
         self.text = text
+        self.default_sampling = default_sampling
 
     @property
     def max_model_len(self) -> int:

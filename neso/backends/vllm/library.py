@@ -18,6 +18,7 @@ import vllm
 from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 
+from neso.generation import InvalidParameter, SamplingDefaults
 from neso.server.errors import InvalidArgument
 
 VERSION: str = vllm.__version__
@@ -116,6 +117,20 @@ async def prepared(engine: Any, prompt: dict[str, Any]) -> Any:
         return prompt
     (rendered,) = await renderer.render_cmpl_async([prompt])
     return rendered
+
+
+def default_sampling(model_config: Any) -> SamplingDefaults:
+    """What vLLM's own server has requests take that say nothing. Blocks. Raises `InvalidArgument`."""
+    values = dict(model_config.get_diff_sampling_param())
+    values["max_new_tokens"] = values.pop("max_tokens", None)
+    source, override = model_config.generation_config, model_config.override_generation_config or {}
+    limits = source not in ("auto", "vllm") or "max_new_tokens" in override
+    try:
+        return SamplingDefaults.from_mapping(values, limits_tokens=limits)
+    except InvalidParameter as error:
+        place = "generation_config.json" if source == "auto" else source
+        place = "override_generation_config" if error.field in override else place
+        raise InvalidArgument(f"{place}: {error}") from None
 
 
 def sampling_fields() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from neso.backends.default_sampling import near_generation_config
 from neso.backends.json_file import read_object
 from neso.backends.near_path import near_path
 from neso.models import SHIPPED_MODELS
@@ -36,6 +37,8 @@ class ModelFiles:
         for name in _PATHS:
             if isinstance(arguments.get(name), str):
                 arguments[name] = _found(version_directory, arguments[name])
+        if isinstance(source := arguments.get("generation_config"), str):
+            arguments["generation_config"] = near_generation_config(source, version_directory)
         adapters = read_object(version_directory / "multi_lora.json")
         for name, place in adapters.items():
             if not isinstance(place, str) or not place:

@@ -38,6 +38,18 @@ _BY_NAME = (
         integer(1),
         default_text="a quarter of the free memory at most",
     ),
+    Option(
+        "generation-config",
+        "Defaults of sampling for OpenAI's API: auto takes them from the model's generation_config.json, vllm from "
+        "nowhere; or a directory with such a file.",
+        metavar="auto|vllm|PATH",
+        default_text="auto",
+    ),
+    Option(
+        "override-generation-config",
+        'Defaults of sampling that go before those of the file: {"temperature": 0.5}.',
+        JSON_OBJECT,
+    ),
     Option("enable-lora", "Requests may name LoRA adapters; --lora-modules switches it on too.", FLAG),
     Option("max-loras", "LoRA adapters in one batch.", integer(1), default_text="8"),
     Option("max-lora-rank", "Largest rank of an adapter.", integer(1), default_text="64"),

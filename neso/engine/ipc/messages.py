@@ -14,6 +14,7 @@ from neso.engine.score_limits import ScoreLimits
 from neso.engine.vision.image_prompt import VisionInfo
 from neso.generation.lora import LoraRequest
 from neso.generation.pooling import PoolingInfo
+from neso.generation.sampling_defaults import SamplingDefaults
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -58,7 +59,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded. Lengths are in tokens, `cache_bytes` is the size of the key-value cache.
 
     `hidden_size`: width of the vectors that stand for tokens. `generates`: whether it gives text; `pooling`: which
-    vectors it gives, None for none; `vision`: how it takes images.
+    vectors it gives, None for none; `vision`: how it takes images. `default_sampling`: see `LanguageModel`.
     """
 
     runner: str
@@ -79,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     pooling: PoolingInfo | None = None
     vision: VisionInfo | None = None
     num_speculative_tokens: int = 0
+    default_sampling: SamplingDefaults = SamplingDefaults()
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="failed"):

@@ -49,7 +49,7 @@ def parse_body(body: bytes, schema: type[Body]) -> Body:
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
-        raise validation_error(error.errors(include_url=False, include_input=False)) from None
+        raise validation_error(error) from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import orjson
 
 from neso.engine.errors import EngineDead
 from neso.frontends.openai.access.request_id import REQUEST_ID
-from neso.generation import InvalidParameter
+from neso.generation import InvalidParameter, PromptTooLong
 from neso.server.errors import ErrorCode, ServerError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,15 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def too_long(param: str, error: PromptTooLong) -> ApiError:
+    """A 400 about the field that a prompt comes from."""
+    return invalid(
+        param,
+        f"This model's maximum context length is {error.max_model_len} tokens: {error.message}",
+        "context_length_exceeded",
+    )
+
+
 def to_api_error(error: Exception) -> ApiError:
     """What to tell the client about `error`. One that nobody foresaw is logged, and told without its text."""
     if isinstance(error, ApiError):
@@ -82,12 +94,13 @@ def _type_of(status: int) -> str:
     return _TYPE.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def validation_error(errors: list[Any]) -> ApiError:
-    """The first of pydantic's error list, as a 400 that names the field as the client wrote it."""
+def validation_error(error: ValidationError) -> ApiError:
+    """The first of pydantic's errors, as a 400 that names the field as the client wrote it."""
+    errors = error.errors(include_url=False, include_input=False)
     first = errors[0]
     # Of a union's branches the one that came furthest is what the client meant.
-    of_same_field = [error for error in errors if error["loc"][:1] == first["loc"][:1]]
-    first = max(of_same_field, key=lambda error: len(error["loc"]))
+    of_same_field = [entry for entry in errors if entry["loc"][:1] == first["loc"][:1]]
+    first = max(of_same_field, key=lambda entry: len(entry["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}")
     location = first["loc"]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error, validation_error
 from neso.frontends.openai.models.targets import Targets
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest, ChatMessage, Integer, TokenId, Tool
-from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import InvalidParameter, TextTools, encode_text
+
+if TYPE_CHECKING:
+    from neso.server.model import Model
 
 
 class TokenizeRequest(BaseModel):
@@ -64,7 +67,7 @@ class TokensApi:
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Raises `ApiError` and `ServerError`."""
-        name, text, limit = await self._tools(request.model)
+        model, text = await self._find(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "Either 'prompt' or 'messages' must be given.")
         special = request.add_special_tokens
@@ -72,7 +75,7 @@ class TokensApi:
             if request.prompt is not None:
                 prompt, special = request.prompt, special is not False
             else:
-                prompt, special = _chat_text(request, name, text), bool(special)
+                prompt, special = _chat_text(request, request.model or model.name, text), bool(special)
             tokens = await encode_text(text, prompt, add_special_tokens=special)
             shown = None
             if request.return_token_strs:
@@ -81,34 +84,34 @@ class TokensApi:
             raise to_api_error(error) from None
         return {
             "count": len(tokens),
-            "max_model_len": None if limit >= NO_LIMIT else limit,
+            "max_model_len": self._targets.told_limit(model),
             "tokens": tokens,
             "token_strs": shown,
         }
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """Raises `ApiError` and `ServerError`."""
-        _, text, _ = await self._tools(request.model)
+        _, text = await self._find(request.model)
         try:
             return {"prompt": text.decode(request.tokens, skip_special_tokens=False)}
         except InvalidParameter as error:
             raise to_api_error(error) from None
 
-    async def _tools(self, name: str | None) -> tuple[str, TextTools, int]:
-        """The model's name, its tokenizer and how many tokens it takes."""
+    async def _find(self, name: str | None) -> tuple[Model, TextTools]:
+        """The model and its tokenizer."""
         if name is None:
-            known = [model.name for model, _ in self._targets.text_models()]
+            known = [model.name for model in self._targets.text_models()]
             if len(known) != 1:
                 raise invalid(
                     "model", f"'model' must say which one is meant of {', '.join(known) or 'none'}."
                 )
             name = known[0]
         if self._targets.adapter(name) is None:
-            model, limit = self._targets.find_text_model(name)
+            model = self._targets.find_text_model(name)
             if model.language_model is None and model.pooling_model is not None:
-                return name, model.pooling_model.text, limit
+                return model, model.pooling_model.text
         target = await self._targets.find(name)
-        return name, target.text, target.language_model.max_model_len
+        return target.model, target.text
 
 
 def _chat_text(request: TokenizeRequest, name: str, text: TextTools) -> str:
@@ -125,8 +128,8 @@ def _chat_text(request: TokenizeRequest, name: str, text: TextTools) -> str:
     try:
         chat = ChatCompletionRequest.model_validate({"model": name, **fields})
     except ValidationError as error:
-        raise validation_error(error.errors(include_url=False, include_input=False)) from None
-    prompt, images = chat_prompt(chat, text)
+        raise validation_error(error) from None
+    prompt, images = chat_prompt(chat, ToolUse.of_chat(chat), text)
     if images:
         raise ApiError(400, "Images have no tokens that could be told.", param="messages")
     return prompt

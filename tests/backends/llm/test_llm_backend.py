@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 import neso.server.core
-from neso.generation import GenerationRequest, SamplingParams
+from neso.generation import GenerationRequest, SamplingDefaults, SamplingParams
 from neso.models import SHIPPED_MODELS
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_request import InferenceRequest
@@ -220,6 +220,8 @@ async def test_reload_lets_requests_in_flight_end(core):
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
         ({"model": 5}, "model"),
         ({"num_blocks": "many"}, "num_blocks"),
+        ({"generation_config": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"override_generation_config": {"top_k": "x"}}, "override_generation_config: top_k: Expected `int`"),
     ],
 )
 async def test_bad_options_are_the_reason(tmp_path, model_json, reason):
@@ -230,6 +232,32 @@ async def test_bad_options_are_the_reason(tmp_path, model_json, reason):
     await core.start()
     (entry,) = core.repository_index()
     assert entry.state.value == "UNAVAILABLE" and reason in entry.reason
+    await core.stop()
+
+
+async def test_defaults_of_sampling_are_none_of_tensors(tmp_path):
+    write_repository(tmp_path, num_blocks=256, generation_config="defaults")
+    version = tmp_path / "pilot" / "1"
+    (version / "defaults").mkdir()
+    (version / "defaults" / "generation_config.json").write_bytes(
+        orjson.dumps({"temperature": 0.7, "top_k": 1, "max_new_tokens": 3})
+    )
+    core = neso.server.core.Core(
+        ServerOptions(model_repository=(tmp_path,), backend_config={"llm": {"in-process": "true"}})
+    )
+    await core.start()
+    assert core.ready(), core.repository_index()
+    assert core.model("pilot").language_model.default_sampling == SamplingDefaults(
+        temperature=0.7, top_k=1, max_new_tokens=3, limits_tokens=True
+    )
+    hot = {"temperature": 5.0, "max_tokens": 8, "ignore_eos": True}
+    texts = set()
+    for seed in range(3):
+        asked = request(parameters={**hot, "seed": seed}, return_num_output_tokens=True)
+        (whole,) = await outputs(core, asked)
+        assert whole.output("num_output_tokens").array.tolist() == [8]
+        texts.add(whole.output("text_output").strings()[0])
+    assert len(texts) > 1
     await core.stop()
 
 

@@ -161,7 +161,8 @@ def test_no_parameter_is_left_out():
 def test_each_parameter(read, name):
     good, bad = VALUES[name]
     warnings = read(**{name: good}).warnings
-    without_effect = not BY_NAME[name].has_effect or name == "kv_cache_host_memory_bytes"
+    has_effect = BY_NAME[name].option or BY_NAME[name].setting
+    without_effect = not has_effect or name == "kv_cache_host_memory_bytes"
     assert [f"'{name}' has no effect: " in warning for warning in warnings] == [True] * without_effect
     with pytest.raises(InvalidArgument) as refused:
         read(**{name: bad})
@@ -304,6 +305,17 @@ async def test_tokenizer_of_another_directory(serve_model, bare_checkpoint, chec
     assert await served.tokens() == greedy()
     text = served.core.model("tensorrt_llm").language_model.text
     assert text.decode(text.encode("The quick")) == "The quick"
+
+
+def test_where_defaults_of_sampling_are(read, tmp_path):
+    assert read().engine.generation_config == "auto"
+    assert read(generation_config="vllm").engine.generation_config == "vllm"
+    place = tmp_path / "defaults"
+    place.mkdir()
+    assert read(generation_config=place).engine.generation_config == str(place)
+    engine = read(generation_config="1", override_generation_config='{"top_k": 5}').engine
+    assert engine.generation_config == str(tmp_path / "tensorrt_llm" / "1")
+    assert engine.override_generation_config == {"top_k": 5}
 
 
 # -- the template's own way to write it ---------------------------------------------------------------------------

@@ -237,6 +237,14 @@ def test_files_that_are_wrong(tmp_path, files, message):
         ModelFiles.read(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["auto", "vllm", "defaults", "elsewhere/defaults"])
+def test_where_defaults_of_sampling_are(tmp_path, name):
+    (tmp_path / "defaults").mkdir()
+    (tmp_path / "model.json").write_text(json.dumps({"model": "m", "generation_config": name}))
+    found = ModelFiles.read(tmp_path).arguments["generation_config"]
+    assert found == (str(tmp_path / "defaults") if name == "defaults" else name)
+
+
 def test_a_checkpoint_may_be_the_version_s_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert ModelFiles.read(tmp_path).arguments == {"model": str(tmp_path)}

@@ -18,6 +18,7 @@ from neso.generation import (
     GenerationRequest,
     InvalidParameter,
     PromptTooLong,
+    SamplingDefaults,
     TokenLogprobs,
     Usage,
 )
@@ -85,6 +86,7 @@ class ScriptedModel:
         self.reply = (lambda request, choice: reply) if isinstance(reply, str) else reply
         self.text = ScriptedText()
         self.max_model_len = 1000
+        self.default_sampling = SamplingDefaults()
         self.error: Exception | None = None
         self.fail_after = 0
         self.final_reason: FinishReason | None = None

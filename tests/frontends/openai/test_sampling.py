@@ -8,6 +8,8 @@ import pytest
 from asgi_client import AsgiClient
 from scripted_model import ScriptedModel
 
+from neso.generation import SamplingDefaults
+
 FIELDS: dict[str, Any] = {
     "n": 2,
     "temperature": 0.5,
@@ -24,10 +26,11 @@ FIELDS: dict[str, Any] = {
     "include_stop_str_in_output": True,
 }
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+PATHS = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/responses"}
 
 
 async def sampling(client: AsgiClient, script: ScriptedModel, body: dict[str, Any]) -> Any:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    path = next(path for field, path in PATHS.items() if field in body)
     answer = await client.post(path, {"model": "scripted", **body})
     assert answer.status == 200, answer.body
     return script.requests[-1].sampling
@@ -105,10 +108,57 @@ async def test_logprobs(client: AsgiClient, script: ScriptedModel) -> None:
 async def test_bad_values(
     client: AsgiClient, script: ScriptedModel, body: dict[str, Any], param: str
 ) -> None:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    path = next(path for field, path in PATHS.items() if field in body)
     answer = await client.post(path, {"model": "scripted", **body})
     assert answer.status == 400
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert param in error["message"]
     assert not script.requests
+
+
+DEFAULTS = SamplingDefaults(temperature=0.6, top_k=20, repetition_penalty=1.1, max_new_tokens=50)
+RESPONSE = {"input": "hi"}
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a"}, CHAT, RESPONSE])
+async def test_the_model_s_defaults_are_for_what_a_request_leaves_out(
+    client: AsgiClient, script: ScriptedModel, body: dict[str, Any]
+) -> None:
+    script.default_sampling = DEFAULTS
+    made = await sampling(client, script, body)
+    assert (made.temperature, made.top_k, made.repetition_penalty, made.top_p) == (0.6, 20, 1.1, 1.0)
+    made = await sampling(client, script, {**body, "temperature": 1.0, "top_k": 0, "top_p": None})
+    assert (made.temperature, made.top_k, made.repetition_penalty, made.top_p) == (1.0, 0, 1.1, 1.0)
+
+
+async def test_the_model_s_number_of_tokens(client: AsgiClient, script: ScriptedModel) -> None:
+    script.default_sampling = DEFAULTS
+    assert (await sampling(client, script, CHAT)).max_tokens == 50
+    assert (await sampling(client, script, RESPONSE)).max_tokens == 50
+    assert (await sampling(client, script, {"prompt": "a"})).max_tokens == 16
+    for body in ({**CHAT, "max_tokens": 90}, {**RESPONSE, "max_output_tokens": 90}):
+        assert (await sampling(client, script, body)).max_tokens == 90
+
+
+async def test_the_model_s_limit_of_tokens(client: AsgiClient, script: ScriptedModel) -> None:
+    script.default_sampling = SamplingDefaults(max_new_tokens=9, limits_tokens=True)
+    bodies = (CHAT, RESPONSE, {"prompt": "a"}, {**CHAT, "max_completion_tokens": 90})
+    for body in (*bodies, {**RESPONSE, "max_output_tokens": 90}, {"prompt": "a", "max_tokens": 90}):
+        assert (await sampling(client, script, body)).max_tokens == 9
+    assert (await sampling(client, script, {**CHAT, "max_tokens": 3})).max_tokens == 3
+    assert (await sampling(client, script, {"prompt": "a", "max_tokens": 0, "echo": True})).max_tokens == 1
+
+
+async def test_a_beam_search_takes_only_the_limit(client: AsgiClient, script: ScriptedModel) -> None:
+    script.default_sampling = DEFAULTS
+    for beams in ({"use_beam_search": True, "best_of": 3}, {"beam_width": 3}):
+        made = await sampling(client, script, {**CHAT, **beams})
+        assert (made.beam_width, made.temperature, made.top_k) == (3, 1.0, 0)
+        assert (made.repetition_penalty, made.max_tokens) == (1.0, 50)
+
+
+async def test_a_response_tells_how_it_was_sampled(client: AsgiClient, script: ScriptedModel) -> None:
+    script.default_sampling = DEFAULTS
+    answer = await client.post("/v1/responses", {"model": "scripted", **RESPONSE, "top_p": 0.5})
+    assert (answer.json()["temperature"], answer.json()["top_p"]) == (0.6, 0.5)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neso.frontends.openai import parser_registry
 from neso.frontends.openai.tool_parsers import (
     Content,
     Function,
@@ -290,6 +291,7 @@ def test_text_full_of_beginnings_takes_linear_time(name: str) -> None:
         ("[now(1)]", None),
         ("[now(a=1e999)]", None),
         ("[now(a=b'x')]", None),
+        ("[now(a={[]: 1})]", None),
         ("[unknown(a=1)]", None),
         ("[now(a=1", None),
     ],
@@ -380,11 +382,13 @@ def test_parsers_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         def load(self) -> type[ToolParser]:
             return ForeignParser
 
-    registry._foreign.cache_clear()
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == registry.GROUP else [])
+    parser_registry.entry_point_parsers.cache_clear()
+    monkeypatch.setattr(
+        parser_registry, "entry_points", lambda group: [Point()] if group == registry.GROUP else []
+    )
     assert isinstance(find_tool_parser("elvish"), ForeignParser)
     assert isinstance(detect_tool_parser("<elvish><tool_call>"), ForeignParser)
-    registry._foreign.cache_clear()
+    parser_registry.entry_point_parsers.cache_clear()
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "tool-calling.md"
@@ -392,7 +396,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "tool-calling.md"
 
 def test_the_page_has_all_parsers() -> None:
     text = PAGE.read_text()
-    for name in (*registry.BUILTIN, *registry._ALIASES):
+    for name in (*registry.BUILTIN, *registry.ALIASES):
         assert f"`{name}`" in text, name
 
 

@@ -22,15 +22,19 @@ class Quotas:
 
     async def take(self, client: str, quota: Quota) -> tuple[list[Standing], Standing | None]:
         """Count a request. How `client` stands then, and the limit at which the request must be refused, if any."""
+        standings: list[Standing] = []
         refused = None
         if quota.tokens:
             tokens = await self._standing("tokens", client, quota.tokens)
-            refused = tokens if not tokens.remaining else None
-        if quota.requests and refused is None:
-            taken = await self._limiter.hit(RateLimitItemPerMinute(quota.requests), "requests", client)
-            refused = None if taken else await self._standing("requests", client, quota.requests)
-        limits = {"requests": quota.requests, "tokens": quota.tokens}
-        standings = [await self._standing(what, client, limit) for what, limit in limits.items() if limit]
+            standings.append(tokens)
+            refused = None if tokens.remaining else tokens
+        if quota.requests:
+            limit = RateLimitItemPerMinute(quota.requests)
+            taken = refused is None and await self._limiter.hit(limit, "requests", client)
+            requests = await self._standing("requests", client, quota.requests)
+            standings.append(requests)
+            if refused is None and not taken:
+                refused = requests
         return standings, refused
 
     def charge(self, client: str, quota: Quota, tokens: int) -> None:

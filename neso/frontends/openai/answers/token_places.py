@@ -32,12 +32,14 @@ class TokenPlaces:
         """`offset`: characters before this text."""
         self._tools = tools
         self._offset = offset
-        self._rest = b""  # of the text, behind the tokens placed
+        self._text = b""  # as far as it is known and not dropped
+        self._position = 0  # in it, behind the tokens placed
         self._waiting: deque[tuple[str, int, TokenLogprobs | None]] = deque()
 
     def add_text(self, text: str) -> None:
         """More of the text."""
-        self._rest += text.encode("utf-8", "surrogatepass")
+        self._text = self._text[self._position :] + text.encode("utf-8", "surrogatepass")
+        self._position = 0
 
     def add_token(self, text: str, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """One more token; `text` is how it is shown by itself."""
@@ -60,26 +62,27 @@ class TokenPlaces:
     @property
     def is_exact(self) -> bool:
         """Whether the tokens placed make up the text."""
-        return not self._rest
+        return self._position == len(self._text)
 
     def _match(self, token: bytes, *, final: bool) -> tuple[int, int]:
         """Bytes to pass over and bytes of the token that come then; (0, -1) where that cannot be told yet."""
-        rest = self._rest
+        start = self._position
         for shown in (token, token.lstrip(b" ")):  # the space before a text's first word may be left out
-            if rest.startswith(shown):
+            here = self._text[start : start + len(shown)]
+            if here == shown:
                 return 0, len(shown)
-            if shown.startswith(rest):
-                return (0, len(rest)) if final else (0, -1)
-        found = rest.find(token, 0, len(token) + _LOOK_AHEAD)
-        return (found, len(token)) if found > 0 else (0, 0)
+            if shown.startswith(here):  # the text ends within the token
+                return (0, len(here)) if final else (0, -1)
+        found = self._text.find(token, start, start + len(token) + _LOOK_AHEAD)
+        return (found - start, len(token)) if found > start else (0, 0)
 
     def _pass(self, length: int) -> None:
-        passed, self._rest = self._rest[:length], self._rest[length:]
-        self._offset += sum(byte & 0xC0 != 0x80 for byte in passed)
+        start, self._position = self._position, self._position + length
+        self._offset += sum(byte & 0xC0 != 0x80 for byte in self._text[start : self._position])
 
     def _here(self) -> int:
         """The character at this place: within one, that one."""
-        inside = bool(self._rest) and self._rest[0] & 0xC0 == 0x80
+        inside = not self.is_exact and self._text[self._position] & 0xC0 == 0x80
         return self._offset - inside
 
     def _bytes(self, text: str, token_id: int) -> bytes:

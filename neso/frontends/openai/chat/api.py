@@ -11,8 +11,9 @@ from neso.frontends.openai.chat.media import Media
 from neso.frontends.openai.chat.message_format import MessageFormat
 from neso.frontends.openai.chat.message_formats import MessageFormats
 from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.completions.prompts import cut_prompt
-from neso.frontends.openai.errors import ApiError, invalid, to_api_error
+from neso.frontends.openai.errors import ApiError, invalid, to_api_error, too_long
 from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
@@ -41,7 +42,8 @@ class ChatApi:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
         target = await self._targets.find(request.model)
-        prompt, images = chat_prompt(request, target.text)
+        tool_use = ToolUse.of_chat(request)
+        prompt, images = chat_prompt(request, tool_use, target.text)
         cut = await cut_prompt(
             prompt,
             target.text,
@@ -51,14 +53,14 @@ class ChatApi:
         )
         if cut is not prompt and images:
             raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
-        message_format = self._formats.of(request, target, prompt)
-        sampling = chat_sampling(request, message_format)
+        message_format = self._formats.of(request, tool_use, target, prompt)
+        sampling = chat_sampling(request, target.language_model.default_sampling, message_format)
         answer = Answer(
             KIND,
             request,
             target,
             [self._choice(index, request, target, message_format) for index in range(request.n or 1)],
-            lambda error: explain(error, request, target),
+            lambda error: explain(error, request),
             prompt=PromptRecord(request),
         )
         return await answer.respond([cut], sampling, trace, await self._media.fetched(images))
@@ -70,7 +72,7 @@ class ChatApi:
         return ChatChoice(index, request, reader, target.language_model.text)
 
 
-def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Target) -> ApiError:
+def explain(error: InvalidParameter, request: ChatCompletionRequest) -> ApiError:
     """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
     names = chat_names(request)
     if error.field in names:
@@ -78,10 +80,5 @@ def explain(error: InvalidParameter, request: ChatCompletionRequest, target: Tar
     if error.field not in ("prompt", "messages", "images"):
         return to_api_error(error)
     if isinstance(error, PromptTooLong):
-        limit = target.language_model.max_model_len
-        return invalid(
-            "messages",
-            f"This model's maximum context length is {limit} tokens: {error.message}",
-            "context_length_exceeded",
-        )
+        return too_long("messages", error)
     return invalid("messages", f"Invalid 'messages': {error.message}")

@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from neso.frontends.openai.chat.parser_parameters import (
-    REASONING_PARAMETER,
-    TOOL_PARAMETER,
-    named_parser,
-)
+from neso.frontends.openai.chat.parser_parameters import REASONING_PARAMETER, TOOL_PARAMETER
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.models.targets import Target
 from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.parser_registry import AUTO
 from neso.frontends.openai.reasoning_parsers import (
     ReasoningParser,
     detect_reasoning_parser,
     find_reasoning_parser,
 )
-from neso.frontends.openai.tool_parsers import AUTO, ToolParser, detect_tool_parser, find_tool_parser
+from neso.frontends.openai.tool_parsers import ToolParser, detect_tool_parser, find_tool_parser
+from neso.server.config.parameters import string_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,8 @@ class Dialects:
     def of(self, target: Target) -> Dialect:
         """The dialect of a model. Raises `ApiError` if its configuration names a parser that there is not."""
         config, options = target.model.config, self._options
-        tools = named_parser(config, TOOL_PARAMETER, options.tool_call_parser)
-        reasoning = named_parser(config, REASONING_PARAMETER, options.reasoning_parser)
+        tools = string_parameter(config, TOOL_PARAMETER, options.tool_call_parser)
+        reasoning = string_parameter(config, REASONING_PARAMETER, options.reasoning_parser)
         try:
             return make_dialect(tools, reasoning, target.text.chat_template_source)
         except ValueError as error:

@@ -19,12 +19,10 @@ class MessageFormats:
         self._dialects = Dialects(options)
         self._max_call_chars = options.max_tool_call_parse_bytes
 
-    def of(self, request: ChatCompletionRequest, target: Target, prompt: str) -> MessageFormat:
+    def of(
+        self, request: ChatCompletionRequest, tool_use: ToolUse, target: Target, prompt: str
+    ) -> MessageFormat:
         """The format of the answer to `prompt`, which is the chat as the model sees it. Raises `ApiError`."""
         return MessageFormat(
-            self._dialects.of(target),
-            ToolUse.of_chat(request),
-            prompt,
-            wanted_form(request),
-            self._max_call_chars,
+            self._dialects.of(target), tool_use, prompt, wanted_form(request), self._max_call_chars
         )

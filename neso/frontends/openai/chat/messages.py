@@ -13,7 +13,9 @@ from neso.generation.chat_images import split_images
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
-def chat_prompt(request: ChatCompletionRequest, text: TextTools) -> tuple[str, tuple[Any, ...]]:
+def chat_prompt(
+    request: ChatCompletionRequest, tool_use: ToolUse, text: TextTools
+) -> tuple[str, tuple[Any, ...]]:
     """The chat as the model's template writes it, and its images. Raises `ApiError` and `InvalidParameter`."""
     if not text.has_chat_template:
         raise invalid("model", f"The model '{request.model}' has no chat template: use /v1/completions.")
@@ -27,7 +29,7 @@ def chat_prompt(request: ChatCompletionRequest, text: TextTools) -> tuple[str, t
     messages, images = split_images([_template_message(message) for message in request.messages])
     prompt = text.apply_chat_template(
         messages,
-        tools=ToolUse.of_chat(request).offered or None,
+        tools=tool_use.offered or None,
         add_generation_prompt=not request.continue_final_message if wants_prompt is None else wants_prompt,
         **variables,
     )

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from neso.frontends.openai.parser_registry import AUTO
+from neso.server.config.parameters import string_parameter
 from neso.server.errors import InvalidArgument
 
 TOOL_PARAMETER, REASONING_PARAMETER = "tool_call_parser", "reasoning_parser"
 """They go before the server's options."""
 
 
-def named_parser(config: Any, parameter: str, default: str) -> str:
-    """The parser that a model's configuration names, else `default`."""
-    return str(config.parameters[parameter].string_value) if parameter in config.parameters else default
-
-
 def check_parsers(config: Any) -> None:
     """Raises `InvalidArgument` for a parser that there is not."""
     if TOOL_PARAMETER not in config.parameters and REASONING_PARAMETER not in config.parameters:
         return
-    from neso.frontends.openai.chat.dialects import (
-        make_dialect,  # takes a moment, and few models name parsers
-    )
-    from neso.frontends.openai.tool_parsers import AUTO
+    # It takes a moment, and few models name parsers.
+    from neso.frontends.openai.chat.dialects import make_dialect
 
     try:
         make_dialect(
-            named_parser(config, TOOL_PARAMETER, AUTO), named_parser(config, REASONING_PARAMETER, AUTO), ""
+            string_parameter(config, TOOL_PARAMETER, AUTO),
+            string_parameter(config, REASONING_PARAMETER, AUTO),
+            "",
         )
     except ValueError as error:
         raise InvalidArgument(f"model '{config.name}': {error}") from None

@@ -13,7 +13,7 @@ from neso.frontends.openai.completions.prompts import (
     cut_prompt,
     prompt_text,
 )
-from neso.frontends.openai.errors import ApiError, invalid, to_api_error
+from neso.frontends.openai.errors import ApiError, to_api_error, too_long
 from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
@@ -40,7 +40,7 @@ class CompletionsApi:
         """The response, an ASGI application. Raises `ApiError` and what the core raises."""
         refuse_what_cannot_be_honoured(request)
         target = await self._targets.find(request.model)
-        sampling = completion_sampling(request, self._options)
+        sampling = completion_sampling(request, target.language_model.default_sampling, self._options)
         prompts = [
             await cut_prompt(
                 prompt,
@@ -56,7 +56,7 @@ class CompletionsApi:
             request,
             target,
             self._choices(request, target, prompts),
-            lambda error: _explain(error, request, target),
+            lambda error: _explain(error, request),
             count_completion=request.max_tokens != 0,
         )
         return await answer.respond(prompts, sampling, trace)
@@ -76,13 +76,8 @@ class CompletionsApi:
         ]
 
 
-def _explain(error: InvalidParameter, request: CompletionRequest, target: Target) -> ApiError:
+def _explain(error: InvalidParameter, request: CompletionRequest) -> ApiError:
     if isinstance(error, PromptTooLong):
-        limit = target.language_model.max_model_len
-        return invalid(
-            "prompt",
-            f"This model's maximum context length is {limit} tokens: {error.message}",
-            "context_length_exceeded",
-        )
+        return too_long("prompt", error)
     names = completion_names(request)
     return renamed(error, names) if error.field in names else to_api_error(error)

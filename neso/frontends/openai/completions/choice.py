@@ -53,7 +53,8 @@ class CompletionChoice(Choice):
         if self._mute:
             return
         self._text.append(delta.text)
-        self._token_ids += delta.token_ids
+        if self._request.return_token_ids:
+            self._token_ids += delta.token_ids
         if self._logprobs is not None:
             self._logprobs.add(delta.logprobs or [], delta.text, final=delta.finish_reason is not None)
 

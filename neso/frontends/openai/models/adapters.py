@@ -59,7 +59,7 @@ class AdaptersApi:
     def _model(self, name: str | None) -> AdaptableModel:
         """The model of that name, or the only one that allows it."""
         allowed: dict[str, AdaptableModel] = {}
-        for model, _ in self._targets.text_models():
+        for model in self._targets.text_models():
             face = model.language_model
             if isinstance(face, AdaptableModel) and face.allows_runtime_lora:
                 allowed[model.name] = face

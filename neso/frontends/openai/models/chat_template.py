@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from neso.engine.text.no_tokenizer import NoTokenizer
 from neso.generation import InvalidParameter, TextTools
 from neso.generation.language_model import TokenBytes
 
@@ -20,9 +22,7 @@ class TemplatedText:
 
     def __init__(self, tools: TextTools, source: str) -> None:
         self._tools = tools
-        self._source = source
         self.chat_template_source = source
-        self._template: ChatTemplate | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tools.encode(text, add_special_tokens=add_special_tokens)
@@ -43,37 +43,25 @@ class TemplatedText:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        if self._template is None:
-            from neso.engine.text.chat_template import ChatTemplate
-
-            special_tokens = getattr(self._tools, "special_tokens", None)
-            self._template = ChatTemplate(self._source, special_tokens.texts if special_tokens else {})
-        return self._template.render(
+        special_tokens = getattr(self._tools, "special_tokens", None)
+        texts = special_tokens.texts if special_tokens else {}
+        return _template(self.chat_template_source, tuple(sorted(texts.items()))).render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
 
 
-class UnknownText:
+@lru_cache(32)
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    """The template, which is compiled once for all requests."""
+    from neso.engine.text.chat_template import ChatTemplate
+
+    return ChatTemplate(source, dict(special_tokens))
+
+
+class UnknownText(NoTokenizer):
     """The `TextTools` of a model whose tokenizer nobody knows."""
 
-    has_chat_template = False
-    chat_template_source = ""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        self._refuse()
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        self._refuse()
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

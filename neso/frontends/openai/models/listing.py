@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from neso.frontends.openai.models.adapter_names import Adapter
 from neso.frontends.openai.models.targets import Targets
-from neso.frontends.openai.tensor_models.model import NO_LIMIT
 
 if TYPE_CHECKING:
     from neso.server.model import Model
@@ -21,7 +20,7 @@ class ModelsApi:
 
     def list_all(self) -> dict[str, Any]:
         """Every model that takes text, and every adapter by its shortest name."""
-        cards = [self._card(model, limit) for model, limit in self._targets.text_models()]
+        cards = [self._card(model) for model in self._targets.text_models()]
         known = self._targets.adapters()
         for name, adapter in known.items():
             if name == adapter.name or adapter.name not in known:
@@ -33,19 +32,18 @@ class ModelsApi:
         adapter = self._targets.adapter(name)
         if adapter is not None:
             return self._adapter_card(name, adapter)
-        return self._card(*self._targets.find_text_model(name))
+        return self._card(self._targets.find_text_model(name))
 
     def _adapter_card(self, name: str, adapter: Adapter) -> dict[str, Any]:
-        card = self._card(adapter.model, self._targets.limit(adapter.model))
-        return {**card, "id": name, "root": adapter.name, "parent": adapter.model.name}
+        return {**self._card(adapter.model), "id": name, "root": adapter.name, "parent": adapter.model.name}
 
-    def _card(self, model: Model, max_model_len: int) -> dict[str, Any]:
+    def _card(self, model: Model) -> dict[str, Any]:
         return {
             "id": model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "neso",
-            "max_model_len": None if max_model_len >= NO_LIMIT else max_model_len,
+            "max_model_len": self._targets.told_limit(model),
             "root": model.name,
             "parent": None,
             "permission": [self._permission(model.name)],

@@ -12,6 +12,7 @@ from neso.frontends.openai.models.adapter_names import Adapter, AdapterNames
 from neso.frontends.openai.models.chat_template import UNKNOWN_TEXT, TemplatedText, read_chat_template
 from neso.frontends.openai.models.texts import ModelTexts, open_tokenizer
 from neso.frontends.openai.tensor_models import TensorLanguageModel, missing_for_text
+from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import LanguageModel, PoolingModel, TextTools
 from neso.generation.pooling_batch import pool_together
 from neso.server.errors import NotFound, Unavailable
@@ -112,33 +113,33 @@ class Targets:
             raise invalid("model", f"The model '{name}' gives no embeddings or scores.")
         return PoolingTarget(model, pooling_model)
 
-    def find_text_model(self, name: str) -> tuple[Model, int]:
-        """The model of that name, if it takes text, and the most tokens that it takes. Raises as the others do."""
+    def find_text_model(self, name: str) -> Model:
+        """The model of that name, if it takes text. Raises as the others do."""
         model = self._find(name)
-        face = model.language_model or model.pooling_model
-        if face is None:
+        if model.language_model is None and model.pooling_model is None:
             _check_text_face(model)
-        return model, self.limit(model)
+        return model
 
-    def text_models(self) -> list[tuple[Model, int]]:
-        """The models that are ready and take text, by name, and the most tokens that each takes."""
+    def text_models(self) -> list[Model]:
+        """The models that are ready and take text, by name."""
         found = {}
         for model in self._core.models():
             takes_text = model.language_model or model.pooling_model or not missing_for_text(model.signature)
             if takes_text and model.ready():
-                found[model.name] = (model, self.limit(model))
+                found[model.name] = model
         return [found[name] for name in sorted(found)]
 
-    def limit(self, model: Model) -> int:
-        """Most tokens of prompt and answer together; `NO_LIMIT` where nobody tells."""
+    def told_limit(self, model: Model) -> int | None:
+        """Most tokens of prompt and answer together, as clients are told; None where nobody knows."""
         face = model.language_model or model.pooling_model
-        return self._texts.max_model_len(model) if face is None else face.max_model_len
+        limit = self._texts.max_model_len(model) if face is None else face.max_model_len
+        return None if limit >= NO_LIMIT else limit
 
     def adapters(self) -> dict[str, Adapter]:
         """The adapters of all models, as `model:adapter`, and by their own names where these are unambiguous."""
         found: dict[str, Adapter] = {}
         ambiguous: set[str] = set()
-        for model, _ in self.text_models():
+        for model in self.text_models():
             for adapter in self._adapter_names.of(model):
                 ambiguous |= {adapter.name} & found.keys()
                 full_name = f"{model.name}{self._options.lora_separator}{adapter.name}"
@@ -152,7 +153,7 @@ class Targets:
     def _numbered(self, name: str) -> Adapter | None:
         """The adapter `model:7`, for models that know theirs by numbers."""
         base, separator, number = name.rpartition(self._options.lora_separator)
-        models = [model for model, _ in self.text_models() if separator and model.name == base]
+        models = [model for model in self.text_models() if separator and model.name == base]
         return self._adapter_names.numbered(models[0], number) if models else None
 
     def _find(self, name: str) -> Model:

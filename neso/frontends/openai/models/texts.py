@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from neso.engine.text.no_tokenizer import NO_TOKENIZER
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TextTools
+from neso.server.config.parameters import string_parameter
 from neso.server.errors import ServerError
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ class ModelTexts:
         """Most tokens of prompt and answer together; `NO_LIMIT` where nobody tells."""
         for related in self._related(model):
             for name in _LIMITS:
-                if _parameter(related, name).isdecimal():
-                    return int(_parameter(related, name))
+                limit = string_parameter(related.config, name)
+                if limit.isdecimal():
+                    return int(limit)
             if related.language_model is not None:
                 return related.language_model.max_model_len
         return NO_LIMIT
@@ -59,7 +61,7 @@ class ModelTexts:
     async def _find(self, model: Model) -> TextTools | None:
         related = list(self._related(model))
         for other in related:
-            directory = _parameter(other, _TOKENIZER)
+            directory = string_parameter(other.config, _TOKENIZER)
             if directory and not directory.startswith("${"):  # a template that nobody has filled in
                 return None if other in self._failed else await self._load(other, directory)
         for other in related:
@@ -106,11 +108,6 @@ def open_tokenizer(name: str, near: Path | None = None) -> TextTools:
 def _called(model: Model) -> list[str]:
     """The names of the models that a model calls itself."""
     called = [step.model_name for step in model.config.ensemble_scheduling.step]
-    if scripted := _parameter(model, _SCRIPTED):
+    if scripted := string_parameter(model.config, _SCRIPTED):
         called += [_PREPROCESSING, scripted]
     return called
-
-
-def _parameter(model: Model, name: str) -> str:
-    parameters = model.config.parameters
-    return str(parameters[name].string_value) if name in parameters else ""

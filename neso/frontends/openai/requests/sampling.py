@@ -11,7 +11,7 @@ from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.guided import asked_form
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
+from neso.generation import GuidedDecoding, InvalidParameter, SamplingDefaults, SamplingParams
 
 _SAME_NAME = (
     "n",
@@ -51,15 +51,18 @@ def completion_names(request: CompletionRequest) -> dict[str, str]:
     return {"prompt_logprobs": "logprobs"} if request.prompt_logprobs is None else {}
 
 
-def completion_sampling(request: CompletionRequest, options: OpenAIOptions) -> SamplingParams:
-    """The sampling parameters of a completion. Raises `ApiError`.
+def completion_sampling(
+    request: CompletionRequest, defaults: SamplingDefaults, options: OpenAIOptions
+) -> SamplingParams:
+    """The sampling parameters of a completion; `defaults` are the model's. Raises `ApiError`.
 
+    As in vLLM, their `max_new_tokens` is no default here, but may be a limit.
     `max_tokens` 0 asks for nothing beyond the prompt. One token is generated all the same and thrown away: the
     engine has no request that generates none.
     """
-    max_tokens = options.default_max_tokens if request.max_tokens is None else request.max_tokens
-    values = _common(request)
-    values["max_tokens"] = max(max_tokens, 1)
+    asked = options.default_max_tokens if request.max_tokens is None else request.max_tokens
+    values = _common(request, defaults)
+    values["max_tokens"] = defaults.max_tokens(asked) or 1
     values["logprobs"] = request.logprobs
     values["guided_decoding"] = wanted_form(request)
     if request.echo and request.logprobs is not None:
@@ -68,11 +71,16 @@ def completion_sampling(request: CompletionRequest, options: OpenAIOptions) -> S
     return _make(values, completion_names(request))
 
 
-def chat_sampling(request: ChatCompletionRequest, message_format: MessageFormat) -> SamplingParams:
-    """The sampling parameters of a chat; without a limit it goes on to the model's. Raises `ApiError`."""
+def chat_sampling(
+    request: ChatCompletionRequest, defaults: SamplingDefaults, message_format: MessageFormat
+) -> SamplingParams:
+    """The sampling parameters of a chat; `defaults` are the model's. Without a limit it goes on to that of the context.
+
+    Raises `ApiError`.
+    """
     limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    values = _common(request)
-    values["max_tokens"] = getattr(request, limit_name)
+    values = _common(request, defaults)
+    values["max_tokens"] = defaults.max_tokens(getattr(request, limit_name))
     if request.logprobs:
         values["logprobs"] = request.top_logprobs or 0
     values["guided_decoding"] = message_format.guided_decoding
@@ -88,8 +96,10 @@ def wanted_form(request: GenerationFields) -> GuidedDecoding | None:
         raise renamed(error, {}) from None
 
 
-def _common(request: GenerationFields) -> dict[str, Any]:
-    values = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+def _common(request: GenerationFields, defaults: SamplingDefaults) -> dict[str, Any]:
+    has_beams = request.use_beam_search or (request.beam_width or 1) > 1
+    values = {} if has_beams else defaults.given()  # the scores of beams are the model's own
+    values |= {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     values["stop"] = request.stop_strings
     values["stop_token_ids"] = tuple(request.stop_token_ids or ())
     values["stop_words"] = tuple(map(tuple, request.stop_words or ()))

@@ -16,6 +16,7 @@ from neso.frontends.openai.chat.api import explain
 from neso.frontends.openai.chat.media import Media
 from neso.frontends.openai.chat.message_formats import MessageFormats
 from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
@@ -72,9 +73,9 @@ class ResponsesApi:
         chat = chat_request(request, self._context(request))
         target = await self._targets.find(request.model)
         try:
-            prompt, _ = await self._prompt(request, chat, target)
+            prompt, _ = await self._prompt(request, chat, ToolUse.of_chat(chat), target)
         except InvalidParameter as error:
-            raise renamed_here(explain(error, chat, target)) from None
+            raise renamed_here(explain(error, chat)) from None
         tokens = await encode_text(target.text, prompt, add_special_tokens=bool(chat.add_special_tokens))
         return _json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
@@ -146,17 +147,19 @@ class ResponsesApi:
         if request.background and not (request.is_stored and self._store.keeps_any):
             raise invalid("background", "'background' needs a store: nobody could fetch the response.")
         target = await self._targets.find(request.model)
+        tool_use = ToolUse.of_chat(chat)
         try:
-            prompt, images = await self._prompt(request, chat, target)
+            prompt, images = await self._prompt(request, chat, tool_use, target)
         except InvalidParameter as error:
-            raise explain(error, chat, target) from None
-        response = Response(request)
-        message_format = self._formats.of(chat, target, prompt)
+            raise explain(error, chat) from None
+        message_format = self._formats.of(chat, tool_use, target, prompt)
+        sampling = chat_sampling(chat, target.language_model.default_sampling, message_format)
+        response = Response(request, sampling)
         generation = generation_request(
             chat,
             target,
             prompt,
-            chat_sampling(chat, message_format),
+            sampling,
             response.id,
             add_special_tokens=False,
             images=await self._media.fetched(images),
@@ -166,19 +169,20 @@ class ResponsesApi:
             target,
             generation,
             message_format.reader(eager=bool(request.stream)),
-            explain=lambda error: renamed_here(explain(error, chat, target)),
+            explain=lambda error: renamed_here(explain(error, chat)),
             trace=None if request.background else trace,  # which ends with the HTTP response
         )
 
     @staticmethod
     async def _prompt(
-        request: ResponseRequest, chat: ChatCompletionRequest, target: Target
+        request: ResponseRequest, chat: ChatCompletionRequest, tool_use: ToolUse, target: Target
     ) -> tuple[str, tuple[Any, ...]]:
         text = target.text
         if request.truncation == "auto":
             # Which tokenizes the conversation several times over.
-            return await asyncio.to_thread(truncated_prompt, chat, text, target.language_model.max_model_len)
-        return chat_prompt(chat, text)
+            limit = target.language_model.max_model_len
+            return await asyncio.to_thread(truncated_prompt, chat, tool_use, text, limit)
+        return chat_prompt(chat, tool_use, text)
 
     async def _whole(
         self, request: ResponseRequest, run: ResponseRun, stored: StoredResponse

@@ -76,7 +76,7 @@ def chat_request(request: ResponseRequest, context: Sequence[Item]) -> ChatCompl
             {name: value for name, value in fields.items() if value is not None}
         )
     except ValidationError as error:
-        raise renamed_here(validation_error(error.errors(include_url=False, include_input=False))) from None
+        raise renamed_here(validation_error(error)) from None
 
 
 def renamed_here(error: ApiError) -> ApiError:

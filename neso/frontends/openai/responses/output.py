@@ -26,16 +26,6 @@ class ResponseOutput:
         """All items, in the state that they are in."""
         return [item.as_dict() for item in self._items]
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the item that is open is one of thoughts."""
-        return isinstance(self._open, _Reasoning)
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the item that is open is a message."""
-        return isinstance(self._open, _Message)
-
     def reasoning(self, text: str) -> list[Event]:
         """More thoughts."""
         events, item = self._current(_Reasoning)

@@ -8,7 +8,7 @@ from typing import Any
 from neso.frontends.openai.responses.conversation import Item, new_id
 from neso.frontends.openai.responses.output import ResponseOutput
 from neso.frontends.openai.responses.schemas import ResponseRequest
-from neso.generation import Usage
+from neso.generation import SamplingParams, Usage
 
 ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
@@ -16,7 +16,7 @@ ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 class Response:
     """One response. What the request says is told again as it was understood."""
 
-    def __init__(self, request: ResponseRequest) -> None:
+    def __init__(self, request: ResponseRequest, sampling: SamplingParams) -> None:
         self.id = new_id("resp")
         self.status = "queued" if request.background else "in_progress"
         self.output = ResponseOutput()
@@ -26,7 +26,7 @@ class Response:
         self._completed_at: int | None = None
         self._incomplete_reason: str | None = None
         self._error: dict[str, str] | None = None
-        self._said = _as_understood(request)
+        self._said = _as_understood(request, sampling)
 
     @property
     def has_ended(self) -> bool:
@@ -87,7 +87,7 @@ class Response:
         }
 
 
-def _as_understood(request: ResponseRequest) -> dict[str, Any]:
+def _as_understood(request: ResponseRequest, sampling: SamplingParams) -> dict[str, Any]:
     """The fields of the request that are fields of the response too, with their defaults."""
     said = request.model_dump(exclude_none=True, by_alias=True)
     text = said.get("text", {})
@@ -100,8 +100,8 @@ def _as_understood(request: ResponseRequest) -> dict[str, Any]:
         "store": request.is_stored,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
         "top_logprobs": request.top_logprobs or 0,
         "tools": [{"parameters": None, "strict": None, **tool} for tool in said.get("tools", [])],
         "tool_choice": said.get("tool_choice", "auto"),

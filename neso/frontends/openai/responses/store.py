@@ -101,22 +101,20 @@ class ResponseStore:
     def __contains__(self, response_id: str) -> bool:
         return response_id in self._stored
 
-    def remove(self, response_id: str) -> StoredResponse | None:
+    def remove(self, response_id: str) -> None:
         """Forget it."""
         stored = self._stored.pop(response_id, None)
         if stored is not None:
             self._bytes -= stored.size
-        return stored
 
     def unfinished(self) -> list[StoredResponse]:
         """Those that are still being made."""
         return [stored for stored in self._stored.values() if not stored.response.has_ended]
 
     def _make_room(self) -> None:
-        if len(self._stored) <= self._max_responses and self._bytes <= self._max_bytes:
-            return
-        ended = [key for key, stored in self._stored.items() if stored.response.has_ended]
-        for key in ended:
-            if len(self._stored) <= self._max_responses and self._bytes <= self._max_bytes:
+        while len(self._stored) > self._max_responses or self._bytes > self._max_bytes:
+            ended = (key for key, stored in self._stored.items() if stored.response.has_ended)
+            oldest = next(ended, None)
+            if oldest is None:
                 return
-            self.remove(key)
+            self.remove(oldest)

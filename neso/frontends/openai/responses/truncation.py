@@ -6,19 +6,20 @@ from bisect import bisect_left
 from typing import Any
 
 from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TextTools
 
 
 def truncated_prompt(
-    chat: ChatCompletionRequest, text: TextTools, max_model_len: int
+    chat: ChatCompletionRequest, tool_use: ToolUse, text: TextTools, max_model_len: int
 ) -> tuple[str, tuple[Any, ...]]:
     """As `chat_prompt`; if that is too long, without so many of the oldest turns that there is room for an answer.
 
     What the system says stays, and so does the last turn of the user. If that alone is too long, so is the prompt.
     """
-    prompt, images = chat_prompt(chat, text)
+    prompt, images = chat_prompt(chat, tool_use, text)
     if max_model_len >= NO_LIMIT or _length(prompt, text) < max_model_len:
         return prompt, images
     asked = chat.max_completion_tokens or max_model_len // 4
@@ -28,10 +29,10 @@ def truncated_prompt(
         return prompt, images
 
     def is_short_enough(start: int) -> bool:
-        return _length(chat_prompt(_from(chat, start), text)[0], text) <= room
+        return _length(chat_prompt(_from(chat, start), tool_use, text)[0], text) <= room
 
     found = bisect_left(starts, True, key=is_short_enough)
-    return chat_prompt(_from(chat, starts[min(found, len(starts) - 1)]), text)
+    return chat_prompt(_from(chat, starts[min(found, len(starts) - 1)]), tool_use, text)
 
 
 def _turns(chat: ChatCompletionRequest) -> list[int]:

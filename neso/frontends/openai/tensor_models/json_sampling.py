@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import orjson
 
-from neso.frontends.openai.tensor_models.sampling_inputs import NO_INPUT
+from neso.frontends.openai.tensor_models.sampling_inputs import ALWAYS_GIVEN, DEFAULTS, NO_INPUT
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
 
-_DEFAULTS = SamplingParams()
-_ALWAYS = ("max_tokens", "temperature", "top_p")
 _REFUSED = (
     "stop_words",
     "embedding_bias",
@@ -34,13 +31,13 @@ _GUIDE_FIELDS = (
 def sampling_json(sampling: SamplingParams, lora_name: str = "") -> str:
     """What differs from the defaults, by the names of vLLM's `SamplingParams`. Raises `InvalidParameter`."""
     values: dict[str, Any] = {}
-    for field in msgspec.structs.fields(SamplingParams):
-        value = getattr(sampling, field.name)
-        given = value != getattr(_DEFAULTS, field.name)
-        if given and field.name in _REFUSED:
-            raise InvalidParameter(field.name, NO_INPUT)
-        if value is not None and (given or field.name in _ALWAYS):
-            values[field.name] = value
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(sampling, name)
+        given = value != getattr(DEFAULTS, name)
+        if given and name in _REFUSED:
+            raise InvalidParameter(name, NO_INPUT)
+        if value is not None and (given or name in ALWAYS_GIVEN):
+            values[name] = value
     if values.pop("shown_special_tokens", ()):
         values["skip_special_tokens"] = False  # there it is all or none
     guide: GuidedDecoding | None = values.pop("guided_decoding", None)

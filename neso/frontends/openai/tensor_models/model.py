@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -22,11 +22,13 @@ from neso.generation import (
     GenerationRequest,
     InvalidParameter,
     PromptTooLong,
+    SamplingDefaults,
     SamplingParams,
     TextTools,
     Usage,
     encode_text,
 )
+from neso.server.config.parameters import string_parameter
 from neso.server.errors import ServerError
 from neso.server.inference_request import InferenceRequest
 
@@ -36,6 +38,16 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 2**31 - 1
 """Stands for the context length of a model that does not tell it."""
+_TRUE = ("true", "t", "yes", "1")
+"""Texts of a parameter that is set."""
+
+
+class _Prompt(NamedTuple):
+    """`num_tokens` 0 where nobody needs to know. An answer that begins with one of `echoes` repeats the prompt."""
+
+    text: str
+    num_tokens: int
+    echoes: tuple[str, ...]
 
 
 class TensorLanguageModel:
@@ -55,22 +67,22 @@ class TensorLanguageModel:
     ) -> None:
         self.text = text
         self.max_model_len = max_model_len
+        self.default_sampling = SamplingDefaults()  # its inputs have defaults of their own
         self._model = model
         self._tokenizer = tokenizer
         self._default_max_tokens = default_max_tokens
-        self._accumulates = _flag(model, "accumulate_tokens")
+        self._accumulates = string_parameter(model.config, "accumulate_tokens").lower() in _TRUE
         self._told_limit = text_face.takes_limit(model.signature)
 
     async def generate(
         self, request: GenerationRequest, trace: Trace | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`. Raises `ServerError` too: what the model answers."""
-        prompt = self._prompt_text(request)
-        count = await self._count_prompt(request, prompt)
-        runs = [
-            self._run(request, prompt, count, sampling, trace)
-            for sampling in self._samplings(request.sampling, count)
-        ]
+        text = self._prompt_text(request)
+        count = await self._count_prompt(request, text)
+        samplings = self._samplings(request.sampling, count)
+        prompt = _Prompt(text, count, await self._echoes(text))
+        runs = [self._run(request, prompt, sampling, trace) for sampling in samplings]
         async with aclosing(runs[0] if len(runs) == 1 else self._together(runs, count)) as outputs:
             async for output in outputs:
                 yield output
@@ -151,8 +163,7 @@ class TensorLanguageModel:
     async def _run(
         self,
         request: GenerationRequest,
-        prompt: str,
-        num_prompt_tokens: int,
+        prompt: _Prompt,
         sampling: SamplingParams,
         trace: Trace | None,
     ) -> AsyncGenerator[GenerationOutput, None]:
@@ -166,9 +177,9 @@ class TensorLanguageModel:
             or sampling.logprobs is not None
         )
         inputs = text_face.request_tensors(
-            signature, request, prompt, sampling, stream=self._model.decoupled and wants_stream
+            signature, request, prompt.text, sampling, stream=self._model.decoupled and wants_stream
         )
-        sequence = self._sequence(request, prompt, num_prompt_tokens, sampling)
+        sequence = self._sequence(request, prompt, sampling)
         stream = self._model.submit(
             InferenceRequest(
                 self._model.name,
@@ -191,31 +202,26 @@ class TensorLanguageModel:
         finally:
             stream.cancel()
 
-    def _sequence(
-        self, request: GenerationRequest, prompt: str, num_prompt_tokens: int, sampling: SamplingParams
-    ) -> Sequence:
+    def _sequence(self, request: GenerationRequest, prompt: _Prompt, sampling: SamplingParams) -> Sequence:
         text = AnswerText(
             sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
-            prompts=() if text_face.can_leave_prompt_out(self._model.signature) else self._repeated(prompt),
+            prompts=prompt.echoes,
             accumulates=self._accumulates,
         )
         limit = None
         if not self._told_limit and sampling.max_tokens is not None and self._tokenizer is not None:
             limit = TokenLimit(self._tokenizer, sampling.max_tokens)
-        return Sequence(request.request_id, num_prompt_tokens, sampling, text, self._tokenizer, limit)
+        return Sequence(request.request_id, prompt.num_tokens, sampling, text, self._tokenizer, limit)
 
-    def _repeated(self, prompt: str) -> list[str]:
-        """How a model may repeat the prompt: as it is, or as its tokens without the special ones say it."""
+    async def _echoes(self, prompt: str) -> tuple[str, ...]:
+        """How the model may repeat the prompt: as it is, or as its tokens without the special ones say it."""
+        if text_face.can_leave_prompt_out(self._model.signature):
+            return ()
         if self._tokenizer is None:
-            return [prompt]
-        return [prompt, self._tokenizer.decode(self._tokenizer.encode(prompt, add_special_tokens=False))]
-
-
-def _flag(model: Model, name: str) -> bool:
-    """A parameter of a model's configuration."""
-    parameters = model.config.parameters
-    return name in parameters and parameters[name].string_value.lower() in ("true", "t", "yes", "1")
+            return (prompt,)
+        tokens = await encode_text(self._tokenizer, prompt, add_special_tokens=False)
+        return prompt, self._tokenizer.decode(tokens)
 
 
 def _sum(usages: list[Usage]) -> Usage:

@@ -17,8 +17,8 @@ STOP = ("stop_words", "stop", "sampling_param_stop")
 BAD_WORDS = ("bad_words",)
 GUIDE_TYPE, GUIDE = ("guided_decoding_guide_type",), ("guided_decoding_guide",)
 
-_DEFAULTS = SamplingParams()
-_ALWAYS = ("max_tokens", "temperature", "top_p")
+DEFAULTS = SamplingParams()
+ALWAYS_GIVEN = ("max_tokens", "temperature", "top_p")
 """Given even where the client gave none: that means 1 in OpenAI's API, whatever the model's own default is."""
 _NOT_SCALAR = frozenset(
     {
@@ -67,7 +67,7 @@ def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
     Not of `n`, and of `stop` only where the model takes it: those who read the text cut it anyway.
     """
     for name in _REFUSED:
-        if getattr(sampling, name) != getattr(_DEFAULTS, name):
+        if getattr(sampling, name) != getattr(DEFAULTS, name):
             raise InvalidParameter(name, NO_INPUT)
     if sampling.shown_special_tokens and inputs.declared(SCALARS["skip_special_tokens"], bool) is not None:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)  # there it is all or none
@@ -82,13 +82,13 @@ def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
 def _write_scalar(inputs: InputTensors, name: str, names: Sequence[str], value: Any) -> None:
     if name == "top_k":
         value = max(int(value), 0)  # -1 is the other way to say that there is no limit
-    default = getattr(_DEFAULTS, name)
+    default = getattr(DEFAULTS, name)
     kind = bool if isinstance(value if default is None else default, bool) else float
     spec = None if isinstance(value, str) else inputs.declared(names, kind)
     if spec is None:
         if value != default and name != "max_tokens":  # which those who read the text see to
             raise InvalidParameter(name, NO_INPUT)
-    elif (value is not None and (value != default or name in _ALWAYS)) or not spec.optional:
+    elif (value is not None and (value != default or name in ALWAYS_GIVEN)) or not spec.optional:
         inputs.put(spec, [_number(name, value)], name)
 
 

@@ -14,10 +14,9 @@ from neso.frontends.openai.tool_parsers.base import (
     ToolStream,
 )
 from neso.frontends.openai.tool_parsers.hermes import HermesParser
-from neso.frontends.openai.tool_parsers.registry import AUTO, detect_tool_parser, find_tool_parser
+from neso.frontends.openai.tool_parsers.registry import detect_tool_parser, find_tool_parser
 
 __all__ = [
-    "AUTO",
     "MAX_CALL_CHARS",
     "Content",
     "Function",

@@ -21,6 +21,7 @@ from neso.frontends.openai.tool_parsers.base import (
     ToolStream,
 )
 from neso.frontends.openai.tool_parsers.json_scanner import NotJson, ObjectScanner
+from neso.frontends.openai.tool_parsers.json_values import is_json_object
 from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading, TextSource, partial_end
 
 _NAME = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])+"'
@@ -289,14 +290,6 @@ class CallParser(ToolParser):
         self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
     ) -> ToolStream:
         return self.stream_class(functions, eager=eager, max_call_chars=max_call_chars)
-
-
-def is_json_object(text: str) -> bool:
-    """Whether `text` is an object of JSON."""
-    try:
-        return isinstance(orjson.loads(text), dict)
-    except orjson.JSONDecodeError:
-        return False
 
 
 def _read_call(text: str) -> tuple[str, str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from neso.frontends.openai.tool_parsers.forms import (
     sequence,
     tag,
 )
+from neso.frontends.openai.tool_parsers.json_values import literal_json
 from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -57,8 +57,10 @@ class PythonicStream(CallStream):
         self.begin(name)
         separator = "{"
         while key is not None:
-            value = yield from self._read_value()
-            self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {_as_json(value)}")
+            value = literal_json((yield from self._read_value()))
+            if value is None:
+                raise NoCall
+            self.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
             separator = ", "
             key = yield from self._read_key()
         self.arguments("{}" if separator == "{" else "}")
@@ -125,23 +127,6 @@ class PythonicParser(CallParser):
     def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
         tags = [tag(f"{f.name}(", _arguments_form(f.schema), ")") for f in functions]
         return sequence(const("["), repeated(tags, separator=", ", many=many_calls), const("]"))
-
-
-def _as_json(literal: str) -> str:
-    """JSON text of a value that is written as JSON or Python. Raises `NoCall`."""
-    try:
-        value: Any = json.loads(literal)
-    except (ValueError, RecursionError):
-        try:
-            value = ast.literal_eval(literal.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise NoCall from None
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except (ValueError, TypeError, RecursionError):
-        raise NoCall from None
-    return text
 
 
 def _arguments_form(schema: dict[str, Any]) -> Form:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import entry_points
-
+from neso.frontends.openai.parser_registry import ParserRegistry
 from neso.frontends.openai.tool_parsers.base import ToolParser
 from neso.frontends.openai.tool_parsers.framed import DeepSeekV3Parser, DeepSeekV31Parser, KimiK2Parser
 from neso.frontends.openai.tool_parsers.hermes import HermesParser
@@ -19,7 +17,6 @@ from neso.frontends.openai.tool_parsers.json_calls import (
 from neso.frontends.openai.tool_parsers.pythonic import PythonicParser
 from neso.frontends.openai.tool_parsers.tagged import Glm45Parser, Qwen3CoderParser
 
-AUTO = "auto"
 GROUP = "neso.tool_parsers"
 """The entry points of other packages' parsers."""
 
@@ -38,7 +35,7 @@ BUILTIN: dict[str, type[ToolParser]] = {
     "pythonic": PythonicParser,
     "qwen3_coder": Qwen3CoderParser,
 }
-_ALIASES = {
+ALIASES = {
     "llama3": "llama3_json",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
@@ -46,28 +43,14 @@ _ALIASES = {
 }
 """Other names by which Triton and vLLM know them."""
 
+_REGISTRY = ParserRegistry("tool call parser", GROUP, BUILTIN, ALIASES)
+
 
 def find_tool_parser(name: str) -> ToolParser:
     """The parser of that name. Raises `ValueError` that names the ones there are."""
-    parsers = _parsers()
-    name = _ALIASES.get(name, name)
-    if name not in parsers:
-        raise ValueError(f"unknown tool call parser '{name}', known are {AUTO}, {', '.join(sorted(parsers))}")
-    return parsers[name]()
+    return _REGISTRY.find(name)
 
 
 def detect_tool_parser(template: str) -> ToolParser:
     """The parser for models with this chat template; Hermes' where it tells nothing."""
-    for parser in (*_foreign().values(), *BUILTIN.values()):
-        if parser.matches(template):
-            return parser()
-    return HermesParser()
-
-
-def _parsers() -> dict[str, type[ToolParser]]:
-    return {**BUILTIN, **_foreign()}
-
-
-@cache
-def _foreign() -> dict[str, type[ToolParser]]:
-    return {point.name: point.load() for point in entry_points(group=GROUP)}
+    return _REGISTRY.detect(template) or HermesParser()

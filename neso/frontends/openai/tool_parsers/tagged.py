@@ -13,7 +13,6 @@ What a value is says the function's schema: text is taken as it stands, anything
 
 from __future__ import annotations
 
-import ast
 import json
 from abc import abstractmethod
 from typing import Any
@@ -29,6 +28,7 @@ from neso.frontends.openai.tool_parsers.forms import (
     tag,
     text_before,
 )
+from neso.frontends.openai.tool_parsers.json_values import literal_json
 from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
 from neso.frontends.openai.tool_parsers.tool_call_tags import (
     CLOSE,
@@ -158,13 +158,9 @@ def _json_value(schema: dict[str, Any], text: str) -> str:
     if text.strip() == "null" and "null" in kinds:
         return "null"
     if kinds and "string" not in kinds:
-        for read in (json.loads, ast.literal_eval):
-            try:
-                value = json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
-                value.encode()
-                return value
-            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                pass
+        value = literal_json(text)
+        if value is not None:
+            return value
     return json.dumps(text, ensure_ascii=False)
 
 

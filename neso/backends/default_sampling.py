@@ -1,0 +1,33 @@
+"""Defaults of sampling that a language model comes with: where they are, and that people are told of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from neso.backends.near_path import near_path
+from neso.generation import SamplingDefaults
+
+logger = logging.getLogger(__name__)
+
+
+def near_generation_config(source: str, *places: Path) -> str:
+    """The option `generation_config`: a path may be relative to `places`."""
+    if source in ("auto", "vllm"):
+        return source
+    return str(near_path(Path(source).expanduser(), *places) or source)
+
+
+def log_default_sampling(
+    model: str, defaults: SamplingDefaults, source: str, override: Mapping[str, Any]
+) -> None:
+    """Say which there are; `source` and `override`: the options `generation_config`, `override_generation_config`."""
+    if defaults == SamplingDefaults():
+        return
+    files = {"auto": ["the checkpoint's generation_config.json"], "vllm": []}.get(source, [source])
+    logger.info(
+        "model '%s': defaults of sampling for OpenAI's API: %s, by %s (generation_config 'vllm': by no file)",
+        *(model, defaults, " and ".join([*files, *(["override_generation_config"] if override else [])])),
+    )

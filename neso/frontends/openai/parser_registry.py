@@ -1,0 +1,63 @@
+"""The parsers of one kind by name, and which one a chat template is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Generic, Protocol, TypeVar
+
+AUTO = "auto"
+"""Stands for the parser that the chat template is for."""
+
+
+class _Parser(Protocol):
+    @classmethod
+    def matches(cls, template: str) -> bool: ...
+
+
+P = TypeVar("P", bound=_Parser)
+
+
+class ParserRegistry(Generic[P]):
+    """Classes of parsers, which are made without arguments: `builtin` ones, and other packages' entry points.
+
+    `aliases` are other names of builtin ones. `words` may stand in place of a name. `kind` is for errors.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        builtin: Mapping[str, type[P]],
+        aliases: Mapping[str, str],
+        words: Sequence[str] = (AUTO,),
+    ) -> None:
+        self._kind = kind
+        self._group = group
+        self._builtin = builtin
+        self._aliases = aliases
+        self._words = words
+
+    def find(self, name: str) -> P:
+        """The parser of that name. Raises `ValueError` that names the ones there are."""
+        parsers: dict[str, type[P]] = {**self._builtin, **entry_point_parsers(self._group)}
+        name = self._aliases.get(name, name)
+        if name not in parsers:
+            known = ", ".join((*self._words, *sorted(parsers)))
+            raise ValueError(f"unknown {self._kind} '{name}', known are {known}")
+        return parsers[name]()
+
+    def detect(self, template: str) -> P | None:
+        """The parser for models with this chat template, if it tells."""
+        parsers: list[type[P]] = [*entry_point_parsers(self._group).values(), *self._builtin.values()]
+        for parser in parsers:
+            if parser.matches(template):
+                return parser()
+        return None
+
+
+@cache
+def entry_point_parsers(group: str) -> dict[str, Any]:
+    """The parsers of other packages, by name."""
+    return {point.name: point.load() for point in entry_points(group=group)}

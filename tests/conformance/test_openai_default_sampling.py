@@ -1,0 +1,140 @@
+"""Defaults of sampling from a checkpoint's generation_config.json: real servers, the `openai` client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from server_process import ServerProcess
+
+from neso.models import SHIPPED_MODELS
+
+MODEL = "pilot"
+QUESTION = [{"role": "user", "content": "Tell me a story."}]
+HOT: dict[str, Any] = {"temperature": 5.0, "extra_body": {"top_k": 0}}
+SEEDS = range(4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that ships, with defaults by which the likeliest token is always taken."""
+    directory = tmp_path_factory.mktemp("checkpoint") / MODEL
+    shutil.copytree(SHIPPED_MODELS["neso-pilot"], directory)
+    file = directory / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "top_k": 1, "max_new_tokens": 5}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(checkpoint) as process:
+        assert process.ports, process.output
+        yield process
+
+
+@pytest.fixture(scope="module")
+def other(checkpoint: Path) -> Iterator[ServerProcess]:
+    """The same, but not by the file."""
+    override = json.dumps({"max_new_tokens": 12, "temperature": 5.0})
+    with ServerProcess(
+        checkpoint, "--generation-config=vllm", f"--override-generation-config={override}"
+    ) as process:
+        assert process.ports, process.output
+        yield process
+
+
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
+
+
+def chat(server: ServerProcess, **fields: Any) -> Any:
+    return client(server).chat.completions.create(model=MODEL, messages=QUESTION, **fields)
+
+
+def texts(server: ServerProcess, **fields: Any) -> dict[str, set[str]]:
+    """What each route says, with several seeds."""
+    asking = client(server)
+    hot = {name: value for name, value in fields.items() if name != "max_tokens"}
+    return {
+        "chat": {chat(server, seed=seed, **fields).choices[0].message.content for seed in SEEDS},
+        "completion": {
+            asking.completions.create(model=MODEL, prompt="A server", seed=seed, **fields).choices[0].text
+            for seed in SEEDS
+        },
+        "response": {
+            asking.responses.create(
+                model=MODEL,
+                input="Tell me a story.",
+                max_output_tokens=fields.get("max_tokens"),
+                **{**hot, "extra_body": {**hot.get("extra_body", {}), "seed": seed}},
+            ).output_text
+            for seed in SEEDS
+        },
+    }
+
+
+def test_requests_take_what_the_file_says(server):
+    sampled = texts(server, max_tokens=8)
+    assert sampled == texts(server, max_tokens=8, temperature=0)
+    assert all(len(found) == 1 for found in sampled.values())
+
+
+def test_a_request_s_own_values_win(server):
+    assert all(len(found) > 1 for found in texts(server, max_tokens=8, **HOT).values())
+
+
+def test_the_file_s_number_of_tokens_is_for_chats_that_name_none(server):
+    assert chat(server).usage.completion_tokens == 5
+    ignore = {"ignore_eos": True}
+    assert chat(server, max_tokens=9, extra_body=ignore).usage.completion_tokens == 9
+    completion = client(server).completions.create(model=MODEL, prompt="A server", extra_body=ignore)
+    assert completion.usage.completion_tokens == 16
+
+
+def test_tensors_are_taken_as_they_are(server):
+    path, found = f"/v2/models/{MODEL}/generate", set()
+    for seed in SEEDS:
+        parameters = {"seed": seed, "temperature": 5.0, "max_tokens": 8}
+        status, answer = server.post(path, {"text_input": "A server", "parameters": parameters})
+        assert status == 200, answer
+        found.add(answer["text_output"])
+    assert len(found) > 1
+
+
+def test_the_log_tells(server, other):
+    told = (
+        "model 'pilot': defaults of sampling for OpenAI's API: top_k 1, max_new_tokens 5, by the "
+        "checkpoint's generation_config.json (generation_config 'vllm': by no file)"
+    )
+    assert told in server.output
+    assert (
+        "temperature 5.0, max_new_tokens 12 at most, by override_generation_config (generation"
+        in other.output
+    )
+
+
+def test_without_the_file(other):
+    assert all(len(found) > 1 for found in texts(other, max_tokens=8).values())
+    assert all(len(found) == 1 for found in texts(other, max_tokens=8, temperature=0).values())
+
+
+def test_the_override_s_number_of_tokens_is_the_most_for_all(other):
+    for fields in ({}, {"max_tokens": 40}):
+        answer = chat(other, **fields, extra_body={"ignore_eos": True})
+        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (12, "length")
+    completion = client(other).completions.create(
+        model=MODEL, prompt="A server", max_tokens=40, extra_body={"ignore_eos": True}
+    )
+    assert completion.usage.completion_tokens == 12
+
+
+def test_a_broken_file_ends_the_start(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": "warm"}')
+    with ServerProcess(f"--generation-config={tmp_path}") as process:
+        assert process.process.wait(30) == 1
+    assert "generation_config.json: temperature: Expected `float`, got `str`: 'warm'" in process.output

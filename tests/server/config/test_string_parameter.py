@@ -1,0 +1,16 @@
+"""Reading the parameters of a configuration."""
+
+from __future__ import annotations
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from neso.server.config.parameters import string_parameter
+
+
+def test_a_parameter_that_is_read_is_not_set() -> None:
+    config = ModelConfig()
+    config.parameters["given"].string_value = "1"
+    assert string_parameter(config, "given") == "1"
+    assert string_parameter(config, "missing") == ""
+    assert string_parameter(config, "missing", "auto") == "auto"
+    assert list(config.parameters) == ["given"]
