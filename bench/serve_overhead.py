@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 import orjson
 from checkpoint import write_checkpoint
+from neso_server import served
+from timed_requests import Measured, run
 
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
@@ -32,42 +30,10 @@ from neso.generation import GenerationRequest, SamplingParams
 TOKENS = 64
 
 
-@dataclass
-class Measured:
-    """Arrival times (s) of the pieces of each request, and the tokens of all."""
-
-    seconds: float = 0.0
-    arrivals: list[list[float]] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.arrivals) * TOKENS / self.seconds
-
-    @property
-    def itl_ms(self) -> float:
-        """Median over the requests of the mean time between two pieces of text."""
-        means = [(times[-1] - times[0]) / (len(times) - 1) for times in self.arrivals if len(times) > 1]
-        return 1e3 * statistics.median(means)
-
-
 def prompts(count: int) -> list[str]:
     rng = random.Random(0)
     words = "def return class import self for in if not else while try except raise".split()
     return [" ".join(rng.choice(words) for _ in range(32)) for _ in range(count)]
-
-
-async def run(concurrency: int, texts: list[str], one) -> Measured:  # type: ignore[no-untyped-def]
-    """`concurrency` workers take the prompts in turn; `one(text)` gives the arrival times of a request."""
-    measured, waiting = Measured(), iter(texts)
-
-    async def worker() -> None:
-        for text in waiting:
-            measured.arrivals.append(await one(text))
-
-    started = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
-    measured.seconds = time.perf_counter() - started
-    return measured
 
 
 async def bare(checkpoint: str, concurrency: int, texts: list[str]) -> Measured:
@@ -83,29 +49,14 @@ async def bare(checkpoint: str, concurrency: int, texts: list[str]) -> Measured:
                     times.append(time.perf_counter())
         return times
 
-    await run(concurrency, texts[:concurrency], one)
+    await run(concurrency, texts[:concurrency], one, TOKENS)
     try:
-        return await run(concurrency, texts, one)
+        return await run(concurrency, texts, one, TOKENS)
     finally:
         await engine.stop()
 
 
-def start_server(checkpoint: str) -> tuple[subprocess.Popen[str], int]:
-    """A `neso serve` process that is ready, and its port of OpenAI's API."""
-    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
-    command = [sys.executable, "-m", "neso.cli", "serve", f"bench={checkpoint}", *ports]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert server.stdout is not None
-    port = 0
-    for line in server.stdout:
-        if match := re.match(r"  openai\s+(\d+)", line):
-            port = int(match.group(1))
-        if line.startswith("Neso is ready"):
-            return server, port
-    raise RuntimeError("the server did not start")
-
-
-async def served(port: int, concurrency: int, texts: list[str]) -> Measured:
+async def over_openai(port: int, concurrency: int, texts: list[str]) -> Measured:
     async def one(text: str) -> list[float]:
         body = {"model": "bench", "prompt": text, "max_tokens": TOKENS, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}
@@ -117,19 +68,15 @@ async def served(port: int, concurrency: int, texts: list[str]) -> Measured:
         return times
 
     async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
-        await run(concurrency, texts[:concurrency], one)
-        return await run(concurrency, texts, one)
+        await run(concurrency, texts[:concurrency], one, TOKENS)
+        return await run(concurrency, texts, one, TOKENS)
 
 
 def round_trip(checkpoint: str, concurrency: int, texts: list[str]) -> tuple[Measured, Measured]:
     """The bare engine, then the server, on the same texts."""
     alone = asyncio.run(bare(checkpoint, concurrency, texts))
-    server, port = start_server(checkpoint)
-    try:
-        return alone, asyncio.run(served(port, concurrency, texts))
-    finally:
-        server.terminate()
-        server.wait()
+    with served(f"bench={checkpoint}") as server:
+        return alone, asyncio.run(over_openai(server.ports["openai"], concurrency, texts))
 
 
 def main() -> None:

@@ -6,15 +6,13 @@ usage: python bench/start_time.py [--rounds 5]       medians over the rounds, af
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import subprocess
-import sys
 import time
 import urllib.request
 
-NESO = [sys.executable, "-m", "neso.cli"]
-PORTS = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
+from neso_server import NESO, served
+
 BODY = b'{"text_input": "What is in-flight batching?", "temperature": 0}'
 
 
@@ -28,24 +26,11 @@ def command(*arguments: str) -> float:
 def serve() -> tuple[float, float]:
     """Seconds from the start of the process until it is ready, and until the first whole answer."""
     started = time.perf_counter()
-    server = subprocess.Popen(
-        [*NESO, "serve", *PORTS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert server.stdout is not None
-    try:
-        port = ""
-        for line in server.stdout:
-            if match := re.match(r"  http\s+(\d+)", line):
-                port = match.group(1)
-            if line.startswith("Neso is ready"):
-                break
+    with served() as server:
         ready = time.perf_counter() - started
-        url = f"http://127.0.0.1:{port}/v2/models/neso-pilot/generate"
+        url = f"http://127.0.0.1:{server.ports['http']}/v2/models/neso-pilot/generate"
         urllib.request.urlopen(url, BODY).read()
         return ready, time.perf_counter() - started
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def main() -> None:

@@ -11,15 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -27,13 +24,14 @@ import numpy as np
 import orjson
 import tritonclient.grpc.aio as grpc
 from checkpoint import write_checkpoint
+from neso_server import served
+from timed_requests import Measured, run
 
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.generation import GenerationRequest, SamplingParams
 
 Prompt = list[int]
-One = Callable[[Prompt], Awaitable[list[float]]]
 CONFIG = """
 backend: "tensorrtllm"
 max_batch_size: 64
@@ -42,36 +40,11 @@ parameters { key: "gpt_model_path" value { string_value: "CHECKPOINT" } }
 """
 
 
-@dataclass
-class Measured:
-    """Arrival times (s) of the tokens of each request."""
-
-    seconds: float = 0.0
-    arrivals: list[list[float]] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(len, self.arrivals)) / self.seconds
-
-    @property
-    def itl_ms(self) -> float:
-        """Median over the requests of the mean time between two tokens."""
-        return 1e3 * statistics.median((times[-1] - times[0]) / (len(times) - 1) for times in self.arrivals)
-
-
-async def run(concurrency: int, prompts: list[Prompt], one: One) -> Measured:
-    """`concurrency` workers take the prompts in turn, after a first round to warm up."""
-    await asyncio.gather(*map(one, prompts[:concurrency]))
-    measured, waiting = Measured(), iter(prompts)
-
-    async def worker() -> None:
-        for prompt in waiting:
-            measured.arrivals.append(await one(prompt))
-
-    started = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
-    measured.seconds = time.perf_counter() - started
-    return measured
+async def run_warm(load: Load, one: Callable[[Prompt], Awaitable[list[float]]]) -> Measured:
+    """After a first round to warm up."""
+    prompts = load.prompts()
+    await run(load.concurrency, prompts[: load.concurrency], one, load.tokens)
+    return await run(load.concurrency, prompts, one, load.tokens)
 
 
 async def bare(checkpoint: str, load: Load) -> Measured:
@@ -87,7 +60,7 @@ async def bare(checkpoint: str, load: Load) -> Measured:
         return times
 
     try:
-        return await run(load.concurrency, load.prompts(), one)
+        return await run_warm(load, one)
     finally:
         await engine.stop()
 
@@ -101,6 +74,7 @@ async def over_grpc(port: int, load: Load) -> Measured:
                 "input_ids": np.array([prompt], np.int32),
                 "input_lengths": np.array([[len(prompt)]], np.int32),
                 "request_output_len": np.array([[load.tokens]], np.int32),
+                "end_id": np.array([[-1]], np.int32),
                 "streaming": np.array([[True]]),
             }
             inputs = []
@@ -118,7 +92,7 @@ async def over_grpc(port: int, load: Load) -> Measured:
                 times.append(time.perf_counter())
             return times
 
-        return await run(load.concurrency, load.prompts(), one)
+        return await run_warm(load, one)
 
 
 async def over_http(port: int, load: Load) -> Measured:
@@ -127,15 +101,16 @@ async def over_http(port: int, load: Load) -> Measured:
 
         async def one(prompt: Prompt) -> list[float]:
             body = {"input_ids": prompt, "input_lengths": len(prompt), "request_output_len": load.tokens}
+            body |= {"end_id": -1, "streaming": True}
             times = []
-            async with session.post(url, data=orjson.dumps({**body, "streaming": True})) as answer:
+            async with session.post(url, data=orjson.dumps(body)) as answer:
                 assert answer.status == 200, await answer.text()
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
                         times.append(time.perf_counter())
             return times
 
-        return await run(load.concurrency, load.prompts(), one)
+        return await run_warm(load, one)
 
 
 @dataclass(frozen=True)
@@ -148,34 +123,18 @@ class Load:
         return [[rng.randrange(6, 8000) for _ in range(32)] for _ in range(3 * self.concurrency)]
 
 
-@contextmanager
-def served(checkpoint: str, scratch: Path):  # type: ignore[no-untyped-def]
-    """Ports of a `neso serve` process that is ready, by front end."""
-    (scratch / "tensorrt_llm" / "1").mkdir(parents=True, exist_ok=True)
+def write_repository(repository: Path, checkpoint: str) -> None:
+    """One with the model `tensorrt_llm`."""
+    (repository / "tensorrt_llm" / "1").mkdir(parents=True)
     config = CONFIG.replace("CHECKPOINT", str(Path(checkpoint).resolve()))
-    (scratch / "tensorrt_llm" / "config.pbtxt").write_text(config)
-    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
-    command = [sys.executable, "-m", "neso.cli", "serve", f"--model-repository={scratch}", *ports]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert server.stdout is not None
-    found = {}
-    try:
-        for line in server.stdout:
-            if match := re.match(r"  (http|grpc)\s+(\d+)", line):
-                found[match.group(1)] = int(match.group(2))
-            if line.startswith("Neso is ready"):
-                break
-        yield found
-    finally:
-        server.terminate()
-        server.wait()
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(config)
 
 
-def one_round(checkpoint: str, scratch: Path, load: Load) -> dict[str, Measured]:
+def one_round(checkpoint: str, repository: Path, load: Load) -> dict[str, Measured]:
     measured = {"engine": asyncio.run(bare(checkpoint, load))}
-    with served(checkpoint, scratch) as ports:
-        measured["grpc"] = asyncio.run(over_grpc(ports["grpc"], load))
-        measured["http"] = asyncio.run(over_http(ports["http"], load))
+    with served(f"--model-repository={repository}") as server:
+        measured["grpc"] = asyncio.run(over_grpc(server.ports["grpc"], load))
+        measured["http"] = asyncio.run(over_http(server.ports["http"], load))
     return measured
 
 
@@ -192,7 +151,9 @@ def main() -> None:
         if checkpoint is None:
             checkpoint = f"{scratch}/checkpoint"
             write_checkpoint(Path(checkpoint), "m")
-        rounds = [one_round(checkpoint, Path(scratch) / "models", load) for _ in range(arguments.rounds)]
+        repository = Path(scratch) / "models"
+        write_repository(repository, checkpoint)
+        rounds = [one_round(checkpoint, repository, load) for _ in range(arguments.rounds)]
     print(f"{'':>7} {'tok/s':>9} {'ITL ms':>8} {'of the engine':>14} {'its ITL':>8}")
     for name in rounds[0]:
         rate = statistics.median(found[name].tokens_per_second for found in rounds)

@@ -13,13 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +23,9 @@ import orjson
 import psutil
 import uvloop
 from checkpoint import write_checkpoint
-from serve_overhead import TOKENS, bare, prompts, run
+from neso_server import NesoServer, served
+from serve_overhead import TOKENS, bare, prompts
+from timed_requests import run
 
 from neso import load_tokenizer
 from neso.layouts.files import write_files
@@ -69,38 +66,12 @@ class Case:
         return f"{self.model:>17} {how:>7} {rate:>9.1f} {ratio:>7.3f} {cpu:>12.0f} {share:>7.3f}"
 
 
-@dataclass(frozen=True)
-class Server:
-    port: int
-    process: psutil.Process
-
-    def cpu_seconds(self) -> tuple[float, float]:
-        """The CPU time that the server has used, and that its engine has."""
-        (engine,) = self.process.children()
-        own, others = self.process.cpu_times(), engine.cpu_times()
-        return float(own.user + own.system), float(others.user + others.system)
-
-
-@contextmanager
-def served(repository: Path) -> Iterator[Server]:
-    """A `neso serve` process that is ready."""
-    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
-    command = [sys.executable, "-m", "neso.cli", "serve", f"--model-repository={repository}", *ports]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        port = 0
-        for line in process.stdout:
-            if match := re.match(r"  http\s+(\d+)", line):
-                port = int(match[1])
-            if line.startswith("Neso is ready"):
-                break
-        else:
-            raise RuntimeError("the server did not start")
-        yield Server(port, psutil.Process(process.pid))
-    finally:
-        process.terminate()
-        process.wait()
+def cpu_seconds(server: NesoServer) -> tuple[float, float]:
+    """The CPU time that the server has used, and that its engine has."""
+    process = psutil.Process(server.process.pid)
+    (engine,) = process.children()
+    own, others = process.cpu_times(), engine.cpu_times()
+    return float(own.user + own.system), float(others.user + others.system)
 
 
 class _Answer(asyncio.Protocol):
@@ -128,22 +99,22 @@ async def post(port: int, path: str, body: bytes) -> bytes:
 
 
 async def measure(
-    server: Server, case: Case, texts: list[str], ids: dict[str, list[int]], concurrency: int
+    server: NesoServer, case: Case, texts: list[str], ids: dict[str, list[int]], concurrency: int
 ) -> float:
     """Tokens per second; takes note of the CPU time."""
     operation = "generate_stream" if case.streams else "generate"
     path = f"/v2/models/{case.model}/{operation}"
 
     async def one(text: str) -> list[float]:
-        answer = await post(server.port, path, case.body(text, ids[text]))
+        answer = await post(server.ports["http"], path, case.body(text, ids[text]))
         if not answer.startswith(b"HTTP/1.1 200") or b'"error"' in answer:
             raise RuntimeError(f"{case.model}: {answer[:500]!r}")
         return []
 
-    await run(concurrency, texts[:concurrency], one)
-    before = server.cpu_seconds()
-    measured = await run(concurrency, texts, one)
-    own, engine = (now - then for now, then in zip(server.cpu_seconds(), before, strict=True))
+    await run(concurrency, texts[:concurrency], one, TOKENS)
+    before = cpu_seconds(server)
+    measured = await run(concurrency, texts, one, TOKENS)
+    own, engine = (now - then for now, then in zip(cpu_seconds(server), before, strict=True))
     case.cpu_us.append(1e6 * own / (len(texts) * TOKENS))
     case.shares.append(own / engine)
     return measured.tokens_per_second
@@ -160,7 +131,7 @@ def compare(
     for _ in range(rounds):
         alone = uvloop.run(bare(checkpoint, concurrency, texts)).tokens_per_second
         rates.append(alone)
-        with served(repository) as server:
+        with served(f"--model-repository={repository}") as server:
             for case in cases:
                 case.rates.append(uvloop.run(measure(server, case, texts, ids, concurrency)))
                 case.ratios.append(case.rates[-1] / alone)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-_PORT = re.compile(r"  (http|grpc|metrics)\s+(\d+)")
+from neso_server import FRONT_ENDS, NesoServer, served
 
 
 @dataclass(frozen=True)
@@ -32,9 +27,9 @@ class Holdings:
 class SoakedServer:
     """Runs until the end of the `with` block of `start`."""
 
-    def __init__(self, process: subprocess.Popen[str], ports: dict[str, int]) -> None:
-        self.ports = ports
-        self._process = process
+    def __init__(self, server: NesoServer) -> None:
+        self.ports = server.ports
+        self._process = server.process
         self._ready = time.monotonic()
 
     @property
@@ -68,29 +63,7 @@ class SoakedServer:
 @contextmanager
 def start(repository: Path, log: Path) -> Iterator[SoakedServer]:
     """Serve the repository with explicit model control and shared memory; stopped at the end."""
-    command = [sys.executable, "-m", "neso.cli", "serve", "--model-repository", str(repository)]
-    command += ["--model-control-mode=explicit", "--load-model=*", "--allow-client-shm=true"]
-    command += [f"--{name}-port=0" for name in ("http", "grpc", "metrics", "openai")]
-    command += [f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics", "openai")]
-    with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            yield SoakedServer(process, _read_ports(process))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(40)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _read_ports(process: subprocess.Popen[str]) -> dict[str, int]:
-    assert process.stdout is not None
-    ports: dict[str, int] = {}
-    for line in process.stdout:
-        if match := _PORT.match(line):
-            ports[match.group(1)] = int(match.group(2))
-        if line.startswith("Neso is ready"):
-            return ports
-    raise RuntimeError("the server did not start")
+    options = [f"--model-repository={repository}", "--model-control-mode=explicit", "--load-model=*"]
+    options += ["--allow-client-shm=true", *(f"--{name}-address=127.0.0.1" for name in FRONT_ENDS)]
+    with served(*options, log=log) as server:
+        yield SoakedServer(server)

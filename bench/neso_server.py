@@ -1,0 +1,55 @@
+"""`neso serve` in a process of its own, on ports that are free."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+NESO = (sys.executable, "-m", "neso.cli")
+FRONT_ENDS = ("http", "grpc", "metrics", "openai")
+_PORT = re.compile(rf"  ({'|'.join(FRONT_ENDS)})\s+(\d+)")
+
+
+@dataclass(frozen=True)
+class NesoServer:
+    """`ports` by front end."""
+
+    process: subprocess.Popen[str]
+    ports: dict[str, int]
+
+
+@contextmanager
+def served(*arguments: str, log: Path | None = None) -> Iterator[NesoServer]:
+    """Ready at the start, stopped at the end; its log goes to the file `log`.
+
+    Raises `RuntimeError` for one that does not become ready.
+    """
+    command = [*NESO, "serve", *arguments, *(f"--{name}-port=0" for name in FRONT_ENDS)]
+    with open(log or os.devnull, "w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        yield NesoServer(process, _read_ports(process))
+    finally:
+        process.terminate()
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _read_ports(process: subprocess.Popen[str]) -> dict[str, int]:
+    assert process.stdout is not None
+    ports: dict[str, int] = {}
+    for line in process.stdout:
+        if match := _PORT.match(line):
+            ports[match[1]] = int(match[2])
+        if line.startswith("Neso is ready"):
+            return ports
+    raise RuntimeError("the server did not start")

@@ -1,0 +1,47 @@
+"""Requests of several clients at once, and when the pieces of their answers arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+Prompt = TypeVar("Prompt")
+
+
+@dataclass
+class Measured:
+    """Arrival times (s) of the pieces of each answer, which has `tokens` tokens."""
+
+    tokens: int
+    seconds: float = 0.0
+    arrivals: list[list[float]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.arrivals) * self.tokens / self.seconds
+
+    @property
+    def itl_ms(self) -> float:
+        """Median over the requests of the mean time between two pieces."""
+        means = [(times[-1] - times[0]) / (len(times) - 1) for times in self.arrivals if len(times) > 1]
+        return 1e3 * statistics.median(means)
+
+
+async def run(
+    concurrency: int, prompts: Sequence[Prompt], one: Callable[[Prompt], Awaitable[list[float]]], tokens: int
+) -> Measured:
+    """`concurrency` workers take the prompts in turn; `one(prompt)` gives the arrival times of an answer."""
+    measured, waiting = Measured(tokens), iter(prompts)
+
+    async def worker() -> None:
+        for prompt in waiting:
+            measured.arrivals.append(await one(prompt))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    measured.seconds = time.perf_counter() - started
+    return measured
