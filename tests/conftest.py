@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from virtual_time import VirtualTime
 
 from neso.engine.runners.registry import has_nvidia_gpu
 
@@ -22,3 +23,10 @@ def same_log() -> Iterator[None]:
     yield
     log_settings().options = LogOptions()
     logging.getLogger("neso").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+async def virtual_time() -> AsyncIterator[VirtualTime]:
+    """The test's event loop has a clock that jumps to the next timer when nobody has anything to do."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield VirtualTime(patch)

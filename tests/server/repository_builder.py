@@ -63,10 +63,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
-    '''Answers when the file `go` exists beside it, or says CANCELLED when the client has cancelled.'''
+    '''Answers when the file `go` exists beside it, or says CANCELLED when the client has cancelled.
+
+    Writes the file `begun` when it has a request.
+    '''
 
     def execute(self, requests):
         (request,) = requests
+        (Path(pb_utils.get_model_dir()) / "begun").touch()
         go = Path(pb_utils.get_model_dir()) / "go"
         while not go.exists():
             if request.is_cancelled():

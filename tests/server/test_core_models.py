@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 
 import numpy as np
 import pytest
 from core_requests import ask, ask_slow, collect, index_of
+from eventually import until
 from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
 
 from neso.server.backend import BUILTIN
@@ -336,10 +336,7 @@ async def test_a_reload_that_drops_a_version_unloads_it(repository, start_core):
     repository.add("m", versions=())
     await core.load_model("m")
     assert [model.version for model in core.models()] == ["2"]
-    for _ in range(100):
-        if index_of(core, "m")[0].reason == "unloaded":
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: index_of(core, "m")[0].reason == "unloaded")
     assert [entry.state for entry in index_of(core, "m")] == [ModelState.UNAVAILABLE, ModelState.READY]
 
 
@@ -348,9 +345,9 @@ async def test_unload_waits_for_requests_in_flight(repository, start_core):
     core = await start_core(explicit=True, startup_models=("slow",))
     stream = ask_slow(core.model("slow"))
     unloading = asyncio.ensure_future(core.unload_model("slow"))
+    await until(lambda: index_of(core, "slow")[0].state is ModelState.UNLOADING)
     await asyncio.sleep(0.05)
     assert not unloading.done()
-    assert index_of(core, "slow")[0].state is ModelState.UNLOADING
     with pytest.raises(Unavailable):
         core.model("slow")
     (repository.path / "slow" / "1" / "go").touch()
@@ -363,9 +360,9 @@ async def test_cancellation_reaches_the_model(repository, start_core):
     repository.add_standard()
     core = await start_core()
     stream = ask_slow(core.model("slow"))
-    await asyncio.sleep(0.02)
+    await until((repository.path / "slow" / "1" / "begun").exists)
     stream.cancel()
-    (response,) = await asyncio.wait_for(collect(stream), 2)
+    (response,) = await asyncio.wait_for(collect(stream), 60)
     assert response.error is not None and response.error.code is ErrorCode.CANCELLED
     assert response.error.message == "seen"
 
@@ -390,35 +387,41 @@ async def test_stop_ends_what_does_not_end_by_itself(repository, start_core):
     assert not core.live() and not core.ready()
     with pytest.raises(Unavailable, match="Server is stopping"):
         core.model("slow")
-    await asyncio.wait_for(stopped, 5)
+    await asyncio.wait_for(stopped, 60)
     (response,) = await collect(stream)
     assert response.error is not None
 
 
-async def test_stop_does_not_wait_for_a_load(repository, start_core):
-    repository.add("late", "import time\ntime.sleep(0.3)\n" + IDENTITY)
+async def test_stop_does_not_wait_for_a_load(repository, start_core, tmp_path):
+    go = tmp_path / "go"
+    wait = f"import time, pathlib\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.005)\n"
+    repository.add("late", wait + IDENTITY)
     core = await start_core(explicit=True)
     loading = asyncio.ensure_future(core.load_model("late"))
-    await asyncio.sleep(0.05)
+    await until(lambda: index_of(core, "late")[0].state is ModelState.LOADING)
     await core.stop()
     with pytest.raises(Unavailable):
         await loading
+    go.touch()
 
 
-async def test_models_load_side_by_side(repository, start_core):
-    slow = """
+async def test_models_load_side_by_side(repository, start_core, tmp_path):
+    companion = f"""
     import time
+    from pathlib import Path
     class TritonPythonModel:
         def initialize(self, args):
-            time.sleep(0.2)
+            Path({str(tmp_path)!r}, args["model_name"] + ".begun").touch()
+            end = time.monotonic() + 60
+            while len(list(Path({str(tmp_path)!r}).glob("*.begun"))) < 3:
+                assert time.monotonic() < end, "alone"
+                time.sleep(0.005)
         def execute(self, requests):
             return []
     """
-    for i in range(5):
-        repository.add(f"m{i}", slow)
-    started = time.monotonic()
-    core = await start_core()
-    assert core.ready() and time.monotonic() - started < 0.8
+    for i in range(3):
+        repository.add(f"m{i}", companion)
+    assert (await start_core()).ready()
 
 
 async def test_a_model_without_a_repository(repository, tmp_path):

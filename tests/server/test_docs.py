@@ -42,6 +42,6 @@ def test_examples(name, tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block["text"])
         elif block["language"] == "python":
-            subprocess.run([sys.executable, "-c", block["text"]], check=True, cwd=tmp_path, timeout=60)
+            subprocess.run([sys.executable, "-c", block["text"]], check=True, cwd=tmp_path, timeout=110)
             ran += 1
     assert ran

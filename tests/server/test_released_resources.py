@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from core_requests import ask, collect
+from eventually import until
 from repository_builder import IDENTITY, IDENTITY_TENSORS, RepositoryBuilder
 
 from neso.server.core import Core
@@ -54,7 +55,7 @@ def model_threads() -> int:
     """Threads of models that do not end: they are at the very end of their work when an unload returns."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("model-m")]
     for thread in threads:
-        thread.join(1)
+        thread.join(60)
     return sum(thread.is_alive() for thread in threads)
 
 
@@ -109,10 +110,7 @@ async def test_models_that_were_replaced(repository: RepositoryBuilder, start_co
         add_heavy(repository, f"parameters {{ key: 'n' value {{ string_value: '{index}' }} }}")
         await core.load_model("m")
         await asyncio.gather(*core._lifecycle._retiring)
-        for _ in range(100):
-            if objects[-1]() is None:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda objects=objects: objects[-1]() is None)
         assert [ref() for ref in objects] == [None, None, None]
     assert taken() == before
 

@@ -63,8 +63,11 @@ def response_stats(core, name: str = "paced"):
 
 
 async def test_each_response_by_its_place(core):
+    took = []
     for numbers in ([30, 1], [30]):
+        started = time.monotonic_ns()
         await collect(ask(core.model("paced"), COUNT=np.array(numbers, np.int32)))
+        took.append(time.monotonic_ns() - started)
     stats = response_stats(core)
     assert list(stats) == ["0", "1", "2"] and list(stats["0"]) == NAMES
     computed = {"compute_infer": 1, "compute_output": 1, "success": 1}
@@ -72,9 +75,10 @@ async def test_each_response_by_its_place(core):
     assert counts(stats, 1) == {**computed, "empty_response": 1}
     assert counts(stats, 2) == {"empty_response": 1}
     first = {name: each["ns"] for name, each in stats["0"].items()}
-    assert 60 * MS <= first["compute_infer"] < 200 * MS
+    assert 60 * MS <= first["compute_infer"] <= sum(took)
     assert first["success"] == first["compute_infer"] + first["compute_output"]
-    assert stats["1"]["compute_infer"]["ns"] < 25 * MS, "from the first response on, not from the request"
+    # From the first response on, not from the request.
+    assert stats["1"]["compute_infer"]["ns"] <= took[0] - 30 * MS
 
 
 async def test_errors_and_cancels(core):

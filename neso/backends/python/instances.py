@@ -85,6 +85,7 @@ class ThreadInstances(Instances):
         self._respond = partial(_respond, self._calls)
         self._reschedule = None if reschedule is None else partial(self._calls.post, reschedule)
         self._threads = [self._make(description, spec) for spec in description.instances]
+        self._wanted = len(self._threads)
 
     def _make(self, description: ModelDescription, spec: InstanceSpec) -> InstanceThread:
         return InstanceThread(
@@ -102,8 +103,11 @@ class ThreadInstances(Instances):
         await self._start(self._threads)
 
     async def update(self, description: ModelDescription, growth: list[int]) -> bool:
+        alive = [thread for thread in self._threads if thread.alive]
+        if len(alive) > self._wanted:
+            return False  # some have yet to end, and which these are is open: so are the names that are free
         fresh = [self._make(description, spec) for spec in self._specs_to_add(description, growth)]
-        self._threads = [thread for thread in self._threads if thread.alive] + fresh
+        self._threads = alive + fresh
         try:
             await self._start(fresh)
         except BaseException:
@@ -111,8 +115,10 @@ class ThreadInstances(Instances):
                 if thread.instance.started.done() and thread.instance.started.exception() is None:
                     self._shared.put(None)  # one of them all ends
             raise
+        self._wanted += len(fresh)
         for _ in range(-min(growth)):
             self._shared.put(None)
+            self._wanted -= 1
         return True
 
     def _specs_to_add(self, description: ModelDescription, growth: list[int]) -> list[InstanceSpec]:

@@ -120,11 +120,3 @@ class Methods:
             "Endless": stream(self.endless),
             "Chat": grpc.stream_stream_rpc_method_handler(self.chat),
         }
-
-
-async def until(condition: Any, seconds: float = 5.0) -> None:
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("did not happen in time")

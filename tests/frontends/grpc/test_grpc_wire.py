@@ -11,7 +11,7 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
-from grpc_methods import until
+from eventually import until
 
 HEADERS = {
     ":method": "POST",
@@ -53,7 +53,7 @@ async def call(server, pieces: Sequence[bytes], **changes: str | None) -> Answer
     answer = Answer()
     writer.write(client.data_to_send())
     while not answer.ended:
-        data = await asyncio.wait_for(reader.read(65_536), 10)
+        data = await asyncio.wait_for(reader.read(65_536), 60)
         assert data, "closed without an answer"
         for event in client.receive_data(data):
             if isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
@@ -201,7 +201,7 @@ async def test_trailers_of_the_client_end_its_messages(server):
     writer.write(client.data_to_send())
     body = b""
     while body != framed(b"x"):
-        events = client.receive_data(await asyncio.wait_for(reader.read(65_536), 10))
+        events = client.receive_data(await asyncio.wait_for(reader.read(65_536), 60))
         body += b"".join(each.data for each in events if isinstance(each, h2.events.DataReceived))
     writer.close()
 
@@ -209,7 +209,7 @@ async def test_trailers_of_the_client_end_its_messages(server):
 async def test_an_http1_client_is_told(server):
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 60)
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.endswith(b"This port speaks HTTP/2 only, gRPC\n")
     writer.close()
 
@@ -223,6 +223,6 @@ async def test_a_client_that_closes_its_side_is_gone(server, methods):
     writer.write(client.data_to_send())
     await until(lambda: methods.log)
     writer.write_eof()
-    await asyncio.wait_for(reader.read(), 10)
+    await asyncio.wait_for(reader.read(), 60)
     await until(lambda: methods.log == ["waits", "cancelled"])
     writer.close()

@@ -39,7 +39,7 @@ class RawClient:
         self.writer.write(b"".join(parts))
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        text = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)).decode("latin-1")
+        text = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 60)).decode("latin-1")
         first, *lines = text.strip().split("\r\n")
         return int(first.split()[1]), {
             name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
@@ -65,7 +65,7 @@ class RawClient:
 
     async def closed(self) -> bool:
         """Whether the server closes the connection without another word."""
-        return await asyncio.wait_for(self.reader.read(), 10) == b""
+        return await asyncio.wait_for(self.reader.read(), 60) == b""
 
     def close(self) -> None:
         self.writer.close()

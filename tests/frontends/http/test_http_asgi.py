@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from eventually import until
 from fastapi import BackgroundTasks, FastAPI
 from fastapi.responses import StreamingResponse as FastStreaming
 
@@ -76,7 +77,7 @@ async def test_disconnect_is_told_and_the_task_is_cancelled(serve_app, connect) 
     client.send(GET)
     await started.wait()
     client.close()
-    await asyncio.wait_for(ended.wait(), 5)
+    await asyncio.wait_for(ended.wait(), 60)
     assert events == ["cancelled", "http.disconnect"]
 
 
@@ -155,7 +156,7 @@ async def test_fastapi(serve_app, connect) -> None:
     assert (await client.answer(bodyless=True)).status == 405
     assert (await client.answer()).status == 200
     client.close()
-    await asyncio.sleep(0.1)
+    await until(lambda: len(log) == 3)
     assert log == ["startup", "background x", "background x"]
     await server.stop()
     assert log[-1] == "shutdown"
@@ -168,11 +169,7 @@ async def test_fastapi_stream_is_closed_when_the_client_goes(serve_app, connect)
     await client.head()
     assert await anext(client.chunks()) == b"0\n"
     client.close()
-    for _ in range(200):
-        if "stream closed" in log:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(log)
+    await until(lambda: "stream closed" in log)
 
 
 async def test_one_application_on_two_servers_starts_once(serve_app) -> None:

@@ -8,6 +8,7 @@ import socket
 import struct
 
 import pytest
+from eventually import standstill, until
 
 from neso.frontends.http import BindError, HttpServer, HttpServerOptions, Request, Response, StreamingResponse
 
@@ -25,14 +26,6 @@ async def echo(request: Request) -> Response:
 
 def echo_plain(request: Request) -> Response:
     return Response(request.body, 200, "text/plain")
-
-
-async def eventually(condition, seconds: float = 5.0) -> None:
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("did not happen in time")
 
 
 @pytest.mark.parametrize("handler", [echo, echo_plain])
@@ -155,7 +148,7 @@ async def test_a_client_that_sends_regardless_can_read_the_refusal(serve) -> Non
     server = await serve(echo, max_body=1000)
 
     def upload() -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("POST", "/", bytes(8 << 20))
         status = connection.getresponse().status
         connection.close()
@@ -237,8 +230,8 @@ async def test_a_client_that_goes_cancels_the_handler(serve, connect, how, strea
         client.writer.transport.abort()
     else:
         client.close()
-    await asyncio.wait_for(cancelled.wait(), 5)
-    await eventually(lambda: not server._shared.connections and not server._shared.tasks)
+    await asyncio.wait_for(cancelled.wait(), 60)
+    await until(lambda: not server._shared.connections and not server._shared.tasks)
 
 
 async def test_streaming_is_immediate_and_chunked(serve, connect) -> None:
@@ -257,7 +250,7 @@ async def test_streaming_is_immediate_and_chunked(serve, connect) -> None:
     status, headers = await client.head()
     assert status == 200 and headers["transfer-encoding"] == "chunked"
     chunks = client.chunks()
-    assert await asyncio.wait_for(anext(chunks), 5) == b"one"
+    assert await asyncio.wait_for(anext(chunks), 60) == b"one"
     gate.set()
     assert [chunk async for chunk in chunks] == [b"two"]
     assert (await client.answer()).body == b"onetwo"
@@ -289,8 +282,10 @@ async def test_backpressure_holds_the_writer(serve, connect) -> None:
 
     client = await connect(await serve(handler, write_buffer=1 << 16))
     client.send(GET)
-    await asyncio.sleep(0.3)
-    assert 0 < written < 20_000_000  # what the kernel's buffers take, and no more
+    await until(lambda: written)
+    assert (
+        await standstill(lambda: written, 20_000_000) < 20_000_000
+    )  # what the kernel's buffers take, no more
     assert len((await client.answer()).body) == 40_000_000
 
 
@@ -308,7 +303,7 @@ async def test_a_client_that_never_reads_is_dropped(serve, connect) -> None:
 
     client = await connect(await serve(handler, write_timeout=0.2))
     client.send(GET)
-    await asyncio.wait_for(gone.wait(), 5)
+    await asyncio.wait_for(gone.wait(), 60)
 
 
 async def test_errors_of_handlers(serve, connect, caplog) -> None:
@@ -336,33 +331,40 @@ async def test_headers_cannot_be_smuggled_in(serve, connect) -> None:
 
 
 async def test_stop_finishes_what_is_in_flight(serve, connect) -> None:
+    begun, gate = asyncio.Event(), asyncio.Event()
+
     async def handler(request: Request) -> Response:
-        await asyncio.sleep(0.2)
+        begun.set()
+        await gate.wait()
         return Response(b"finished")
 
     server = await serve(handler)
     idle, busy = await connect(server), await connect(server)
     busy.send(GET)
-    await asyncio.sleep(0.05)
-    stopping = asyncio.create_task(server.stop(5))
+    await begun.wait()
+    stopping = asyncio.create_task(server.stop(60))
     assert await idle.closed()
+    gate.set()
     answer = await busy.answer()
     assert answer.body == b"finished" and answer.headers["connection"] == "close"
-    await asyncio.wait_for(stopping, 2)
+    await asyncio.wait_for(stopping, 60)
     with pytest.raises(OSError):
         await asyncio.open_connection("127.0.0.1", server.options.port or 1)
 
 
 async def test_stop_cuts_off_what_takes_too_long(serve, connect) -> None:
+    begun = asyncio.Event()
+
     async def handler(request: Request) -> Response:
-        await asyncio.sleep(60)
+        begun.set()
+        await asyncio.sleep(3600)
         raise AssertionError
 
     server = await serve(handler)
     client = await connect(server)
     client.send(GET)
-    await asyncio.sleep(0.05)
-    await asyncio.wait_for(server.stop(0.1), 5)
+    await begun.wait()
+    await asyncio.wait_for(server.stop(0.1), 60)
     assert not server._shared.tasks
 
 
@@ -379,7 +381,7 @@ async def test_standard_client_with_keep_alive(serve) -> None:
     server = await serve(echo)
 
     def talk() -> list[bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         bodies = []
         for i in range(50):
             connection.request("POST", "/", b"%d" % i)

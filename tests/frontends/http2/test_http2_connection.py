@@ -15,6 +15,7 @@ from neso.frontends.http2 import ErrorCode, encode_headers, frames
 from neso.frontends.http2.frames import MAX_WINDOW, frame_header, window_update
 
 Code = h2.settings.SettingCodes
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
 async def test_requests_are_answered(client):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from http2_client import HEAD, frame
 
 from neso.frontends.http2 import ErrorCode, frames
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 PING = frame(frames.PING, 0, 0, b"12345678")
 PONG = frame(frames.PING, frames.ACK, 0, b"12345678")

@@ -1,9 +1,7 @@
-"""Request messages for the test models, and waiting for their effects."""
+"""Request messages for the test models."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from tritonclient.grpc import service_pb2
@@ -41,11 +39,3 @@ def repeat_request(
     if empty_final:
         message.parameters["triton_enable_empty_final_response"].bool_param = True
     return message
-
-
-async def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
-    """Wait for what another task or thread will bring about."""
-    deadline = asyncio.get_running_loop().time() + timeout
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "it did not happen"
-        await asyncio.sleep(0.005)

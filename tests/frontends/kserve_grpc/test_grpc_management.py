@@ -168,6 +168,6 @@ async def test_start_again_after_stop(core: Core):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
             call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer()
             await call.write(repeat_request("a", 1))
-            assert (await asyncio.wait_for(call.read(), 5)).infer_response.id == "a"
+            assert (await asyncio.wait_for(call.read(), 60)).infer_response.id == "a"
             call.cancel()
         await server.stop()

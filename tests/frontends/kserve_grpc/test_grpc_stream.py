@@ -10,8 +10,9 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from eventually import until
 from kserve_grpc_backends import Repeat, Wait
-from kserve_grpc_requests import one_input, repeat_request, until, waiting_request
+from kserve_grpc_requests import one_input, repeat_request, waiting_request
 from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
@@ -44,7 +45,7 @@ async def send(call: grpc.aio.StreamStreamCall, *messages: service_pb2.ModelInfe
 
 
 async def read(call: grpc.aio.StreamStreamCall) -> service_pb2.ModelStreamInferResponse:
-    message = await asyncio.wait_for(call.read(), 5)
+    message = await asyncio.wait_for(call.read(), 60)
     assert message is not grpc.aio.EOF
     return message
 
@@ -167,7 +168,9 @@ async def test_bytes_that_are_no_message_leave_the_stream_open(server):
 
 async def test_errors_become_the_status_when_asked_for(stub):
     call = stub.ModelStreamInfer(metadata=STATUS_ERRORS)
-    await send(call, repeat_request("other", 1000, delay=0.01), repeat_request("d", 3, fail_at=1, delay=0.05))
+    await send(
+        call, repeat_request("other", 100_000, delay=0.01), repeat_request("d", 3, fail_at=1, delay=0.05)
+    )
     with pytest.raises(grpc.aio.AioRpcError, match="broke at 1") as caught:
         async for message in call:
             assert not message.error_message
@@ -203,7 +206,7 @@ async def test_an_error_while_a_response_is_on_its_way(stub, caplog):
 
 async def test_cancelling_cancels_every_request(stub):
     call = stub.ModelStreamInfer()
-    await send(call, waiting_request("w"), *(repeat_request(str(i), 1000, delay=0.01) for i in range(5)))
+    await send(call, waiting_request("w"), *(repeat_request(str(i), 100_000, delay=0.01) for i in range(5)))
     await read(call)
     await until(lambda: Wait.waiting)
     call.cancel()
@@ -254,20 +257,20 @@ async def test_stop_lets_requests_in_flight_finish_and_ends_idle_streams(server,
     await send(busy, repeat_request("b", 5, delay=0.05))
     await read(idle)
     await read(busy)
-    stopping = asyncio.create_task(server.stop(grace=10))
+    stopping = asyncio.create_task(server.stop(grace=60))
     assert [index(await read(busy)) for _ in range(4)] == [1, 2, 3, 4]
     for call in (idle, busy):
         with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
             await read(call)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    await asyncio.wait_for(stopping, 2)
+    await asyncio.wait_for(stopping, 60)
 
 
 async def test_stop_ends_a_stream_whose_requests_do_not(server, stub):
     call = stub.ModelStreamInfer()
     await send(call, waiting_request("w"), repeat_request("r", 100_000, delay=0.01))
     await read(call)
-    await asyncio.wait_for(server.stop(grace=0.1), 2)
+    await asyncio.wait_for(server.stop(grace=0.1), 60)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         while True:
             await read(call)
@@ -283,7 +286,7 @@ async def test_stop_with_a_client_that_does_not_read(server, stub):
     )
     writing = asyncio.create_task(send(call, *[large] * 20))
     await asyncio.sleep(0.3)
-    await asyncio.wait_for(server.stop(grace=0.1), 5)
+    await asyncio.wait_for(server.stop(grace=0.1), 60)
     call.cancel()
     await asyncio.gather(writing, return_exceptions=True)
 
@@ -300,13 +303,13 @@ async def test_with_the_clients_sync_stream(server):
             client.async_stream_infer("repeat", [count], request_id="1", enable_empty_final_response=True)
             seen = []
             while True:
-                result, error = answers.get(timeout=5)
+                result, error = answers.get(timeout=60)
                 assert error is None
                 if result.get_response().parameters["triton_final_response"].bool_param:
                     break
                 seen.append(int(result.as_numpy("INDEX")[0]))
             client.async_stream_infer("nobody", [count])
-            result, error = answers.get(timeout=5)
+            result, error = answers.get(timeout=60)
             assert isinstance(error, InferenceServerException)
             client.async_stream_infer("repeat", [count], request_id="2", parameters={"delay": 10.0})
             client.stop_stream(cancel_requests=True)

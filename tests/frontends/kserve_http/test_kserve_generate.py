@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from eventually import until
 from kserve_http_backends import Wait
 
 from neso.frontends.kserve_http import KServeHttp
@@ -172,18 +173,12 @@ async def test_a_client_that_goes_cancels_the_request(front: KServeHttp, endpoin
         b"POST /v2/models/wait/%b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b"
         % (endpoint.encode(), len(body), body)
     )
-    for _ in range(500):
-        await asyncio.sleep(0.01)
-        if Wait.waiting:
-            break
+    await until(lambda: Wait.waiting)
     if endpoint == "generate_stream":  # an event is out before its successor exists
         five = Tensor.from_numpy("X", np.array([5], np.int32))
         Wait.waiting[0].send(InferenceResponse("wait", "1", outputs=[five]))
         assert b"200" in await reader.readline()
-        await asyncio.wait_for(reader.readuntil(b'"X":5}\n\n'), 5)
+        await asyncio.wait_for(reader.readuntil(b'"X":5}\n\n'), 60)
     writer.close()
-    for _ in range(500):
-        await asyncio.sleep(0.01)
-        if Wait.cancelled:
-            break
+    await until(lambda: Wait.cancelled)
     assert Wait.cancelled == ["gone"]

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from eventually import until
 from kserve_http_backends import Wait
 
 from neso.frontends.kserve_http import KServeHttp
@@ -322,15 +323,9 @@ async def test_a_client_that_goes_cancels_the_request(front: KServeHttp) -> None
     writer.write(
         b"POST /v2/models/wait/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     )
-    for _ in range(500):
-        await asyncio.sleep(0.01)
-        if Wait.waiting:
-            break
+    await until(lambda: Wait.waiting)
     writer.close()
-    for _ in range(500):
-        await asyncio.sleep(0.01)
-        if Wait.cancelled:
-            break
+    await until(lambda: Wait.cancelled)
     assert Wait.cancelled == ["gone"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from eventually import until
 from fastapi import FastAPI
 from scripted_model import ScriptedModel
 
@@ -29,7 +30,7 @@ async def url(app: FastAPI) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def openai_client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=10) as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -127,11 +128,14 @@ async def test_hanging_up_aborts(openai_client: openai.AsyncOpenAI, script: Scri
     async for _ in stream:
         break
     await stream.close()
-    with pytest.raises(openai.APITimeoutError):
-        await openai_client.chat.completions.create(model="scripted", messages=HI, timeout=0.3)
-    await asyncio.sleep(0.2)
+    for timeout in (0.3, 1, 10):  # the server may be too slow to hear of one that is given up soon
+        with pytest.raises(openai.APITimeoutError):
+            await openai_client.chat.completions.create(model="scripted", messages=HI, timeout=timeout)
+        if len(script.requests) > 1:
+            break
+    await until(lambda: len(script.aborted) == len(script.requests))
     assert sorted(script.aborted) == sorted(request.request_id for request in script.requests)
-    assert len(script.requests) == 2
+    assert len(script.requests) > 1
 
 
 async def test_many_at_once(openai_client: openai.AsyncOpenAI, script: ScriptedModel) -> None:
@@ -148,7 +152,7 @@ async def test_many_at_once(openai_client: openai.AsyncOpenAI, script: ScriptedM
 
 async def test_the_synchronous_client(url: str) -> None:
     def talk() -> tuple[str | None, str]:
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=10) as client:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             whole = client.chat.completions.create(model="scripted", messages=HI)
             stream = client.completions.create(model="scripted", prompt="a", stream=True)
             return whole.choices[0].message.content, "".join(chunk.choices[0].text for chunk in stream)

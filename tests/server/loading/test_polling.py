@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from core_requests import ask, ask_slow, collect, index_of
+from eventually import until
 from repository_builder import IDENTITY_TENSORS, SLOW, RepositoryBuilder
 
 from neso.server.core import Core
@@ -159,12 +160,11 @@ async def test_requests_in_flight_outlive_their_model(repository: RepositoryBuil
     folder = repository.add("slow", SLOW)
     core = await start_core(poll=True)
     stream = ask_slow(core.model("slow"))
-    await asyncio.sleep(0.02)
+    await until((folder / "1" / "begun").exists)
     (folder / "config.pbtxt").rename(repository.path / "kept")  # the folder of the code stays for the test
     moved = folder.rename(repository.path.parent / "moved")
     polling = asyncio.ensure_future(core.poll_repositories())
-    await asyncio.sleep(0.05)
-    assert index_of(core, "slow")[0].state is ModelState.UNLOADING
+    await until(lambda: index_of(core, "slow")[0].state is ModelState.UNLOADING)
     folder.mkdir()
     (folder / "1").mkdir()
     (folder / "1" / "go").touch()
@@ -176,12 +176,9 @@ async def test_requests_in_flight_outlive_their_model(repository: RepositoryBuil
 async def test_the_timer(repository: RepositoryBuilder, start_core):
     core = await start_core(poll=True, repository_poll_secs=0.05)
     repository.add_constant("m", 1)
-    for _ in range(100):
-        if core.models():
-            break
-        await asyncio.sleep(0.02)
+    await until(core.models)
     assert await value_of(core, "m") == 1
-    await asyncio.wait_for(core.stop(), 5)
+    await asyncio.wait_for(core.stop(), 60)
 
 
 async def test_requests_to_load_and_unload_are_refused(repository: RepositoryBuilder, start_core):

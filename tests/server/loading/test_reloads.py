@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import numpy as np
 import pytest
-from core_requests import ask, collect, index_of
+from core_requests import ask, ask_slow, collect, index_of
+from eventually import until
 from repository_builder import CONSTANT, IDENTITY_TENSORS, RepositoryBuilder
 
 from neso.server.core import Core
 from neso.server.errors import ServerError
+from neso.server.inference_response import ResponseStream
 
 COUNTED = """
 import json, os, threading, time
@@ -56,6 +59,10 @@ async def instances_of(core: Core, name: str = "m", requests: int = 40) -> set[s
         assert response.error is None, response.error
         names.add(response.output("OUT").array.reshape(-1)[0].decode())
     return names
+
+
+def alive_instances(model: Any) -> int:
+    return sum(thread.alive for thread in model._backend._instances._threads)
 
 
 async def test_a_load_of_what_is_loaded_does_nothing(repository: RepositoryBuilder, start_core):
@@ -113,13 +120,47 @@ async def test_instances_are_added_and_end_while_requests_go_on(repository, star
         await core.load_model("m")
         assert core.model("m") is model
         assert model.config.instance_group[0].count == count
-        await asyncio.sleep(0.1)
-        assert sum(thread.alive for thread in model._backend._instances._threads) == count
+        await until(lambda count=count: alive_instances(model) == count)
     stop.set()
-    assert sum(await asyncio.gather(*senders)) > 20
+    assert sum(await asyncio.gather(*senders)) >= 20
     names = [line.split()[1] for line in capfd.readouterr().out.splitlines()]
     assert len(names) == 4  # three when four became one, one when three became two
     assert set(names) <= {f"m_0_{index}" for index in range(4)}
+
+
+async def test_instances_that_have_yet_to_end_are_none_of_those_that_there_shall_be(
+    repository, start_core, tmp_path
+):
+    go = tmp_path / "go"
+    code = f"""
+    import pathlib, time
+    class TritonPythonModel:
+        def execute(self, requests):
+            while not pathlib.Path({str(go)!r}).exists():
+                time.sleep(0.005)
+            return [None]
+    """
+
+    def group(count: int) -> str:
+        return IDENTITY_TENSORS + f"instance_group {{ count: {count} }}"
+
+    async def fill(instances: int) -> list[ResponseStream]:
+        streams = [ask_slow(core.model("m")) for _ in range(instances)]
+        await until(lambda: all(stream.timeline.compute_start for stream in streams))
+        return streams
+
+    repository.add("m", code, group(2))
+    core = await start_core(explicit=True, startup_models=("m",))
+    busy = await fill(2)
+    for count in (1, 3):
+        repository.configure("m", group(count))
+        await core.load_model("m")
+    go.touch()
+    for stream in busy:
+        await collect(stream)
+    go.unlink()
+    await fill(3)
+    go.touch()
 
 
 async def test_an_instance_that_fails_changes_nothing(repository: RepositoryBuilder, start_core):
@@ -188,10 +229,7 @@ async def test_no_request_is_lost_through_reloads(repository: RepositoryBuilder,
         seen = len(answered)
         (response,) = await collect(ask(core.model("m"), IN=np.zeros(1, np.float32)))
         assert response.output("OUT").array[0] == value
-        for _ in range(2000):
-            if len(answered) >= seen + 200:
-                break
-            await asyncio.sleep(0.005)
+        await until(lambda seen=seen: len(answered) >= seen + 200)
     stop.set()
     await asyncio.gather(*senders)
     assert set(answered) >= set(range(1, 11)) and len(answered) > 2000
@@ -226,15 +264,19 @@ async def test_so_many_models_load_at_a_time(repository: RepositoryBuilder, star
         def initialize(self, args):
             with open({str(tmp_path / "log")!r}, "ab", buffering=0) as log:
                 log.write(b"+")
-                time.sleep(0.03)
+                while not os.path.exists({str(tmp_path / "go")!r}):
+                    time.sleep(0.005)
                 log.write(b"-")
         def execute(self, requests):
             return []
     """
     for index in range(5):
         repository.add(f"m{index}", code)
-    core = await start_core(model_load_thread_count=2)
-    assert core.ready()
+    starting = asyncio.ensure_future(start_core(model_load_thread_count=2))
+    await until(lambda: (tmp_path / "log").exists() and len((tmp_path / "log").read_text()) >= 2)
+    await asyncio.sleep(0.05)  # for others that begin though they must not
+    (tmp_path / "go").touch()
+    assert (await starting).ready()
     loading = most = 0
     for sign in (tmp_path / "log").read_text():
         loading += 1 if sign == "+" else -1
@@ -269,5 +311,5 @@ async def test_a_model_that_loads_itself_while_it_loads(repository, start_core):
             return []
     """
     repository.add("m", code)
-    core = await asyncio.wait_for(start_core(explicit=True, startup_models=("m",)), 10)
+    core = await asyncio.wait_for(start_core(explicit=True, startup_models=("m",)), 60)
     assert "models depend on each other in a circle: m -> m" in index_of(core, "m")[0].reason

@@ -89,7 +89,7 @@ async def test_sequence_batching(repository, start_core):
     """Each instance has requests of its own there; nobody would take one that is for any."""
     config = "max_batch_size: 2 sequence_batching { } instance_group { count: 2 }" + TENSORS
     repository.add("model", RECORDER, config + sample("dims: [ 2 ] zero_data: true"))
-    assert (await asyncio.wait_for(start_core(), 10)).ready()
+    assert (await asyncio.wait_for(start_core(), 60)).ready()
 
 
 async def test_data_of_files(repository, start_core):

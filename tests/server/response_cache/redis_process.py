@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -39,7 +41,7 @@ class RedisProcess:
             *self._arguments,
         ]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self._listens():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 output = self._process.stdout.read().decode() if self._process.stdout else ""
@@ -56,7 +58,11 @@ class RedisProcess:
     def suspend(self) -> None:
         """Accept connections and never answer."""
         assert self._process is not None
-        self._process.send_signal(19)
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> RedisProcess:
         return self.start()
@@ -70,6 +76,11 @@ class RedisProcess:
 
 
 def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """None of those that connections get: it must be free again after a `stop`."""
+    while True:
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+            except OSError:
+                continue
+            return int(server.getsockname()[1])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import numpy as np
 import pytest
 from core_requests import collect
+from eventually import until
 from repository_builder import IDENTITY_TENSORS
 
 from neso.server.errors import InvalidArgument
@@ -91,7 +91,8 @@ async def test_hits_do_not_reach_the_backend(serve, batcher):
         assert response.output("COUNT").array.flat[0] == 1
     assert await count(model, 1, 3, shape=shape) == 2
     assert await count(model, 1, 2, shape=shape) == 1
-    await asyncio.sleep(0.05)  # an execution of a batch is counted a moment after its responses
+    # An execution of a batch is counted a moment after its responses.
+    await until(lambda: model.statistics.snapshot()["execution_count"] == 2)
     statistics = model.statistics.snapshot()
     assert (statistics["inference_count"], statistics["execution_count"]) == (2, 2)
     times = statistics["inference_stats"]

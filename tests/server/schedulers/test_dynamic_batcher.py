@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
+from virtual_time import run_in_virtual_time
 
 from neso.server.errors import Cancelled, Unavailable
 from neso.server.inference_request import InferenceRequest
@@ -22,6 +24,8 @@ from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.signature import Signature
 from neso.server.statistics import FailureReason
 from neso.server.tensor import Tensor
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 TENSORS = """
 name: "m" max_batch_size: 8
@@ -54,6 +58,7 @@ class Instances:
         tensor = Tensor.from_numpy("IN", np.zeros((rows, width), np.float32))
         request = InferenceRequest("m", {"IN": tensor}, id=name, **options)
         stream = ResponseStream(request, batch_size=self.signature.check(request))
+        stream.timeline.queue_start = time.monotonic_ns()
         self.batcher.submit(stream)
         return stream
 
@@ -360,4 +365,4 @@ def test_every_request_is_answered_once_whatever_happens(
             executed = sum(stream.request.id in batch for batch in instances.batches)
             assert executed == (responses[0].error is None)
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    run_in_virtual_time(play())

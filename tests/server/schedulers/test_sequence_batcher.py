@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
+from virtual_time import run_in_virtual_time
 
 from neso.server.errors import Cancelled, InternalError, InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -22,6 +24,8 @@ from neso.server.schedulers.sequence_batcher import SequenceBatcher
 from neso.server.signature import Signature
 from neso.server.statistics import FailureReason
 from neso.server.tensor import Tensor
+
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 TENSORS = """
 input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
@@ -67,6 +71,7 @@ class Instances:
             sequence_end=flags[:1] in ("-", "±"),
         )
         stream = ResponseStream(request, batch_size=rows)
+        stream.timeline.queue_start = time.monotonic_ns()
         self.batcher.submit(stream)
         return stream
 
@@ -380,7 +385,7 @@ def test_sequences_keep_their_order_and_instance_whatever_happens(
         assert not instances.batcher._sequences and not instances.batcher._running
         assert not any(instances.batcher._slots.holders(index) for index in range(count))
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    run_in_virtual_time(play())
 
 
 @settings(max_examples=60, deadline=None)
@@ -442,7 +447,7 @@ def test_iterative_requests_are_executed_as_often_as_they_want_and_answered_once
         await settle()
         assert not instances.batcher._sequences and not instances.batcher._running
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    run_in_virtual_time(play())
 
 
 READY = 'control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } } '

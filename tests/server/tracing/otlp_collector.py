@@ -59,12 +59,12 @@ class Collector:
             tree.setdefault(names.get(span.parent, ""), []).append(span.name)
         return {parent: sorted(children) for parent, children in tree.items()}
 
-    def wait_for(self, count: int, timeout: float = 10.0) -> None:
+    def wait_for(self, count: int, timeout: float = 60.0) -> None:
         """Until so many spans have come."""
         self.wait_until(lambda: len(self.spans) >= count, timeout)
         assert len(self.spans) == count, sorted(span.name for span in self.spans)
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < deadline, sorted(span.name for span in self.spans)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 
 import numpy as np
 import pytest
 from core_requests import collect
+from eventually import until
 from trace_reader import check_order, read_traces
 
 from neso.server.inference_request import InferenceRequest
@@ -73,16 +73,6 @@ async def ask_traced(core, model: str, id: str = "") -> None:
         trace.stamp("HTTP_SEND_START")
         trace.stamp("HTTP_SEND_END")
         trace.end()
-
-
-async def becomes(condition) -> None:
-    """Wait until a condition holds."""
-
-    def wait() -> None:
-        while not condition():
-            time.sleep(0.01)
-
-    await asyncio.wait_for(asyncio.to_thread(wait), 10)
 
 
 @pytest.fixture
@@ -208,7 +198,7 @@ async def test_a_count_fills_one_numbered_file(start, repository):
     for _ in range(5):
         await ask_traced(core, "identity")
     numbered = path.with_name("trace.json.0")
-    await becomes(lambda: numbered.exists() and numbered.read_text().endswith("]"))
+    await until(lambda: numbered.exists() and numbered.read_text().endswith("]"))
     assert len(read_traces(numbered)) == 3
     assert not core.tracing.enabled
     await core.stop()
@@ -225,7 +215,7 @@ async def test_the_file_is_readable_while_the_server_runs(start, repository, mon
 
     for count in (1, 2, 3):
         await ask_traced(core, "identity")
-        await becomes(lambda count=count: has_traces(count))
+        await until(lambda count=count: has_traces(count))
         assert len(read_traces(path)) == count
 
 
@@ -235,7 +225,7 @@ async def test_a_change_of_settings_writes_what_there_is_and_loses_nothing(start
     core, path = await start("level=TIMESTAMPS", "triton,log-frequency=10")
     await ask_traced(core, "identity")
     slow = asyncio.create_task(ask_traced(core, "slow"))
-    await asyncio.sleep(0.05)
+    await until((repository.path / "slow" / "1" / "begun").exists)
     core.tracing.update({"trace_level": ["OFF"]})
     await ask_traced(core, "identity")
     (repository.path / "slow" / "1" / "go").touch()

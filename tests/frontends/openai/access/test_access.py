@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ from neso.frontends.openai.access.standing import duration
 from neso.server.core import Core
 
 BODY = {"model": "scripted", "prompt": "the quick", "max_tokens": 3}
+
+
+@pytest.fixture(autouse=True)
+def within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quotas count anew with each minute of the clock: the tests shall not run from one into the next."""
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_030.0)
 
 
 def client_of(core: Core, **access: Any) -> AsgiClient:

@@ -109,7 +109,8 @@ def test_the_file_is_read_again_when_it_has_changed(
     assert "stay as they are" in caplog.text
 
 
-def test_it_is_not_looked_at_for_every_request(file: Path) -> None:
+def test_it_is_not_looked_at_for_every_request(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_keys, "_LOOK_EVERY", 60.0)
     keys = ApiKeys(file=file)
     file.write_text("carol:sk-carol\n")
     os.utime(file, (time.time(), time.time() + 5))
