@@ -67,7 +67,6 @@ class Model:
         self._classifier = Classifier(context.config, context.directory)
         self.load_duration: float = 0.0
         self.source: object = None  # kept alive as long as the model: it may own a temporary folder
-        self.dependencies = frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
         tags = {f"_{key}": value for key, value in self.config.metric_tags.items()}
         self.metric_labels = LabelSet({"model": self.name, "version": self.version, **tags})
         self._backend = backend

@@ -59,7 +59,7 @@ def chat(server: ServerProcess, **fields: Any) -> Any:
 def texts(server: ServerProcess, **fields: Any) -> dict[str, set[str]]:
     """What each route says, with several seeds."""
     asking = client(server)
-    hot = {name: value for name, value in fields.items() if name != "max_tokens"}
+    choice = {name: value for name, value in fields.items() if name != "max_tokens"}
     return {
         "chat": {chat(server, seed=seed, **fields).choices[0].message.content for seed in SEEDS},
         "completion": {
@@ -71,7 +71,7 @@ def texts(server: ServerProcess, **fields: Any) -> dict[str, set[str]]:
                 model=MODEL,
                 input="Tell me a story.",
                 max_output_tokens=fields.get("max_tokens"),
-                **{**hot, "extra_body": {**hot.get("extra_body", {}), "seed": seed}},
+                **{**choice, "extra_body": {**choice.get("extra_body", {}), "seed": seed}},
             ).output_text
             for seed in SEEDS
         },

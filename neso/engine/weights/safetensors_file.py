@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.mapped_tensors import MappedTensors
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -53,62 +53,32 @@ class TensorEntry:
     end: int
 
 
-class SafetensorsFile:
-    """Opens and checks one file. Every defect raises `CheckpointError` at opening, naming file and defect.
-
-    The tensors are read-only views of the map. `close` drops it; the pages go when the last view does.
-    """
+class SafetensorsFile(MappedTensors[TensorEntry]):
+    """Opens and checks one file. Every defect raises `CheckpointError` at opening, naming file and defect."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._buffer: mmap.mmap | None = self._map()
-        header_bytes = self._header_length()
-        self._data_start = _LENGTH_BYTES + header_bytes
+        super().__init__(path)
+        assert self._buffer is not None
+        self._data_start = _LENGTH_BYTES + self._header_length(self._buffer)
         self._entries = self._parse(self._buffer[_LENGTH_BYTES : self._data_start])
-        self._check_layout(len(self._buffer) - self._data_start)
-
-    def names(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def entry(self, name: str) -> TensorEntry:
-        """Raises `CheckpointError` when there is no such tensor."""
-        if name not in self._entries:
-            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
-        return self._entries[name]
+        # The format has the tensors fill the data.
+        self._check_layout(len(self._buffer) - self._data_start, gapless=True)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """A read-only view. Raises `CheckpointError` when there is no such tensor or the file is closed."""
         entry = self.entry(name)
-        if self._buffer is None:
-            raise CheckpointError(f"{self.path}: the file is closed")
-        count = math.prod(entry.shape)
-        if count == 0:
-            return np.empty(entry.shape, entry.dtype)
-        flat = np.frombuffer(self._buffer, entry.dtype, count, self._data_start + entry.start)
-        return flat.reshape(entry.shape)
+        return self._view(entry, entry.dtype, entry.shape)
 
-    def close(self) -> None:
-        self._buffer = None
+    def _check_start(self, file: BinaryIO) -> None:
+        size = file.seek(0, 2)
+        if size < _LENGTH_BYTES:
+            raise CheckpointError(f"{self.path}: {size} bytes are too few for a safetensors file")
 
-    def _map(self) -> mmap.mmap:
-        try:
-            with open(self.path, "rb") as file:
-                size = file.seek(0, 2)
-                if size < _LENGTH_BYTES:
-                    raise CheckpointError(f"{self.path}: {size} bytes are too few for a safetensors file")
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-
-    def _header_length(self) -> int:
-        assert self._buffer is not None
-        length = int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
-        if length > min(_MAX_HEADER_BYTES, len(self._buffer) - _LENGTH_BYTES):
+    def _header_length(self, buffer: mmap.mmap) -> int:
+        length = int.from_bytes(buffer[:_LENGTH_BYTES], "little")
+        if length > min(_MAX_HEADER_BYTES, len(buffer) - _LENGTH_BYTES):
             raise CheckpointError(
-                f"{self.path}: the header claims {length} bytes, in a file of {len(self._buffer)} bytes; "
+                f"{self.path}: the header claims {length} bytes, in a file of {len(buffer)} bytes; "
                 "it is truncated or no safetensors file"
             )
         return length
@@ -141,24 +111,6 @@ class SafetensorsFile:
                 f"but data_offsets {offsets} hold {entry.end - entry.start}"
             )
         return entry
-
-    def _check_layout(self, data_bytes: int) -> None:
-        """The format has the tensors fill the data without gap or overlap."""
-        end = 0
-        for name, entry in sorted(self._entries.items(), key=lambda item: (item[1].start, item[1].end)):
-            if entry.end > data_bytes:
-                raise CheckpointError(
-                    f"{self.path}: tensor {name!r} ends at byte {entry.end} of {data_bytes} bytes of data; "
-                    "the file is truncated"
-                )
-            if entry.start != end:
-                defect = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
-                raise CheckpointError(f"{self.path}: tensor {name!r} {defect}")
-            end = entry.end
-        if end != data_bytes:
-            raise CheckpointError(
-                f"{self.path}: {data_bytes - end} bytes after the last tensor belong to none"
-            )
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

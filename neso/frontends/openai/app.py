@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from neso.frontends.openai.access.restricted_routes import restrict
 from neso.frontends.openai.chat.api import ChatApi
 from neso.frontends.openai.chat.media import Media
 from neso.frontends.openai.completions.api import CompletionsApi
+from neso.frontends.openai.connection import Body
 from neso.frontends.openai.endpoint import GenerationEndpoint, answer_to_body, error_response
 from neso.frontends.openai.errors import ApiError, to_api_error
 from neso.frontends.openai.models.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
@@ -38,6 +39,8 @@ from neso.frontends.openai.tokens import DetokenizeRequest, TokenizeRequest, Tok
 
 if TYPE_CHECKING:
     from neso.server.core import Core
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
@@ -80,16 +83,8 @@ def _generation_routes(core: Core, targets: Targets, media: Media, options: Open
     completions, chat = CompletionsApi(targets, options), ChatApi(targets, media, options)
     limit = options.max_body_size
     return [
-        Route(
-            "/v1/chat/completions",
-            GenerationEndpoint(core, ChatCompletionRequest, chat.create, limit),
-            methods=["POST"],
-        ),
-        Route(
-            "/v1/completions",
-            GenerationEndpoint(core, CompletionRequest, completions.create, limit),
-            methods=["POST"],
-        ),
+        _post("/v1/chat/completions", GenerationEndpoint(core, ChatCompletionRequest, chat.create, limit)),
+        _post("/v1/completions", GenerationEndpoint(core, CompletionRequest, completions.create, limit)),
         *_pooling_routes(core, targets, options),
         *_token_routes(targets, options),
     ]
@@ -98,35 +93,26 @@ def _generation_routes(core: Core, targets: Targets, media: Media, options: Open
 def _pooling_routes(core: Core, targets: Targets, options: OpenAIOptions) -> list[Route]:
     embeddings, scores = EmbeddingsApi(targets), ScoresApi(targets)
     limit = options.max_body_size
-
-    def route(path: str, endpoint: GenerationEndpoint[Any]) -> Route:
-        return Route(path, endpoint, methods=["POST"])
-
     score = GenerationEndpoint(core, ScoreRequest, scores.score, limit)
     rerank = GenerationEndpoint(core, RerankRequest, scores.rerank, limit)
     return [
-        route("/v1/embeddings", GenerationEndpoint(core, EmbeddingRequest, embeddings.create, limit)),
-        route("/v1/score", score),
-        route("/score", score),
+        _post("/v1/embeddings", GenerationEndpoint(core, EmbeddingRequest, embeddings.create, limit)),
+        _post("/v1/score", score),
+        _post("/score", score),
         # Jina's and Cohere's clients have their own paths.
-        route("/v1/rerank", rerank),
-        route("/v2/rerank", rerank),
-        route("/rerank", rerank),
+        _post("/v1/rerank", rerank),
+        _post("/v2/rerank", rerank),
+        _post("/rerank", rerank),
     ]
 
 
 def _token_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
     tokens = TokensApi(targets)
-
-    async def tokenize(request: Request) -> Response:
-        return await answer_to_body(request, TokenizeRequest, tokens.tokenize, options.max_body_size)
-
-    async def detokenize(request: Request) -> Response:
-        return await answer_to_body(request, DetokenizeRequest, tokens.detokenize, options.max_body_size)
-
+    tokenize = _answering(TokenizeRequest, tokens.tokenize, options)
+    detokenize = _answering(DetokenizeRequest, tokens.detokenize, options)
     # Under /v1, too, where the base URL of clients ends.
     return [
-        Route(prefix + path, endpoint, methods=["POST"])
+        _post(prefix + path, endpoint)
         for prefix in ("", "/v1")
         for path, endpoint in (("/tokenize", tokenize), ("/detokenize", detokenize))
     ]
@@ -149,16 +135,9 @@ def _model_routes(targets: Targets) -> list[Route]:
 
 def _adapter_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
     adapters = AdaptersApi(targets)
-
-    async def load(request: Request) -> Response:
-        return await answer_to_body(request, LoadAdapterRequest, adapters.load, options.max_body_size)
-
-    async def unload(request: Request) -> Response:
-        return await answer_to_body(request, UnloadAdapterRequest, adapters.unload, options.max_body_size)
-
     return [
-        Route("/v1/load_lora_adapter", load, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+        _post("/v1/load_lora_adapter", _answering(LoadAdapterRequest, adapters.load, options)),
+        _post("/v1/unload_lora_adapter", _answering(UnloadAdapterRequest, adapters.unload, options)),
     ]
 
 
@@ -179,6 +158,21 @@ def _health_routes(core: Core) -> list[Route]:
         Route("/ping", ready, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),
     ]
+
+
+def _post(path: str, endpoint: Callable[..., Any]) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+def _answering(
+    schema: type[Body], do: Callable[[Body], Awaitable[str | dict[str, Any]]], options: OpenAIOptions
+) -> Endpoint:
+    """The endpoint whose body is a `schema`, which `do` answers."""
+
+    async def endpoint(request: Request) -> Response:
+        return await answer_to_body(request, schema, do, options.max_body_size)
+
+    return endpoint
 
 
 def _answer(make: Callable[[], dict[str, Any]]) -> Response:

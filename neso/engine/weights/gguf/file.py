@@ -7,11 +7,9 @@ then the data, each tensor at a multiple of the alignment.
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +18,7 @@ from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.gguf.header_reader import HeaderReader, Value
 from neso.engine.weights.gguf.metadata import Metadata
 from neso.engine.weights.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
+from neso.engine.weights.mapped_tensors import MappedTensors
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -37,18 +36,16 @@ class TensorEntry:
     end: int
 
 
-class GGUFFile:
+class GGUFFile(MappedTensors[TensorEntry]):
     """Opens and checks one file. Every defect raises `CheckpointError` at opening, naming file and defect.
 
     - metadata: the key-value pairs
     - names(), entry(name), tensor(name): the tensors, by the names of the file
-
-    The tensors are read-only views of the map. `close` drops it; the pages go when the last view does.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._buffer: mmap.mmap | None = self._map()
+        super().__init__(path)
+        assert self._buffer is not None
         reader = HeaderReader(path, self._buffer)
         num_tensors, num_pairs = self._read_start(reader)
         self.metadata = Metadata(path, self._read_pairs(reader, num_pairs))
@@ -57,19 +54,7 @@ class GGUFFile:
             raise CheckpointError(f"{path}: 'general.alignment' must be a multiple of 8, not {alignment}")
         self._entries = self._read_entries(reader, num_tensors, alignment)
         self._data_start = -(-reader.position // alignment) * alignment
-        self._check_layout(max(0, len(self._buffer) - self._data_start))
-
-    def names(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def entry(self, name: str) -> TensorEntry:
-        """Raises `CheckpointError` when there is no such tensor."""
-        if name not in self._entries:
-            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
-        return self._entries[name]
+        self._check_layout(max(0, len(self._buffer) - self._data_start), gapless=False)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """A read-only view: the values, or of a quantized type the blocks, uint8[..., bytes of a row].
@@ -77,20 +62,10 @@ class GGUFFile:
         Raises `CheckpointError` when there is no such tensor or the file is closed.
         """
         entry = self.entry(name)
-        if self._buffer is None:
-            raise CheckpointError(f"{self.path}: the file is closed")
         kind, shape = entry.type, entry.shape
-        dtype = kind.dtype or np.dtype(np.uint8)
         if kind.dtype is None:
             shape = (*shape[:-1], shape[-1] // kind.block_size * kind.block_bytes)
-        if math.prod(shape) == 0:
-            return np.empty(shape, dtype)
-        return np.frombuffer(self._buffer, dtype, math.prod(shape), self._data_start + entry.start).reshape(
-            shape
-        )
-
-    def close(self) -> None:
-        self._buffer = None
+        return self._view(entry, kind.dtype or np.dtype(np.uint8), shape)
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -98,14 +73,9 @@ class GGUFFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _map(self) -> mmap.mmap:
-        try:
-            with open(self.path, "rb") as file:
-                if file.read(len(_MAGIC)) != _MAGIC:
-                    raise CheckpointError(f"{self.path}: no GGUF file: it does not begin with 'GGUF'")
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+    def _check_start(self, file: BinaryIO) -> None:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise CheckpointError(f"{self.path}: no GGUF file: it does not begin with 'GGUF'")
 
     def _read_start(self, reader: HeaderReader) -> tuple[int, int]:
         """Counts of tensors and of metadata pairs."""
@@ -160,16 +130,3 @@ class GGUFFile:
                 f"{self.path}: tensor {name!r}: offset {start} is not aligned to {alignment}"
             )
         return TensorEntry(kind, shape, start, start + math.prod(shape) // kind.block_size * kind.block_bytes)
-
-    def _check_layout(self, data_bytes: int) -> None:
-        """Tensors lie in the file, and apart."""
-        end = 0
-        for name, entry in sorted(self._entries.items(), key=lambda item: (item[1].start, item[1].end)):
-            if entry.end > data_bytes:
-                raise CheckpointError(
-                    f"{self.path}: tensor {name!r} ends at byte {entry.end} of {data_bytes} bytes of data; "
-                    "the file is truncated"
-                )
-            if entry.start < end:
-                raise CheckpointError(f"{self.path}: tensor {name!r} overlaps the tensor before it")
-            end = entry.end
