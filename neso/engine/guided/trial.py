@@ -72,19 +72,26 @@ class Trial:
         """The answer to a message; None if the process has ended, which it has when the time is over."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
+        turn, answered = threading.Lock(), False
 
         def kill() -> None:
-            if killed is not None:
-                killed.set()
-            process.kill()
+            with turn:
+                if answered:
+                    return  # in the last moment: the process is for the next grammar
+                if killed is not None:
+                    killed.set()
+                process.kill()
 
         timer = threading.Timer(timeout, kill)
         timer.daemon = True
         timer.start()
         try:
             write_frame(process.stdin, message)
-            return read_frame(process.stdout)
+            answer = read_frame(process.stdout)
         except OSError:
             return None
         finally:
+            with turn:
+                answered = True
             timer.cancel()
+        return None if killed is not None and killed.is_set() else answer
