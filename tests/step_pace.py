@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Python runs it at the start of each child.
+_SITECUSTOMIZE = """
+import time
+from neso.engine.runners.native.runner import NativeRunner
+from neso.engine.runners.reference.runner import ReferenceRunner
+
+def slow(step):
+    def slower(runner, plan):
+        time.sleep({seconds})
+        return step(runner, plan)
+    return slower
+
+for kind in (NativeRunner, ReferenceRunner):
+    kind.step = slow(kind.step)
+"""
+
+
+def slow_children(patch: pytest.MonkeyPatch, folder: Path, seconds: float = 0.05) -> None:
+    """As StepPace, for engines in processes that are started after this; the folder is the test's own."""
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(seconds=seconds))
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, sys.path)]))
 
 
 class StepPace:

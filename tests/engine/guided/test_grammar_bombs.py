@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
+from neso.engine.guided.token_table import TokenTable
+from neso.engine.guided.trial import Trial
 from neso.engine.llm import LLM
 from neso.generation import GenerationRequest, GuidedDecoding, InvalidParameter, SamplingParams
 
@@ -79,6 +80,12 @@ def llm(llama_checkpoint: Path) -> LLM:
     return LLM(llama_checkpoint, num_threads=1, grammar_timeout=TIMEOUT)
 
 
+@pytest.fixture(scope="module")
+def patient(llama_checkpoint: Path) -> LLM:
+    """For grammars that are quick to compile, on any machine."""
+    return LLM(llama_checkpoint, num_threads=1, grammar_timeout=60)
+
+
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_fails_its_request_only(llm: LLM, name: str) -> None:
     expected = llm.generate("The quick", FREE, progress=False)[0].text
@@ -87,12 +94,10 @@ def test_a_bomb_fails_its_request_only(llm: LLM, name: str) -> None:
     )
     free = llm.stream("The quick", FREE)
     text = next(free).deltas[0].text
-    started = time.monotonic()
     with pytest.raises(InvalidParameter) as caught:
         next(stream)
     assert caught.value.field == f"guided_decoding.{next(iter(BOMBS[name]))}"
     assert len(caught.value.message) < 1000
-    assert time.monotonic() - started < 10 * TIMEOUT
     text += "".join(delta.text for output in free for delta in output.deltas)
     assert text == expected
     assert llm.generate("The quick", CHOICE, progress=False)[0].text in ("yes", "no")
@@ -101,40 +106,38 @@ def test_a_bomb_fails_its_request_only(llm: LLM, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_only_looks_like_a_bomb(llm: LLM, name: str) -> None:
+def test_what_only_looks_like_a_bomb(patient: LLM, name: str) -> None:
     params = SamplingParams(max_tokens=60, seed=1, guided_decoding=GuidedDecoding(**HARMLESS[name]))
-    started = time.monotonic()
-    outputs = list(llm.stream("The quick", params))
-    assert outputs[-1].finished and time.monotonic() - started < 10
-    llm.core.check_integrity()
+    outputs = list(patient.stream("The quick", params))
+    assert outputs[-1].finished
+    patient.core.check_integrity()
 
 
-def test_a_grammar_that_becomes_too_complex(llm: LLM) -> None:
+def test_a_grammar_that_becomes_too_complex(patient: LLM) -> None:
     """What a trial does not find ends the sequence when the library's limits are met."""
     params = SamplingParams(
         max_tokens=400, seed=1, guided_decoding=GuidedDecoding(regex="([a-z]{1,1000}){1,1000}")
     )
-    free = llm.stream("The quick", FREE)
+    free = patient.stream("The quick", FREE)
     next(free)
     with pytest.raises(InvalidParameter, match="too many expressions"):
-        list(llm.stream("The quick", params))
+        list(patient.stream("The quick", params))
     assert list(free)[-1].finished
-    llm.core.check_integrity()
-    assert not llm.core.has_work
+    patient.core.check_integrity()
+    assert not patient.core.has_work
 
 
-def test_a_bomb_is_remembered(llm: LLM) -> None:
+def test_a_bomb_is_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(guided_decoding=GuidedDecoding(**BOMBS["a large multiple"]))
     for _ in range(2):
-        started = time.monotonic()
         with pytest.raises(InvalidParameter, match="too complex"):
             llm.generate("The quick", params, progress=False)
-    assert time.monotonic() - started < TIMEOUT / 2
+        monkeypatch.setattr(Trial, "check", None)  # is not tried again
 
 
 @pytest.fixture
-async def engine(llama_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
-    options = {"num_blocks": 64, "num_threads": 1, "grammar_timeout": TIMEOUT}
+async def engine(request: pytest.FixtureRequest, llama_checkpoint: Path) -> AsyncIterator[AsyncEngine]:
+    options = {"num_blocks": 64, "num_threads": 1, "grammar_timeout": getattr(request, "param", TIMEOUT)}
     engine = await AsyncEngine.start(EngineConfig.from_options(str(llama_checkpoint), options))
     yield engine
     await engine.stop()
@@ -157,9 +160,10 @@ async def test_chaos_in_a_process_of_its_own(engine: AsyncEngine) -> None:
     for task in leaving:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(
-        isinstance(r, asyncio.CancelledError) for r in await asyncio.gather(*leaving, return_exceptions=True)
-    )
+    for result in await asyncio.gather(
+        *leaving, return_exceptions=True
+    ):  # some may be refused before they leave
+        assert isinstance(result, asyncio.CancelledError | InvalidParameter)
     assert all(isinstance(result, InvalidParameter) for result in results[: len(bombs) + len(bad)])
     for params, result in zip(good, results[len(bombs) + len(bad) :], strict=True):
         assert result == free if params is FREE else result in ("yes", "no")
@@ -167,13 +171,12 @@ async def test_chaos_in_a_process_of_its_own(engine: AsyncEngine) -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("engine", [60], indirect=True)
 async def test_abort_while_compiling(engine: AsyncEngine) -> None:
-    bomb = SamplingParams(guided_decoding=GuidedDecoding(**BOMBS["many alternatives"]))
+    bomb = SamplingParams(guided_decoding=GuidedDecoding(**BOMBS["a large multiple"]))
     task = asyncio.create_task(text_of(engine, bomb))
-    for _ in range(1000):
-        if (await engine.check_integrity()).num_waiting:
-            break
-        await asyncio.sleep(0.01)
+    while not (await engine.check_integrity()).num_waiting:
+        assert not task.done()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -192,9 +195,10 @@ async def test_large_numbers_cross_to_the_engine(engine: AsyncEngine) -> None:
     assert json.loads(await text_of(engine, params))
 
 
-def test_what_grammars_need_can_be_loaded_with_the_model(llama_checkpoint: Path) -> None:
+def test_what_grammars_need_can_be_loaded_with_the_model(
+    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(llama_checkpoint, runner="reference", prepare_grammars=True)
-    started = time.monotonic()
+    monkeypatch.setattr(TokenTable, "of", None)  # nor is it loaded again
     assert llm.generate("The quick", CHOICE, progress=False)[0].text in ("yes", "no")
-    assert time.monotonic() - started < 2
     assert not llm.core.has_work

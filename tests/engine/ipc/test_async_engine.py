@@ -11,6 +11,8 @@ from contextlib import aclosing
 import msgspec
 import numpy as np
 import pytest
+from eventually import until
+from step_pace import slow_children
 
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
@@ -34,6 +36,16 @@ async def engine(request, llama_checkpoint):
     await engine.stop()
 
 
+@pytest.fixture(params=["thread", "process"])
+async def slow_engine(request, llama_checkpoint, step_pace, monkeypatch, tmp_path):
+    """What is to be left or stopped is still at work when that comes."""
+    slow_children(monkeypatch, tmp_path)
+    config = EngineConfig.from_options(str(llama_checkpoint), {"num_blocks": 64})
+    engine = await AsyncEngine.start(config, in_process=request.param == "thread")
+    yield engine
+    await engine.stop()
+
+
 async def test_same_text_as_the_offline_engine(engine, llama_checkpoint):
     prompts = ["The quick", "A server answers", "Voyager"]
     expected = [r.text for r in LLM(llama_checkpoint).generate(prompts, GREEDY, progress=False)]
@@ -42,7 +54,8 @@ async def test_same_text_as_the_offline_engine(engine, llama_checkpoint):
     assert (stats.num_running, stats.num_used_blocks, engine.num_requests) == (0, 0, 0)
 
 
-async def test_leaving_early_aborts(engine):
+async def test_leaving_early_aborts(slow_engine):
+    engine = slow_engine
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     generation = engine.generate(GenerationRequest("The quick", params))
     await anext(generation)
@@ -50,7 +63,7 @@ async def test_leaving_early_aborts(engine):
     stats = await engine.check_integrity()
     assert (stats.num_running, stats.num_used_blocks) == (0, 0)
     task = asyncio.create_task(text_of(engine, "A server", params))
-    await asyncio.sleep(0.05)
+    await until(lambda: engine.stats.num_running)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -92,12 +105,11 @@ async def test_beams_and_logits_cross_the_channel(engine, llama_checkpoint):
     assert (await engine.check_integrity()).num_used_blocks == 0
 
 
-async def test_leaving_a_beam_search_frees_its_blocks(engine):
+async def test_leaving_a_beam_search_frees_its_blocks(slow_engine):
+    engine = slow_engine
     params = SamplingParams(beam_width=4, n=4, max_tokens=200, ignore_eos=True)
     task = asyncio.create_task(text_of(engine, "The quick", params))
-    while engine.stats.num_running < 4:
-        await asyncio.sleep(0.005)
-        assert not task.done()
+    await until(lambda: engine.stats.num_running >= 4)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -123,8 +135,8 @@ async def test_request_that_can_never_run_is_refused(engine):
         await text_of(engine, "The quick", params)
 
 
-async def test_stopping_fails_what_is_in_flight(llama_checkpoint):
-    engine = await AsyncEngine.start(EngineConfig(model=str(llama_checkpoint)))
+async def test_stopping_fails_what_is_in_flight(slow_engine):
+    engine = slow_engine
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     generation = engine.generate(GenerationRequest("The quick", params))
     await anext(generation)

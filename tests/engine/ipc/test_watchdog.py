@@ -8,10 +8,13 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from eventually import until
 
 import neso.engine.runners.reference.runner as reference
+import neso.engine.watchdog as watchdog
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineDead
@@ -20,18 +23,22 @@ from neso.generation import GenerationRequest, SamplingParams
 
 # Python runs it at its start: the second step never ends.
 HANGING = """
-import time
+import time, types
+import neso.engine.watchdog as watchdog
 from neso.engine.runners.reference.runner import ReferenceRunner
-step = ReferenceRunner.step
+step, hangs = ReferenceRunner.step, []
+# No other step takes any time for it.
+watchdog.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() if hangs else 0.0)
 def hang_in_the_second(self, plan):
     if plan.step == 2:
+        hangs.append(True)
         time.sleep(1000)
     return step(self, plan)
 ReferenceRunner.step = hang_in_the_second
 """
 
 
-def config_of(checkpoint: Path, timeout: float = 0.3) -> EngineConfig:
+def config_of(checkpoint: Path, timeout: float = 0.2) -> EngineConfig:
     options = {"runner": "reference", "num_blocks": 32, "step_timeout": timeout}
     return EngineConfig.from_options(str(checkpoint), options)
 
@@ -67,20 +74,21 @@ async def test_the_process_ends_and_says_why(llama_checkpoint, tmp_path, monkeyp
 async def test_a_thread_goes_on_when_the_step_does(llama_checkpoint, monkeypatch, caplog, tmp_path):
     """Told once a step, and nothing is ended."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    held, step = threading.Event(), reference.ReferenceRunner.step
+    held, step, now = threading.Event(), reference.ReferenceRunner.step, [0.0]
 
     def hold(self, plan):
         if plan.step == 2:
-            held.wait(30)
+            now[0] = 1.0
+            held.wait(60)
+            now[0] = 0.0
         return step(self, plan)
 
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(reference.ReferenceRunner, "step", hold)
-    engine = await AsyncEngine.start(config_of(llama_checkpoint, timeout=0.2), in_process=True)
+    engine = await AsyncEngine.start(config_of(llama_checkpoint), in_process=True)
     running = asyncio.create_task(tokens_of(engine))
-    for _ in range(500):
-        await asyncio.sleep(0.02)
-        if "stacks and plans" in caplog.text:
-            break
+    await until(lambda: "stacks and plans" in caplog.text)
+    now[0] = 2.0
     await asyncio.sleep(0.3)
     held.set()
     assert len(await running) == 4

@@ -36,8 +36,8 @@ def test_what_is_shown_is_what_comes_before_the_first_word(words, tokens, cuts):
 def test_many_long_words_cost_little():
     words = [(7,) * 200 + (8 + i,) * 56 for i in range(1024)]
     checker = StopWordFilter(StopWords(words))
-    started = time.perf_counter()
+    started = time.thread_time()
     shown = [token for _ in range(500) for token in checker.add([7])]
     # Holding every end of the text against every word took 26 ms a token.
-    assert time.perf_counter() - started < 4
+    assert time.thread_time() - started < 4
     assert (len(shown), checker.num_held) == (300, 200)

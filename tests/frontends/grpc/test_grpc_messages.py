@@ -40,9 +40,9 @@ def test_anything_else_is_a_fault(pieces, encoding):
 
 def test_many_small_messages_take_linear_time():
     reader = MessageReader("identity", 1000)
-    start = time.perf_counter()
+    start = time.thread_time()
     assert len(reader.feed(message_prefix(b"") * 200_000)) == 200_000
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 @given(st.text(max_size=200))
