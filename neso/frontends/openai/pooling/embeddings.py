@@ -11,10 +11,10 @@ import numpy as np
 import orjson
 from starlette.responses import Response
 
-from neso.frontends.openai.completions.prompts import MAX_PROMPTS
 from neso.frontends.openai.errors import invalid, to_api_error
 from neso.frontends.openai.models.targets import Targets
 from neso.frontends.openai.pooling.schemas import EmbeddingRequest
+from neso.frontends.openai.requests.prompts import MAX_PROMPTS
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 
 if TYPE_CHECKING:
