@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from neso.engine.errors import EngineDead
-from neso.frontends.openai.access.request_id import REQUEST_ID
+from neso.frontends.openai.request_id import REQUEST_ID
 from neso.generation import InvalidParameter, PromptTooLong
 from neso.server.errors import ErrorCode, ServerError
 
