@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from step_pace import StepPace
 from virtual_time import VirtualTime
 
 from neso.engine.runners.registry import has_nvidia_gpu
@@ -23,6 +24,12 @@ def same_log() -> Iterator[None]:
     yield
     log_settings().options = LogOptions()
     logging.getLogger("neso").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def step_pace(monkeypatch: pytest.MonkeyPatch) -> StepPace:
+    """Engines of this process are slow: who shall be met at work is met, and not at its end."""
+    return StepPace(monkeypatch)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ for folder in ("engine", "engine/lora", "frontends/openai"):
 
 from asgi_client import AsgiClient  # noqa: E402
 from checkpoints import make_checkpoint  # noqa: E402
+from eventually import until  # noqa: E402
 from peft_adapters import greedy_with, write_adapter  # noqa: E402
 from test_bad_adapters import as_tensors  # noqa: E402
 
@@ -165,7 +166,7 @@ async def test_by_model_name(core, made):
     assert (await complete("three"))["error"]["code"] == "model_not_found"
 
 
-async def test_metrics_name_the_adapters(core):
+async def test_metrics_name_the_adapters(core, step_pace):
     def info():
         return [
             line
@@ -180,18 +181,14 @@ async def test_metrics_name_the_adapters(core):
         asyncio.create_task(ask(core, {"max_tokens": 400, "lora_name": name}, stream=stream))
         for name in ("two", "one")
     ]
-    for _ in range(2000):
-        await asyncio.sleep(0.005)
-        if 'running_lora_adapters="one,two"' in info()[0]:
-            break
-    assert 'running_lora_adapters="one,two"' in info()[0]
+    await until(lambda: 'running_lora_adapters="one,two"' in info()[0])
+    step_pace.seconds = 0.0
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for _ in range(2000):  # the requests themselves go on to their ends
-        await asyncio.sleep(0.005)
-        if 'running_lora_adapters=""' in info()[0]:
-            break
+    await until(
+        lambda: 'running_lora_adapters=""' in info()[0]
+    )  # the requests themselves go on to their ends
     assert 'running_lora_adapters="",version="1",waiting_lora_adapters=""' in info()[0]
 
 

@@ -146,7 +146,7 @@ async def test_bad_parameter_is_answered(core):
     assert isinstance(response.error, InvalidArgument) and "temperature" in response.error.message
 
 
-async def test_cancel_frees_and_counts(core):
+async def test_cancel_frees_and_counts(core, step_pace):
     model = core.model("pilot")
     stream = model.submit(request(stream=True, parameters={"ignore_eos": True, "max_tokens": 1000}))
     await anext(stream)
@@ -179,7 +179,7 @@ async def test_first_responses_are_measured_on_both_faces(core):
     assert f'{name}_count{{model="pilot",version="1"}} 2\n' in core.metrics.render().decode()
 
 
-async def test_the_load_of_the_cache(core):
+async def test_the_load_of_the_cache(core, step_pace):
     assert core.kv_cache_load() == KvCacheLoad(
         0.0, 256 * core.model("pilot").language_model.engine.info.block_size
     )

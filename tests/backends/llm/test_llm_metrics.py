@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
+from eventually import until
 from prometheus_client.parser import text_string_to_metric_families
 from test_llm_backend import outputs, request, write_repository
 
@@ -91,16 +92,13 @@ async def test_steps_are_counted_one_by_one(tmp_path):
         assert value(core, general, general_type="iteration_counter") == steps
 
 
-async def test_aborted_and_refused_requests_are_told_apart(tmp_path):
+async def test_aborted_and_refused_requests_are_told_apart(tmp_path, step_pace):
     async with serving(tmp_path, max_num_seqs=1, max_queue_size=1) as core:
         endless = {"max_tokens": 400, "ignore_eos": True}
         stream = core.model("pilot").submit(request(stream=True, parameters=endless))
         await anext(aiter(stream))
         waiting = asyncio.create_task(outputs(core, request(parameters={"max_tokens": 2})))
-        for _ in range(500):
-            await asyncio.sleep(0.01)
-            if value(core, "vllm:num_requests_waiting"):
-                break
+        await until(lambda: value(core, "vllm:num_requests_waiting"))
         (refused,) = [r async for r in core.model("pilot").submit(request())]
         assert refused.error is not None and "max_queue_size is 1" in str(refused.error)
         assert refused.error.code is ErrorCode.UNAVAILABLE
@@ -115,7 +113,7 @@ async def test_aborted_and_refused_requests_are_told_apart(tmp_path):
         assert counts == {"stop": 0, "length": 1, "abort": 1, "error": 1}
 
 
-async def test_a_request_that_names_a_time_limit_does_not_wait_for_longer(tmp_path):
+async def test_a_request_that_names_a_time_limit_does_not_wait_for_longer(tmp_path, step_pace):
     async with serving(tmp_path, max_num_seqs=1) as core:
         endless = {"max_tokens": 400, "ignore_eos": True}
         stream = core.model("pilot").submit(request(stream=True, parameters=endless))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import weakref
 from pathlib import Path
 
 import numpy as np
 import psutil
+from eventually import until
 
 from neso.server.core import Core
 from neso.server.inference_request import InferenceRequest
@@ -51,11 +51,7 @@ async def test_a_language_model_comes_and_goes(tmp_path: Path) -> None:
             assert psutil.Process().children()
             await core.unload_model("m")
             assert model() is None
-        for _ in range(100):  # threads of sockets end by themselves
-            if taken() == before:
-                break
-            await asyncio.sleep(0.02)
-        assert taken() == before
+        await until(lambda: taken() == before)  # threads of sockets end by themselves
         assert psutil.Process().memory_info().rss - memory < 32 << 20
     finally:
         await core.stop()

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +135,17 @@ def text_input(module: Any) -> Any:
     return text
 
 
-def generate(port: int, endpoint: str, **parameters: Any) -> bytes:
+def generate(port: int, endpoint: str, begun: Callable[[], None] = lambda: None, **parameters: Any) -> bytes:
+    """The answer; `begun` is called when its first line has come."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v2/models/pilot/{endpoint}",
         orjson.dumps({"text_input": PROMPT, "temperature": 0, **parameters}),
         HEADERS,
     )
     with urllib.request.urlopen(request) as response:
-        return bytes(response.read())
+        first = bytes(response.readline())
+        begun()
+        return first + bytes(response.read())
 
 
 async def test_completions_of_openai(fronts):
@@ -206,8 +209,14 @@ async def test_generate(fronts):
     check(fronts.collector, ["InferRequest", "pilot"], (prompt_tokens, 4))
 
 
-async def test_generate_stream(fronts):
-    body = await asyncio.to_thread(generate, fronts.http, "generate_stream", stream=True, max_tokens=4)
+async def test_generate_stream(fronts, step_pace):
+    step_pace.seconds = 0.2  # until the first part has been read
+
+    def begun() -> None:
+        step_pace.seconds = 0.0
+
+    options = {"stream": True, "max_tokens": 100, "ignore_eos": True}
+    body = await asyncio.to_thread(generate, fronts.http, "generate_stream", begun, **options)
     assert body.count(b"data: ") > 1
     await asyncio.to_thread(fronts.collector.wait_for, 6)
     root = fronts.collector.span("InferRequest")
@@ -221,7 +230,7 @@ async def test_a_stream_of_grpc(fronts):
         with triton_grpc.InferenceServerClient(f"127.0.0.1:{fronts.grpc}") as client:
             client.start_stream(lambda result, error: answers.put((result, error)), headers=dict(HEADERS))
             client.async_stream_infer("pilot", [text_input(triton_grpc)], parameters={"max_tokens": 4})
-            _, error = answers.get(timeout=10)
+            _, error = answers.get(timeout=60)
             assert error is None
 
     await asyncio.to_thread(stream)
@@ -254,7 +263,7 @@ async def test_an_ensemble_that_calls_a_model_that_calls_the_engine_is_one_tree(
     ]
 
 
-async def test_a_client_that_leaves_ends_its_trace(fronts):
+async def test_a_client_that_leaves_ends_its_trace(fronts, step_pace):
     def leave() -> None:
         stream = fronts.openai().completions.create(
             model="pilot", prompt=PROMPT, max_tokens=400, stream=True, extra_headers=HEADERS

@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from core_requests import ask, collect
+from eventually import until
 from onnx_models import T, accumulator, graph, identity, linear, node, onnx
 
 from neso.server.datatypes import DataType
@@ -25,7 +26,7 @@ def direct(model: bytes, **inputs) -> list[np.ndarray]:
 
 async def answer(model, **arrays):
     """Outputs by name; raises the error."""
-    (response,) = await asyncio.wait_for(collect(ask(model, **arrays)), 20)
+    (response,) = await asyncio.wait_for(collect(ask(model, **arrays)), 60)
     if response.error is not None:
         raise response.error
     return {tensor.name: tensor.array for tensor in response.outputs}
@@ -96,7 +97,7 @@ async def test_requests_are_batched(serve_files):
     answers = await asyncio.gather(*(answer(model, X=x[n : n + 2]) for n in range(0, 16, 2)))
     expected, _ = direct(linear(), X=x)
     np.testing.assert_allclose(np.concatenate([a["SUM"] for a in answers]), expected, rtol=1e-5)
-    await asyncio.sleep(0.01)
+    await until(lambda: model.statistics.execution_count)
     statistics = model.statistics.snapshot()
     assert (statistics["inference_count"], statistics["execution_count"]) == (16, 1)
     assert statistics["batch_stats"][0]["batch_size"] == 16

@@ -94,14 +94,21 @@ async def test_gpus_that_there_are_not_fail_the_load(gpus, tmp_path, count, wron
 async def test_models_are_told_of_their_place(serve):
     code = """
 import json, time
+from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def initialize(self, args):
         self.told = json.dumps([args["model_instance_name"], args["model_instance_kind"]])
+        self.name = args["model_instance_name"]
     def execute(self, requests):
-        time.sleep(0.1)
+        folder = Path(pb_utils.get_model_dir())
+        (folder / f"here_{self.name}").touch()
+        end = time.monotonic() + 60
+        while len(list(folder.glob("here_*"))) < 3:  # each of them shall execute one request
+            assert time.monotonic() < end
+            time.sleep(0.005)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([self.told], np.object_))])]
 """
     model = await serve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -95,12 +96,14 @@ async def numbers(stream: ResponseStream) -> list[int]:
 
 async def test_a_request_is_executed_until_it_is_answered(serve) -> None:
     model = await serve(COUNTDOWN, CONFIG % "")
+    started = time.monotonic_ns()
     seen = await numbers(submit(model, 4))
+    took = time.monotonic_ns() - started
     assert seen == [11, 1, 1, 1]  # START the first time, no flags after it
     stats = model.statistics.snapshot()
     assert (stats["inference_count"], stats["execution_count"]) == (1, 4)
-    # What it waited between executions is no time in the queue.
-    assert stats["inference_stats"]["queue"]["ns"] < stats["inference_stats"]["compute_infer"]["ns"]
+    # What it waited between executions (of 2 ms each) is no time in the queue.
+    assert stats["inference_stats"]["queue"]["ns"] <= took - 4 * 2_000_000
     assert model.in_flight_count == 0
 
 
@@ -116,7 +119,7 @@ async def test_requests_join_and_leave_the_batch_of_those_that_go_on(serve) -> N
 async def test_more_requests_than_slots(serve, strategy: str) -> None:
     model = await serve(COUNTDOWN, CONFIG % strategy)
     counts = [3, 1, 7, 2, 5, 4, 6, 2, 1, 8]
-    seen = await asyncio.wait_for(asyncio.gather(*(numbers(submit(model, count)) for count in counts)), 20)
+    seen = await asyncio.wait_for(asyncio.gather(*(numbers(submit(model, count)) for count in counts)), 60)
     assert [len(executions) for executions in seen] == counts
 
 
@@ -134,15 +137,15 @@ async def test_a_request_that_is_cancelled_leaves_its_slot_to_others(serve) -> N
     assert not waiting.closed
     endless.cancel()
     with pytest.raises(Cancelled):
-        await asyncio.wait_for(numbers(endless), 5)
-    assert await asyncio.wait_for(numbers(waiting), 5) == [11]
+        await asyncio.wait_for(numbers(endless), 60)
+    assert await asyncio.wait_for(numbers(waiting), 60) == [11]
 
 
 async def test_a_warmup_ends_with_its_first_execution(serve) -> None:
     zeros = "data_type: TYPE_INT32 dims: [ 1 ] zero_data: true"
     warmup = f'model_warmup {{ name: "w" inputs {{ key: "IN" value {{ {zeros} }} }} }}'
     code = COUNTDOWN.replace("if len(seen) < count", "if count == 0 or len(seen) < count")
-    model = await asyncio.wait_for(serve(code, CONFIG % "" + warmup), 5)
+    model = await asyncio.wait_for(serve(code, CONFIG % "" + warmup), 60)
     assert await numbers(submit(model, 2)) == [11, 1]
 
 
@@ -159,7 +162,7 @@ async def test_a_coroutine_may_reschedule_too(serve) -> None:
         "time.sleep", "await asyncio.sleep"
     )
     model = await serve("import asyncio\n" + code, DECOUPLED % STATE)
-    assert await asyncio.wait_for(numbers(submit(model, 5)), 10) == [4, 3, 2, 1, 0]
+    assert await asyncio.wait_for(numbers(submit(model, 5)), 60) == [4, 3, 2, 1, 0]
 
 
 async def test_other_models_cannot_reschedule(serve) -> None:

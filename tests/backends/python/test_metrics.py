@@ -43,7 +43,7 @@ def loaded(serve):
 
 async def outcome(model) -> str:
     """What the model tells, as JSON."""
-    (response,) = await asyncio.wait_for(collect(ask(model, IN=np.ones(1, np.float32))), 10)
+    (response,) = await asyncio.wait_for(collect(ask(model, IN=np.ones(1, np.float32))), 60)
     assert response.error is None, response.error
     return response.output("OUT").strings()[0]
 

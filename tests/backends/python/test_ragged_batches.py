@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
+from eventually import until
 
 from neso.server.inference_request import InferenceRequest
 from neso.server.tensor import Tensor
@@ -44,6 +43,6 @@ async def test_requests_keep_their_own_shapes(serve, ragged: str, sizes: list[in
         tensor = Tensor.from_numpy("IN", np.ones((1, width), np.float32))
         streams.append(model.submit(InferenceRequest(model.name, {"IN": tensor})))
         if width == 4:
-            await asyncio.sleep(0.01)  # it is executed; the others wait together
+            await until(lambda: streams[0].timeline.compute_start)  # the others wait together
     answers = [(await anext(stream)).output("OUT").array.ravel().tolist() for stream in streams]
     assert answers == [[size, width] for size, width in zip(sizes, (4, 1, 2, 3), strict=True)]

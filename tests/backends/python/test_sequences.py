@@ -115,7 +115,7 @@ async def answer(stream: ResponseStream) -> InferenceResponse:
 
 
 async def sums(streams: list[ResponseStream]) -> list[Any]:
-    responses = [await asyncio.wait_for(answer(stream), 10) for stream in streams]
+    responses = [await asyncio.wait_for(answer(stream), 60) for stream in streams]
     for response in responses:
         assert response.error is None, response.error
     return [response.output("OUT").array.item() for response in responses]
@@ -142,7 +142,7 @@ async def test_sequences_add_up_on_their_instances(serve, batching) -> None:
     if model.config.max_batch_size:
         assert model.statistics.execution_count < model.statistics.inference_count
         assert max(model.statistics.batches) > 1
-    await asyncio.wait_for(model.drain(5), 5)
+    await asyncio.wait_for(model.drain(5), 60)
 
 
 async def test_requests_of_no_sequence_are_refused(serve) -> None:

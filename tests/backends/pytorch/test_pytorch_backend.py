@@ -10,6 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 from core_requests import ask, collect
+from eventually import until
 from torch_models import (
     Accumulator,
     AddSub,
@@ -52,7 +53,7 @@ def parameters(**values: str) -> str:
 
 async def answer(model, **arrays):
     """Outputs by name; raises the error."""
-    (response,) = await asyncio.wait_for(collect(ask(model, **arrays)), 20)
+    (response,) = await asyncio.wait_for(collect(ask(model, **arrays)), 60)
     if response.error is not None:
         raise response.error
     return {tensor.name: tensor.array for tensor in response.outputs}
@@ -110,7 +111,7 @@ async def test_requests_are_batched(serve_files, form):
     np.testing.assert_allclose(
         np.concatenate([a["OUTPUT__0"] for a in answers]), expected, rtol=1e-5, atol=1e-6
     )
-    await asyncio.sleep(0.01)
+    await until(lambda: model.statistics.execution_count)
     statistics = model.statistics.snapshot()
     assert (statistics["inference_count"], statistics["execution_count"]) == (16, 1)
     assert statistics["batch_stats"][0]["batch_size"] == 16

@@ -44,7 +44,7 @@ class Sample(TensorModel):
         if self.fault == "list":
             return [out]
         if self.fault == "wait":
-            assert gate.wait(10)
+            assert gate.wait(60)
         if self.fault == "slow":
             time.sleep(0.05)
         return {"OUT": out, "NOT_DECLARED": out}

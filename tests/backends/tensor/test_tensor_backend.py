@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sample_backends
 from core_requests import ask, collect
+from eventually import until
 
 from neso.server import backend
 from neso.server.errors import ErrorCode, InvalidArgument
@@ -45,7 +46,7 @@ async def answer(model, *values: float, **arrays):
                 **arrays,
             )
         ),
-        10,
+        60,
     )
     assert response.final
     return response.error or response.output("OUT").array.ravel().tolist()
@@ -53,11 +54,7 @@ async def answer(model, *values: float, **arrays):
 
 async def running(count: int) -> None:
     """Until so many instances are at work."""
-    for _ in range(1000):
-        if len(sample_backends.threads) >= count:
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError
+    await until(lambda: len(sample_backends.threads) >= count)
 
 
 def reason(core) -> str:
@@ -86,7 +83,7 @@ async def test_requests_are_batched(serve_files):
     model = core.model("model")
     answers = await asyncio.gather(*(answer(model, n) for n in range(16)))
     assert answers == [[2.0 * n] for n in range(16)]
-    await asyncio.sleep(0.01)
+    await until(lambda: model.statistics.execution_count == 2)
     statistics = model.statistics.snapshot()
     assert statistics["inference_count"] == 16
     assert (
@@ -125,7 +122,7 @@ async def test_a_cancelled_request_does_not_wait(serve_files):
     await running(1)
     waiting = ask(model, IN=np.array([2], np.float32))
     waiting.cancel()
-    (response,) = await asyncio.wait_for(collect(waiting), 5)
+    (response,) = await asyncio.wait_for(collect(waiting), 60)
     assert response.error.code is ErrorCode.CANCELLED
     sample_backends.gate.set()
     assert (await collect(executed))[0].output("OUT").array.tolist() == [2]

@@ -302,7 +302,7 @@ async def test_a_request_that_is_stopped_before_it_begins(serve_model):
     assert not len(served.backend._running)
 
 
-async def test_all_rows_of_a_batch_are_stopped(serve_model):
+async def test_all_rows_of_a_batch_are_stopped(serve_model, step_pace):
     served = await serve_model()
     inputs = {
         "input_ids": np.array([PROMPT, PROMPT[::-1]], np.int32),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_requests import ask, collect
+from eventually import until
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 
 from neso.server.core import Core
@@ -59,7 +60,7 @@ def maps(pid: int) -> str:
 
 async def outcome(core: Core, *values: float) -> list[float] | str:
     stream = ask(core.model("model"), IN=np.array(values or (1,), np.float32))
-    (response,) = await asyncio.wait_for(collect(stream), 20)
+    (response,) = await asyncio.wait_for(collect(stream), 60)
     return response.error.message if response.error is not None else response.outputs[0].array.tolist()
 
 
@@ -130,10 +131,9 @@ async def test_the_model_runs_in_the_main_thread_and_survives_ctrl_c(start):
         signal.signal(signal.SIGUSR1, lambda *_: None)
         os.kill(os.getpid(), signal.SIGINT)
         # What it starts must not have to live with that.
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        time.sleep(0.5)
+        child = subprocess.Popen(["sleep", "100"])
         child.send_signal(signal.SIGINT)
-        return answer(child.wait(10))
+        return answer(child.wait(60))
 """)
     assert await outcome(core) == [-signal.SIGINT]
 
@@ -194,7 +194,7 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        for _ in range(1000):
+        for _ in range(10_000):
             if requests[0].is_cancelled():
                 return [pb_utils.InferenceResponse(error=pb_utils.TritonError("seen", pb_utils.TritonError.CANCELLED))]
             time.sleep(0.01)
@@ -210,8 +210,5 @@ class TritonPythonModel:
 """)
     assert "exit status 4" in await outcome(core)
     slow = core.model("slow")
-    for _ in range(100):
-        if slow.in_flight_count == 0:
-            break
-        await asyncio.sleep(0.05)
+    await until(lambda: slow.in_flight_count == 0)
     assert slow.in_flight_count == 0 and slow.statistics.failures["CANCELED"] == 1
