@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import orjson
 
 from neso.engine.errors import EngineDead
-from neso.frontends.openai.access.request_id import REQUEST_ID
+from neso.frontends.openai.request_id import REQUEST_ID
 from neso.generation import InvalidParameter, PromptTooLong
 from neso.server.errors import ErrorCode, ServerError
 
@@ -52,6 +53,12 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def renamed(error: InvalidParameter, client_names: Mapping[str, str]) -> ApiError:
+    """A 400 about a field, as the client knows it."""
+    name = client_names.get(error.field, error.field)
+    return invalid(name, f"Invalid '{name}': {error.message}")
+
+
 def too_long(param: str, error: PromptTooLong) -> ApiError:
     """A 400 about the field that a prompt comes from."""
     return invalid(
@@ -66,7 +73,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidParameter):
-        return invalid(error.field, f"Invalid '{error.field}': {error.message}")
+        return renamed(error, {})
     if isinstance(error, EngineDead):
         return ApiError(503, str(error) or "The model's engine has ended.")
     if isinstance(error, ServerError):

@@ -10,7 +10,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neso.frontends.openai.access.authentication import key_of
-from neso.frontends.openai.access.request_id import REQUEST_ID
+from neso.frontends.openai.request_id import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 

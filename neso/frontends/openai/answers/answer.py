@@ -18,9 +18,9 @@ from neso.frontends.openai.answers.merge import Indexed, merge
 from neso.frontends.openai.answers.prompt_record import PromptRecord
 from neso.frontends.openai.answers.sse import DONE, ChunkWriter, EventStream
 from neso.frontends.openai.answers.usage import UsageTotals
-from neso.frontends.openai.completions.prompts import Prompt
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.models.targets import Target
+from neso.frontends.openai.requests.prompts import Prompt
 from neso.frontends.openai.requests.schemas import GenerationFields
 from neso.generation import (
     CompletionDelta,

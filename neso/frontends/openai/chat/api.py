@@ -11,13 +11,13 @@ from neso.frontends.openai.chat.media import Media
 from neso.frontends.openai.chat.message_format import MessageFormat
 from neso.frontends.openai.chat.message_formats import MessageFormats
 from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.chat.sampling import chat_names, chat_sampling
 from neso.frontends.openai.chat.tool_use import ToolUse
-from neso.frontends.openai.completions.prompts import cut_prompt
-from neso.frontends.openai.errors import ApiError, invalid, to_api_error, too_long
+from neso.frontends.openai.errors import ApiError, invalid, renamed, too_long
 from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.requests.prompts import cut_prompt
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
-from neso.frontends.openai.requests.sampling import chat_names, chat_sampling, renamed
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.generation import InvalidParameter, PromptTooLong
 
@@ -74,11 +74,8 @@ class ChatApi:
 
 def explain(error: InvalidParameter, request: ChatCompletionRequest) -> ApiError:
     """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
-    names = chat_names(request)
-    if error.field in names:
-        return renamed(error, names)
     if error.field not in ("prompt", "messages", "images"):
-        return to_api_error(error)
+        return renamed(error, chat_names(request))
     if isinstance(error, PromptTooLong):
         return too_long("messages", error)
     return invalid("messages", f"Invalid 'messages': {error.message}")

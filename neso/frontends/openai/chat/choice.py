@@ -21,7 +21,7 @@ class ChatChoice(Choice):
     ) -> None:
         self._index = index
         self._reader = reader
-        self._tools = text
+        self._text_tools = text
         self._by_number = bool(request.return_tokens_as_token_ids)
         self._with_reasoning = request.include_reasoning is not False
         self._logprobs: list[dict[str, Any]] | None = [] if request.logprobs else None
@@ -82,7 +82,7 @@ class ChatChoice(Choice):
     def _read(self, delta: CompletionDelta) -> list[MessageEvent]:
         """Take note of a delta; what it makes known of the message."""
         if self._logprobs is not None and delta.logprobs:
-            self._logprobs += chat_logprobs(delta.logprobs, self._tools, by_number=self._by_number)
+            self._logprobs += chat_logprobs(delta.logprobs, self._text_tools, by_number=self._by_number)
         if self._token_ids is not None:
             self._token_ids += delta.token_ids
         events = self._reader.feed(delta.text, len(delta.token_ids))

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Any
 from neso.frontends.openai.answers.answer import Answer, AnswerKind
 from neso.frontends.openai.answers.prompt_record import PromptRecord
 from neso.frontends.openai.completions.choice import CompletionChoice
-from neso.frontends.openai.completions.prompts import (
-    Prompt,
-    completion_prompts,
-    cut_prompt,
-    prompt_text,
-)
-from neso.frontends.openai.errors import ApiError, to_api_error, too_long
+from neso.frontends.openai.completions.prompts import completion_prompts
+from neso.frontends.openai.completions.sampling import completion_names, completion_sampling
+from neso.frontends.openai.errors import ApiError, renamed, too_long
 from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai.requests.prompts import Prompt, cut_prompt, prompt_text
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
-from neso.frontends.openai.requests.sampling import completion_names, completion_sampling, renamed
 from neso.frontends.openai.requests.schemas import CompletionRequest
 from neso.generation import InvalidParameter, PromptTooLong
 
@@ -79,5 +75,4 @@ class CompletionsApi:
 def _explain(error: InvalidParameter, request: CompletionRequest) -> ApiError:
     if isinstance(error, PromptTooLong):
         return too_long("prompt", error)
-    names = completion_names(request)
-    return renamed(error, names) if error.field in names else to_api_error(error)
+    return renamed(error, completion_names(request))

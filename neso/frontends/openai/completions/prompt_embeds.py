@@ -12,9 +12,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
-Vectors = npt.NDArray[Any]
+from neso.frontends.openai.requests.prompts import Vectors
 
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),

@@ -8,13 +8,13 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 from starlette.responses import Response
 
-from neso.frontends.openai.completions.prompts import MAX_PROMPTS
 from neso.frontends.openai.errors import invalid, to_api_error
 from neso.frontends.openai.models.targets import Targets
+from neso.frontends.openai.pooling.answer import json_response, pooling_usage
 from neso.frontends.openai.pooling.schemas import EmbeddingRequest
+from neso.frontends.openai.requests.prompts import MAX_PROMPTS
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 
 if TYPE_CHECKING:
@@ -81,19 +81,3 @@ def _encoded(output: PooledOutput, *, as_base64: bool) -> Any:
     if as_base64:
         return base64.b64encode(output.values.astype("<f4").tobytes()).decode()
     return np.ascontiguousarray(output.values, np.float32)
-
-
-def pooling_usage(pooled: list[PooledOutput]) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    tokens = sum(output.num_prompt_tokens for output in pooled)
-    return {
-        "prompt_tokens": tokens,
-        "total_tokens": tokens,
-        "completion_tokens": 0,
-        "prompt_tokens_details": None,
-    }
-
-
-def json_response(body: dict[str, Any]) -> Response:
-    """An object that may hold numpy arrays."""
-    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")

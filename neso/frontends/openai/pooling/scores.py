@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from starlette.responses import Response
 
-from neso.frontends.openai.completions.prompts import MAX_PROMPTS
 from neso.frontends.openai.errors import invalid, to_api_error
 from neso.frontends.openai.models.targets import Targets
-from neso.frontends.openai.pooling.embeddings import json_response, pooling_usage
+from neso.frontends.openai.pooling.answer import json_response, pooling_usage
 from neso.frontends.openai.pooling.schemas import PoolingFields, RerankRequest, ScoreRequest, as_document
+from neso.frontends.openai.requests.prompts import MAX_PROMPTS
 from neso.generation import InvalidParameter, PooledOutput, PoolingRequest
 from neso.generation.scoring import Float32Array, Scoring
 

@@ -1,4 +1,4 @@
-"""From a request's fields to sampling parameters."""
+"""From the fields that all requests have to sampling parameters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from neso.frontends.openai.chat.message_format import MessageFormat
-from neso.frontends.openai.errors import ApiError, invalid
-from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.openai.requests.guided import asked_form
-from neso.frontends.openai.requests.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from neso.generation import GuidedDecoding, InvalidParameter, SamplingDefaults, SamplingParams
+from neso.frontends.openai.errors import renamed
+from neso.frontends.openai.requests.schemas import GenerationFields
+from neso.generation import InvalidParameter, SamplingDefaults, SamplingParams
 
 _SAME_NAME = (
     "n",
@@ -41,62 +38,8 @@ _SAME_NAME = (
 )
 
 
-def chat_names(request: ChatCompletionRequest) -> dict[str, str]:
-    """Fields of the engine as the client of a chat knows them."""
-    return {"logprobs": "top_logprobs"} if request.top_logprobs is not None else {}
-
-
-def completion_names(request: CompletionRequest) -> dict[str, str]:
-    """Fields of the engine as the client of a completion knows them: the echo's `logprobs` are of the prompt."""
-    return {"prompt_logprobs": "logprobs"} if request.prompt_logprobs is None else {}
-
-
-def completion_sampling(
-    request: CompletionRequest, defaults: SamplingDefaults, options: OpenAIOptions
-) -> SamplingParams:
-    """The sampling parameters of a completion; `defaults` are the model's. Raises `ApiError`.
-
-    As in vLLM, their `max_new_tokens` is no default here, but may be a limit.
-    `max_tokens` 0 asks for nothing beyond the prompt. One token is generated all the same and thrown away: the
-    engine has no request that generates none.
-    """
-    asked = options.default_max_tokens if request.max_tokens is None else request.max_tokens
-    values = _common(request, defaults)
-    values["max_tokens"] = defaults.max_tokens(asked) or 1
-    values["logprobs"] = request.logprobs
-    values["guided_decoding"] = wanted_form(request)
-    if request.echo and request.logprobs is not None:
-        most = max(request.logprobs, request.prompt_logprobs or 0)
-        values["prompt_logprobs"] = request.logprobs if request.logprobs < 0 else most
-    return _make(values, completion_names(request))
-
-
-def chat_sampling(
-    request: ChatCompletionRequest, defaults: SamplingDefaults, message_format: MessageFormat
-) -> SamplingParams:
-    """The sampling parameters of a chat; `defaults` are the model's. Without a limit it goes on to that of the context.
-
-    Raises `ApiError`.
-    """
-    limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    values = _common(request, defaults)
-    values["max_tokens"] = defaults.max_tokens(getattr(request, limit_name))
-    if request.logprobs:
-        values["logprobs"] = request.top_logprobs or 0
-    values["guided_decoding"] = message_format.guided_decoding
-    values["shown_special_tokens"] = message_format.shown_special_tokens
-    return _make(values, {"max_tokens": limit_name, **chat_names(request)})
-
-
-def wanted_form(request: GenerationFields) -> GuidedDecoding | None:
-    """The form that the answer is to have. Raises `ApiError`."""
-    try:
-        return asked_form(request)
-    except InvalidParameter as error:
-        raise renamed(error, {}) from None
-
-
-def _common(request: GenerationFields, defaults: SamplingDefaults) -> dict[str, Any]:
+def common_values(request: GenerationFields, defaults: SamplingDefaults) -> dict[str, Any]:
+    """The parameters that completions and chats have in common; `defaults` are the model's."""
     has_beams = request.use_beam_search or (request.beam_width or 1) > 1
     values = {} if has_beams else defaults.given()  # the scores of beams are the model's own
     values |= {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
@@ -123,14 +66,9 @@ def _beams(request: GenerationFields) -> dict[str, Any]:
     return {"beam_width": width, "best_of": None, **({"temperature": 0.0} if width == 1 else {})}
 
 
-def _make(values: dict[str, Any], client_names: dict[str, str]) -> SamplingParams:
+def make_sampling(values: dict[str, Any], client_names: dict[str, str]) -> SamplingParams:
+    """Raises `ApiError` about the field as the client knows it."""
     try:
         return SamplingParams(**values)
     except InvalidParameter as error:
         raise renamed(error, client_names) from None
-
-
-def renamed(error: InvalidParameter, client_names: dict[str, str]) -> ApiError:
-    """The error, about the field as the client knows it."""
-    name = client_names.get(error.field, error.field)
-    return invalid(name, f"Invalid '{name}': {error.message}")

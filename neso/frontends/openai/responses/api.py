@@ -16,12 +16,12 @@ from neso.frontends.openai.chat.api import explain
 from neso.frontends.openai.chat.media import Media
 from neso.frontends.openai.chat.message_formats import MessageFormats
 from neso.frontends.openai.chat.messages import chat_prompt
+from neso.frontends.openai.chat.sampling import chat_sampling
 from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.models.targets import Target, Targets
 from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
-from neso.frontends.openai.requests.sampling import chat_sampling
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.responses.chat_request import chat_request, renamed_here
 from neso.frontends.openai.responses.conversation import Item, input_items
