@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from server_process import ServerProcess
+from step_pace import slow_children
 
 from neso.engine.llm import LLM
 from neso.models import SHIPPED_MODELS
@@ -24,6 +25,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def server() -> Iterator[ServerProcess]:
     """`neso serve` without any model named: the shipped one."""
     with ServerProcess() as process:
+        assert process.ports, process.output
+        yield process
+
+
+@pytest.fixture(scope="session")
+def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """As `server`, with an engine whose steps take 50 ms: what is long is still at work when that matters."""
+    with pytest.MonkeyPatch.context() as patch:
+        slow_children(patch, tmp_path_factory.mktemp("slow"))
+        process = ServerProcess()
+    with process:
         assert process.ports, process.output
         yield process
 

@@ -36,7 +36,7 @@ class ServerProcess:
         self,
         *arguments: str | Path,
         cwd: Path | None = None,
-        timeout: float = 60.0,
+        timeout: float = 90.0,
         python: str | Path = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -77,15 +77,15 @@ class ServerProcess:
         self.stop()
 
     def stop(self) -> int:
-        """SIGTERM, and the exit status; killed if that takes longer than 20 s."""
+        """SIGTERM, and the exit status; killed if that takes longer than 45 s."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(20)
+            self.process.wait(45)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._reader.join(5)
+        self._reader.join(20)
         return self.process.returncode
 
     def url(self, path: str = "", protocol: str = "http") -> str:
@@ -125,11 +125,3 @@ def _call(request: urllib.request.Request) -> tuple[int, bytes]:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
-
-
-def wait_until(condition: Any, timeout: float = 20.0) -> None:
-    """Look at `condition()` until it is true."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)

@@ -10,7 +10,9 @@ import time
 import openai
 import psutil
 import pytest
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
+from step_pace import slow_children
 
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
@@ -79,9 +81,12 @@ def _assert_idle(server: ServerProcess) -> None:
     def used() -> float:
         return sum(p.cpu_times().user + p.cpu_times().system for p in processes)
 
-    before, started = used(), time.monotonic()
-    time.sleep(2)
-    assert (used() - before) / (time.monotonic() - started) < 0.1
+    def idle() -> bool:
+        before, started = used(), time.monotonic()
+        time.sleep(2)
+        return (used() - before) / (time.monotonic() - started) < 0.1
+
+    wait_until(idle)  # they may have to tidy up first
 
 
 async def test_books_balance_after_aborts_in_every_state():
@@ -116,7 +121,8 @@ async def test_books_balance_after_aborts_in_every_state():
         await engine.stop()
 
 
-async def test_requests_fail_when_the_engine_dies():
+async def test_requests_fail_when_the_engine_dies(monkeypatch, tmp_path):
+    slow_children(monkeypatch, tmp_path)
     engine = await AsyncEngine.start(EngineConfig.from_options(str(PILOT), {}))
     reasons: list[str] = []
     engine.on_dead(reasons.append)
@@ -156,4 +162,4 @@ def test_engines_end_with_a_server_that_is_killed():
     with ServerProcess() as server:
         (engine,) = _engines(server)
         server.process.kill()
-        engine.wait(10)
+        engine.wait(60)

@@ -47,7 +47,7 @@ def test_http(server, path, body, status, message):
 
 
 def test_body_too_large(server):
-    with socket.create_connection(("127.0.0.1", server.ports["http"]), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.ports["http"]), timeout=60) as connection:
         connection.sendall(
             f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 33}\r\n\r\n".encode()
         )
@@ -71,7 +71,7 @@ def test_grpc_stream(server, prompt, parameters, message):
         tensor.set_data_from_numpy(np.array([prompt.encode()], np.object_))
         triton.start_stream(lambda result, error: results.put(error or result))
         triton.async_stream_infer(MODEL, [tensor], parameters=parameters)
-        error = results.get(timeout=20)
+        error = results.get(timeout=60)
         triton.stop_stream()
     assert isinstance(error, InferenceServerException)
     assert message in error.message()

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server" / "response_cache"))
 
@@ -51,7 +52,8 @@ def serve(tmp_path, redis):
     return (
         f"--model-repository={tmp_path / 'models'}",
         f"--cache-config=redis,host=127.0.0.1,port={redis.port}",
-        "--cache-config=redis,socket_timeout=500",
+        "--cache-config=redis,socket_timeout=60000",
+        "--cache-config=redis,connect_timeout=60000",
     )
 
 

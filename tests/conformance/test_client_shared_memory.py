@@ -18,12 +18,14 @@ import tritonclient.grpc.aio as grpc_aio
 import tritonclient.http as http_client
 import tritonclient.http.aio as http_aio
 import tritonclient.utils.shared_memory as shm
+from eventually import until
 from server_process import ServerProcess
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 SIZE = 8192
 MODEL = """
 import time
+from pathlib import Path
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
@@ -33,7 +35,13 @@ class TritonPythonModel:
     def answer(self, request):
         x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
         s = pb_utils.get_input_tensor_by_name(request, "S").as_numpy()
-        time.sleep(float(x[0]))  # seconds
+        if x[0] > 0:
+            folder = Path(pb_utils.get_model_dir())
+            (folder / "begun").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.005)
+            (folder / "begun").unlink()
+            (folder / "go").unlink()
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", x * 2), pb_utils.Tensor("T", s)])
 """
 CONFIG = """
@@ -293,7 +301,8 @@ async def test_with_the_asyncio_clients(protocol, aio, process, memory):
 
 
 @pytest.mark.parametrize(("protocol", "aio"), [("http", http_aio), ("grpc", grpc_aio)])
-async def test_a_request_in_flight_keeps_what_is_unregistered(protocol, aio, process, memory):
+async def test_a_request_in_flight_keeps_what_is_unregistered(protocol, aio, process, memory, repository):
+    folder = repository / "double" / "1"
     numbers = np.array([1, 1, 1, 1], np.float32)
     shm.set_shared_memory_region(memory, [numbers])
     async with aio.InferenceServerClient(process.address(protocol)) as client:
@@ -301,9 +310,9 @@ async def test_a_request_in_flight_keeps_what_is_unregistered(protocol, aio, pro
         answer = asyncio.ensure_future(
             client.infer("double", region_inputs(aio), outputs=region_outputs(aio))
         )
-        await asyncio.sleep(0.4)
+        await until((folder / "begun").exists)
         await client.unregister_system_shared_memory("region")
-        assert not answer.done()
+        (folder / "go").touch()
         await answer
     assert shm.get_contents_as_numpy(memory, np.float32, [4], 4096).tolist() == [2, 2, 2, 2]
     assert shm.get_contents_as_numpy(memory, np.object_, [3], 6000).tolist() == STRINGS.tolist()

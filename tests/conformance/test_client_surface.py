@@ -301,24 +301,24 @@ async def asynchronous_requests(flavour: Flavour, client: Any, server: ServerPro
         replies = await asyncio.gather(*(client.infer("double", inputs(flavour)) for _ in range(8)))
     elif flavour.protocol == "http":
         pending = [client.async_infer("double", inputs(flavour)) for _ in range(8)]
-        replies = [request.get_result(block=True, timeout=20) for request in pending]
+        replies = [request.get_result(block=True, timeout=60) for request in pending]
     else:
         answers: queue.Queue[Any] = queue.Queue()
         for _ in range(8):
             client.async_infer("double", inputs(flavour), lambda result, error: answers.put(error or result))
-        replies = [answers.get(timeout=20) for _ in range(8)]
+        replies = [answers.get(timeout=60) for _ in range(8)]
     for reply in replies:
         np.testing.assert_array_equal(reply.as_numpy("Y"), X * 2)
 
 
 async def cancelling_one(flavour: Flavour, client: Any, server: ServerProcess) -> None:
     """The call context of an asynchronous gRPC request."""
-    slow = [flavour.input("X", X + 1, "FP32"), flavour.input("S", S, "BYTES")]
+    slow = [flavour.input("X", X + 3, "FP32"), flavour.input("S", S, "BYTES")]
     if flavour.name == "grpc":
         answers: queue.Queue[Any] = queue.Queue()
         context = client.async_infer("double", slow, lambda result, error: answers.put((result, error)))
         context.cancel()
-        _, error = answers.get(timeout=20)
+        _, error = answers.get(timeout=60)
         assert error.status() == "StatusCode.CANCELLED"
     elif flavour.name == "grpc.aio":
         task = asyncio.ensure_future(client.infer("double", slow))
@@ -329,7 +329,7 @@ async def cancelling_one(flavour: Flavour, client: Any, server: ServerProcess) -
 
 
 async def timeouts(flavour: Flavour, client: Any, server: ServerProcess) -> None:
-    slow = [flavour.input("X", X + 1, "FP32"), flavour.input("S", S, "BYTES")]
+    slow = [flavour.input("X", X + 3, "FP32"), flavour.input("S", S, "BYTES")]
     if flavour.protocol == "grpc":
         with pytest.raises(InferenceServerException) as caught:
             await settled(client.infer("double", slow, client_timeout=0.2))
@@ -371,7 +371,7 @@ async def streams(flavour: Flavour, client: Any, server: ServerProcess) -> None:
         for name in counts:
             client.async_stream_infer(**arguments(name), enable_empty_final_response=True)
         while len(ended) < len(counts):
-            take(*answers.get(timeout=20))
+            take(*answers.get(timeout=60))
         client.stop_stream()
         assert ended == set(counts)
     elif flavour.name == "grpc.aio":
@@ -393,9 +393,9 @@ async def cancelling_streams(flavour: Flavour, client: Any, server: ServerProces
         answers: queue.Queue[Any] = queue.Queue()
         client.start_stream(lambda result, error: answers.put(error))
         client.async_stream_infer(**{**slow, "inputs": inputs(flavour)})
-        assert answers.get(timeout=20) is None
+        assert answers.get(timeout=60) is None
         client.async_stream_infer(**{**slow, "model_name": "nobody"})
-        assert "nobody" in str(answers.get(timeout=20))
+        assert "nobody" in str(answers.get(timeout=60))
         client.stop_stream(cancel_requests=True)
     elif flavour.name == "grpc.aio":
         more = asyncio.Event()

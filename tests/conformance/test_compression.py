@@ -65,7 +65,7 @@ def post(served, body: bytes, **headers: str):
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(served.url(INFER), body, names)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.headers, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.headers, error.read()
@@ -227,11 +227,11 @@ def test_grpc_stream_is_compressed_too(repository):
     ):
         triton.start_stream(lambda result, error: results.put(error or result), compression_algorithm="gzip")
         triton.async_stream_infer("identity", [tensor])
-        assert results.get(timeout=30).as_numpy("OUTPUT").shape == (1, 1 << 16)
+        assert results.get(timeout=60).as_numpy("OUTPUT").shape == (1, 1 << 16)
         triton.stop_stream()
         assert counter.sent < 1 << 14 and counter.received < 1 << 14
 
 
 def test_unknown_level_is_refused():
     command = [sys.executable, "-m", "neso.cli", "serve", "--grpc-infer-response-compression-level=most"]
-    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 2
+    assert subprocess.run(command, capture_output=True, timeout=100).returncode == 2

@@ -31,7 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def curl(*arguments: str) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of the last answer; interim ones are skipped."""
-    output = subprocess.run(["curl", "-si", *arguments], capture_output=True, timeout=30, check=True).stdout
+    output = subprocess.run(["curl", "-si", *arguments], capture_output=True, timeout=100, check=True).stdout
     status, headers, body = 100, "", output
     while status == 100:
         head, _, body = body.partition(b"\r\n\r\n")

@@ -79,7 +79,7 @@ def test_example(served, language, code, answer):
         [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
     )
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONWARNINGS": "error"}
+        command, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONWARNINGS": "error"}
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()

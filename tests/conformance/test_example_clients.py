@@ -31,7 +31,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def run(script: str, *arguments: str | Path, fails: bool = False) -> str:
     """What the script prints; of one that fails, its errors."""
     command = [sys.executable, SCRIPTS / f"{script}.py", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert (result.returncode != 0) == fails, result.stdout + result.stderr
     return result.stderr if fails else result.stdout
 

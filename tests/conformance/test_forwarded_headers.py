@@ -66,7 +66,7 @@ def test_generate(process, endpoint):
 
     url = process.url(f"/v2/models/parameters/{endpoint}")
     request = urllib.request.Request(url, b'{"IN": "x", "parameters": {"own": 1}}', HEADERS)
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         body = response.read().removeprefix(b"data: ")
     assert json.loads(json.loads(body)["OUT"]) == {**FORWARDED, "own": 1}
 
@@ -79,7 +79,7 @@ def test_stream(process):
             client.async_stream_infer(
                 "parameters", [tensor(grpc_client)], request_id=str(number), parameters={"n": number}
             )
-        results = [answers.get(timeout=20) for _ in range(3)]
+        results = [answers.get(timeout=60) for _ in range(3)]
         client.stop_stream()
     assert {result.get_response().id: seen(result) for result in results} == {
         str(number): {"x-team": "left", "n": number} for number in range(3)
@@ -88,5 +88,5 @@ def test_stream(process):
 
 def test_bad_pattern():
     with ServerProcess("--http-header-forward-pattern=(") as server:
-        assert server.process.wait(20) == 2
+        assert server.process.wait(60) == 2
         assert "--http-header-forward-pattern: '(' is not a regular expression: missing" in server.output

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as client
 import tritonclient.grpc.aio as aio
-from server_process import wait_until
+from eventually import wait_until
 from tritonclient.utils import InferenceServerException
 
 from neso.generation import SamplingParams
@@ -63,7 +63,7 @@ def test_stream_with_final_flags(triton, llm):
     triton.async_stream_infer(MODEL, inputs(QUESTION, True), request_id="q", parameters={"temperature": 0.0})
     text, final = "", False
     while not final:
-        result = results.get(timeout=30)
+        result = results.get(timeout=60)
         assert not isinstance(result, Exception), result
         response = result.get_response()
         assert response.id == "q"
@@ -87,7 +87,7 @@ def test_many_requests_interleave_on_one_stream(triton, llm):
         )
     texts, open_requests, order = dict.fromkeys(map(str, range(12)), ""), set(map(str, range(12))), []
     while open_requests:
-        result = results.get(timeout=30)
+        result = results.get(timeout=60)
         assert not isinstance(result, Exception), result
         response = result.get_response()
         texts[response.id] += text_of(result)
@@ -103,27 +103,29 @@ def test_error_leaves_the_stream_open(triton, llm):
     results: queue.Queue = queue.Queue()
     triton.start_stream(lambda result, error: results.put(error or result))
     triton.async_stream_infer(MODEL, inputs(QUESTION, False), parameters={"max_tokens": -1})
-    assert "max_tokens" in results.get(timeout=30).message()
+    assert "max_tokens" in results.get(timeout=60).message()
     triton.async_stream_infer(
         MODEL, inputs(QUESTION, False), parameters={"temperature": 0.0, "max_tokens": 3}
     )
-    assert text_of(results.get(timeout=30)) == answer(llm, QUESTION, max_tokens=3)
+    assert text_of(results.get(timeout=60)) == answer(llm, QUESTION, max_tokens=3)
     triton.stop_stream()
 
 
-def test_cancelled_stream_frees_its_sequences(server):
+def test_cancelled_stream_frees_its_sequences(slow_server):
+    server = slow_server
     with client.InferenceServerClient(server.address("grpc")) as triton:
         results: queue.Queue = queue.Queue()
         triton.start_stream(lambda result, error: results.put(error or result))
         parameters = {"ignore_eos": True, "max_tokens": 1500}
         triton.async_stream_infer(MODEL, inputs(QUESTION, True), parameters=parameters)
-        results.get(timeout=30)
-        assert server.gauge("vllm:num_requests_running") >= 1
+        results.get(timeout=60)
+        wait_until(lambda: server.gauge("vllm:num_requests_running"))
         triton.stop_stream(cancel_requests=True)
     wait_until(lambda: server.gauge("vllm:num_requests_running") == 0)
 
 
-async def test_aio_stream_and_cancel(server, llm):
+async def test_aio_stream_and_cancel(slow_server, llm):
+    server = slow_server
     async with aio.InferenceServerClient(server.address("grpc")) as triton:
         assert await triton.is_server_ready()
 

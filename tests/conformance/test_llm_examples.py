@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(script: str, *arguments: str) -> str:
     command = [sys.executable, str(EXAMPLES / script), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -7,7 +7,8 @@ import re
 
 import pytest
 import tritonclient.http as triton
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
 
 MODEL = """
 import triton_python_backend_utils as pb_utils

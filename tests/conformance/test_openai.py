@@ -7,7 +7,7 @@ import json
 
 import openai
 import pytest
-from server_process import wait_until
+from eventually import wait_until
 
 from neso.generation import SamplingParams
 
@@ -126,18 +126,20 @@ def test_async_client_runs_many_at_once(server, llm):
     assert asyncio.run(run()) == [expected] * 8
 
 
-def test_client_that_leaves_cancels(server):
+def test_client_that_leaves_cancels(slow_server):
+    server = slow_server
     with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none") as client:
         stream = client.completions.create(
             model=MODEL, prompt=QUESTION, max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         )
         next(iter(stream))
-        assert server.gauge("vllm:num_requests_running") >= 1
+        wait_until(lambda: server.gauge("vllm:num_requests_running"))
         stream.close()
     wait_until(lambda: server.gauge("vllm:num_requests_running") == 0)
 
 
-def test_client_that_leaves_without_streaming_cancels(server):
+def test_client_that_leaves_without_streaming_cancels(slow_server):
+    server = slow_server
     with (
         openai.OpenAI(
             base_url=server.url("/v1", "openai"), api_key="none", max_retries=0, timeout=0.3

@@ -8,8 +8,8 @@ import time
 
 import openai
 import pytest
+from eventually import wait_until
 from pydantic import BaseModel
-from server_process import wait_until
 
 from neso.generation import SamplingParams
 
@@ -32,6 +32,12 @@ def api(server, request):
 @pytest.fixture
 def one_api(server):
     with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def slow_api(slow_server):
+    with openai.OpenAI(base_url=slow_server.url("/v1", "openai"), api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -255,17 +261,17 @@ def test_a_stream_from_the_background_can_be_taken_up_again(one_api):
     assert "".join(deltas) == rest[-1].response.output_text
 
 
-def test_cancel(one_api, server):
-    made = one_api.responses.create(
+def test_cancel(slow_api, slow_server):
+    made = slow_api.responses.create(
         model=MODEL, input=QUESTION, background=True, extra_body={"ignore_eos": True}
     )
-    wait_until(lambda: one_api.responses.retrieve(made.id).status == "in_progress")
-    assert one_api.responses.cancel(made.id).status == "cancelled"
-    assert one_api.responses.retrieve(made.id).status == "cancelled"
-    wait_until(lambda: server.gauge("vllm:num_requests_running") == 0, 5)
-    done = one_api.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
+    wait_until(lambda: slow_api.responses.retrieve(made.id).status == "in_progress")
+    assert slow_api.responses.cancel(made.id).status == "cancelled"
+    assert slow_api.responses.retrieve(made.id).status == "cancelled"
+    wait_until(lambda: slow_server.gauge("vllm:num_requests_running") == 0)
+    done = slow_api.responses.create(model=MODEL, input="Hi", max_output_tokens=1)
     with pytest.raises(openai.BadRequestError):
-        one_api.responses.cancel(done.id)
+        slow_api.responses.cancel(done.id)
 
 
 def test_truncation(one_api):
@@ -319,13 +325,13 @@ def test_unknown_responses_and_models(server):
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_client_that_goes_away_aborts_its_response(one_api, server):
-    stream = one_api.responses.create(
+def test_a_client_that_goes_away_aborts_its_response(slow_api, slow_server):
+    stream = slow_api.responses.create(
         model=MODEL, input=QUESTION, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     stream.close()
-    wait_until(lambda: server.gauge("vllm:num_requests_running") == 0, 5)
+    wait_until(lambda: slow_server.gauge("vllm:num_requests_running") == 0)
 
 
 def test_input_tokens(one_api):

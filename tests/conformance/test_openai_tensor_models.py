@@ -11,7 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
 
 REPOSITORY = Path(__file__).parent / "repositories" / "text_models"
 WORDS = [f" w{i}" for i in range(8)]
@@ -285,6 +286,6 @@ def test_options_for_models_without_a_tokenizer(tmp_path: Path) -> None:
 def test_options_that_cannot_be_used_end_the_start(option: str) -> None:
     started = time.monotonic()
     with ServerProcess("--model-repository", REPOSITORY, option) as server:
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
         assert "/nowhere" in server.output
     assert time.monotonic() - started < 30

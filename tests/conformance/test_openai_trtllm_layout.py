@@ -9,8 +9,9 @@ from typing import Any
 
 import openai
 import pytest
+from eventually import wait_until
 from layout_repository import ANSWER, PROMPT, init
-from server_process import ServerProcess, wait_until
+from server_process import ServerProcess
 
 CHAINS = ("ensemble", "tensorrt_llm_bls")
 MODELS = (*CHAINS, "tensorrt_llm")

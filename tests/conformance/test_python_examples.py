@@ -11,6 +11,7 @@ import psutil
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
+from eventually import wait_until
 from server_process import ServerProcess
 from tritonclient.utils import InferenceServerException
 
@@ -122,7 +123,7 @@ def test_metrics_are_the_servers(client, server):
     metrics = server.metrics()
     assert metrics['example_units_total{model="custom_metrics",version="1"}'] == 32
     assert metrics['example_unit_sizes_bucket{le="10"}'] == 1 and metrics["example_unit_sizes_count"] == 2
-    assert "counted 30.0" in server.output
+    wait_until(lambda: "counted 30.0" in server.output)
 
 
 def stream(server: ServerProcess, model: str, requests: list[list]) -> dict[str, list]:
@@ -135,7 +136,7 @@ def stream(server: ServerProcess, model: str, requests: list[list]) -> dict[str,
             client.async_stream_infer(model, inputs, request_id=str(i), enable_empty_final_response=True)
         ended = 0
         while ended < len(requests):
-            result, error = results.get(timeout=20)
+            result, error = results.get(timeout=60)
             assert error is None, error
             response = result.get_response()
             ended += response.parameters["triton_final_response"].bool_param

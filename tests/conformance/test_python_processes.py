@@ -18,7 +18,8 @@ import psutil
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
 from tritonclient.utils import InferenceServerException
 
 TENSORS = """
@@ -118,7 +119,7 @@ def test_crashes_under_load_touch_nobody_else(tmp_path):
                 time.sleep(0.1)
                 with pytest.raises(InferenceServerException, match="SIGSEGV"):
                     infer(client, "fragile", np.array([-1], np.float32))
-            wait_until(lambda: all(load.outcomes["right"] > 10 for load in loads.values()), timeout=60)
+            wait_until(lambda: all(load.outcomes["right"] > 10 for load in loads.values()))
             wait_until(lambda: client.is_model_ready("fragile"))
         outcomes = {key: load.end() for key, load in loads.items()}
         for (model, size), outcome in outcomes.items():
@@ -147,7 +148,7 @@ def test_processes_end_when_the_server_is_killed(tmp_path):
             client.async_infer("stuck", [given])
             assert_memory_is_anonymous(psutil.Process(server.process.pid))
             os.kill(server.process.pid, signal.SIGKILL)
-            _, alive = psutil.wait_procs(children, timeout=10)
+            _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 

@@ -38,7 +38,7 @@ instance_group { count: 2 rate_limiter { resources { name: "R" count: 1 } priori
 @pytest.fixture(scope="module")
 def options() -> None:
     help_text = subprocess.run(
-        [sys.executable, "-m", "neso.cli", "serve", "--help"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "neso.cli", "serve", "--help"], capture_output=True, text=True, timeout=110
     ).stdout
     if "--rate-limit-resource" not in help_text.replace("\n", ""):
         pytest.skip("this `neso serve` has no --rate-limit-resource")
@@ -64,9 +64,14 @@ def test_no_more_execute_at_once_than_there_are_resources_for(tmp_path: Path, am
     write(tmp_path, first=1, second=1)
     arguments = ("--rate-limit=execution_count", f"--rate-limit-resource=R:{amount}")
     with ServerProcess("--model-repository", tmp_path, *arguments) as server, ThreadPoolExecutor(8) as pool:
-        spans = list(pool.map(lambda number: ask(server, ("first", "second")[number % 2]), range(24)))
-    overlaps = [sum(start < moment < end for start, end in spans) for moment, _ in spans]
-    assert max(overlaps) + 1 == most
+        seen = 0
+        for _ in range(20):  # requests that come slowly do not overlap
+            spans = list(pool.map(lambda number: ask(server, ("first", "second")[number % 2]), range(24)))
+            overlaps = [sum(start < moment < end for start, end in spans) for moment, _ in spans]
+            seen = max(seen, max(overlaps) + 1)
+            if seen >= most:
+                break
+    assert seen == most
 
 
 @pytest.mark.usefixtures("options")

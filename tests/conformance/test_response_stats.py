@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
+from step_pace import slow_children
 
 MS = 1_000_000
 
@@ -39,7 +41,10 @@ def served(tmp_path_factory):
     (folder / "paced" / "1").mkdir(parents=True)
     (folder / "paced" / "config.pbtxt").write_text(CONFIG)
     (folder / "paced" / "1" / "model.py").write_text(MODEL)
-    with ServerProcess("neso-pilot", f"--model-repository={folder}") as server:
+    with pytest.MonkeyPatch.context() as patch:  # what is cancelled is still at work
+        slow_children(patch, tmp_path_factory.mktemp("slow"))
+        server = ServerProcess("neso-pilot", f"--model-repository={folder}")
+    with server:
         yield server
 
 
@@ -62,7 +67,7 @@ def test_both_protocols_tell_the_same(served):
         tensor.set_data_from_numpy(np.array([20, 1], np.int32))
         triton.async_stream_infer("paced", [tensor], enable_empty_final_response=True)
         for _ in range(3):
-            results.get(timeout=30)
+            results.get(timeout=60)
         triton.stop_stream()
         [by_grpc] = triton.get_inference_statistics("paced").model_stats
     by_http = statistics(served, "paced")["response_stats"]
@@ -98,7 +103,7 @@ def test_cancelled_stream(served):
         inputs[1].set_data_from_numpy(np.array([True]))
         parameters = {"ignore_eos": True, "max_tokens": 1500}
         triton.async_stream_infer("neso-pilot", inputs, parameters=parameters)
-        results.get(timeout=30)
+        results.get(timeout=60)
         triton.stop_stream(cancel_requests=True)
 
     def cancelled() -> int:

@@ -13,7 +13,8 @@ import parameters_model
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
 from tritonclient.utils import InferenceServerException
 
 GRPC_INFER = {"triton-grpc-protocol-infer-key": "secret"}
@@ -114,7 +115,7 @@ def test_streams(rpc):
         rpc.start_stream(lambda result, error: answers.put(error or result), headers=headers)
         with suppress(InferenceServerException):  # a stream that was refused at once
             rpc.async_stream_infer("parameters", inputs(grpc_client))
-        found = answers.get(timeout=20)
+        found = answers.get(timeout=60)
         rpc.stop_stream()
         return found
 
@@ -171,5 +172,5 @@ def test_restricted_health():
 )
 def test_bad_settings(setting, message):
     with ServerProcess(setting) as server:
-        assert server.process.wait(20) == 2
-        wait_until(lambda: message in server.output, 2)
+        assert server.process.wait(60) == 2
+        wait_until(lambda: message in server.output)

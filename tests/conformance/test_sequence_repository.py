@@ -51,7 +51,7 @@ class Stream:
     def take(self, count: int, output: str) -> dict[str, list[int]]:
         numbers: dict[str, list[int]] = {}
         for _ in range(count):
-            result, error = self.answers.get(timeout=20)
+            result, error = self.answers.get(timeout=60)
             assert error is None, error
             numbers.setdefault(result.get_response().id, []).append(result.as_numpy(output).item())
         return numbers

@@ -75,7 +75,7 @@ def test_sequences_in_one_stream(adders, name) -> None:
                 )
         sums: dict[str, list[int]] = {}
         for _ in range(6):
-            result, error = answers.get(timeout=20)
+            result, error = answers.get(timeout=60)
             assert error is None, error
             sums.setdefault(result.get_response().id, []).append(result.as_numpy("OUT").item())
         client.stop_stream()

@@ -81,7 +81,7 @@ def test_not_ready_while_a_model_is_missing(tmp_path):
         assert server.get("/v2/health/live")[0] == 200
         assert server.get("/v2/health/ready")[0] == 400
     with ServerProcess(f"--model-repository={tmp_path}", "--exit-on-error=true") as server:
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
         assert "broken" in server.output
 
 
@@ -123,7 +123,7 @@ def _architecture(directory: Path) -> None:
 def test_spoilt_checkpoint_is_named_as_the_reason(checkpoint, spoil, reason):
     spoil(checkpoint)
     with ServerProcess(checkpoint) as server:
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
         assert reason in server.output
         assert "Traceback" not in server.output
 
@@ -142,12 +142,12 @@ def test_port_in_use(protocol):
         taken.listen()
         port = taken.getsockname()[1]
         with ServerProcess(f"--{protocol}-port={port}") as server:
-            assert server.process.wait(20) == 1
+            assert server.process.wait(60) == 1
             assert f"127.0.0.1:{port}" in server.output and "in use" in server.output
             assert "Traceback" not in server.output
 
 
 def test_bad_option():
     with ServerProcess("--backend-config=nonsense") as server:
-        assert server.process.wait(20) == 2
+        assert server.process.wait(60) == 2
         assert "BACKEND,KEY=VALUE" in server.output

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")

@@ -12,7 +12,9 @@ import orjson
 import pytest
 import tritonclient.grpc as grpc
 import tritonclient.http as http
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
+from step_pace import slow_children
 from triton_tokens import TRUE, i32, new_tokens, outputs, prompt_inputs, tensors, token_stream
 from tritonclient.utils import InferenceServerException
 
@@ -48,6 +50,19 @@ def server(checkpoint, tmp_path_factory):
     write_model(root, checkpoint, name="whole", decoupled=False, exclude_input_in_output="true")
     write_model(root, checkpoint, name="static", gpt_model_type="V1", max_batch_size=0, listed=False)
     with ServerProcess(f"--model-repository={root}") as process:
+        assert process.ports, process.output
+        yield process
+
+
+@pytest.fixture(scope="module")
+def slow_server(checkpoint, tmp_path_factory):
+    """Its engine takes 50 ms a step: what is stopped is still at work."""
+    root = tmp_path_factory.mktemp("repository")
+    write_model(root, checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        slow_children(patch, tmp_path_factory.mktemp("slow"))
+        process = ServerProcess(f"--model-repository={root}")
+    with process:
         assert process.ports, process.output
         yield process
 
@@ -238,7 +253,14 @@ def test_words_and_biases(stream, llm, expected):
     assert banned["output_ids"].tolist() == [[greedy(llm, bad_words=pairs).outputs[0].token_ids]]
 
 
-def test_stop_ends_the_request_of_that_id(stream, server):
+@pytest.fixture
+def slow_stream(slow_server):
+    with token_stream(slow_server.address("grpc")) as found:
+        yield found
+
+
+def test_stop_ends_the_request_of_that_id(slow_stream):
+    stream = slow_stream
     stream.send(prompt_inputs(PROMPT, 480, streaming=TRUE), "long")
     stream.send(prompt_inputs(PROMPT, 480), "whole")
     assert stream.receive()[0] == "long"
@@ -262,7 +284,8 @@ def test_stop_of_nobody_is_harmless(stream):
         stream.ask(prompt_inputs(PROMPT, 1, stop=TRUE))
 
 
-def test_cancelled_stream_frees_the_engine(server):
+def test_cancelled_stream_frees_the_engine(slow_server):
+    server = slow_server
     with grpc.InferenceServerClient(server.address("grpc")) as client:
         client.start_stream(lambda result, error: None)
         client.async_stream_infer("tensorrt_llm", tensors(prompt_inputs(PROMPT, 490, streaming=TRUE)))
@@ -326,7 +349,7 @@ def test_generate_stream(server, expected):
         orjson.dumps(body),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         events = [orjson.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: ")]
     assert [event["output_ids"] for event in events if "output_ids" in event] == expected
     assert {event["sequence_length"] for event in events if "output_ids" in event} == {1}

@@ -44,7 +44,7 @@ def test_the_page(package):
     (program,) = PROGRAM.findall(PAGE.read_text())
     with ServerProcess(f"--model-repository={package / 'models'}") as server:
         program = program.replace("localhost:8000", server.address("http"))
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110)
         assert result.returncode == 0, result.stderr
         expected = re.search(r"# (\[\[.*\]\])", program)[1]
         assert result.stdout.strip() == expected == "[[4. 7.]]"

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
+from eventually import wait_until
 from layout_repository import ANSWER, PROMPT, Stream, ask, init, tensors, text
-from server_process import ServerProcess, wait_until
+from server_process import ServerProcess
+from step_pace import slow_children
 from tritonclient.utils import InferenceServerException
 
 from neso.models import SHIPPED_MODELS
@@ -25,6 +27,18 @@ CHAINS = ("ensemble", "tensorrt_llm_bls")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = init(tmp_path_factory.mktemp("trtllm"), "--max-beam-width=3", "--draft-model=neso-pilot")
     with ServerProcess(f"--model-repository={repository}") as server:
+        assert server.ports, server.output
+        yield server
+
+
+@pytest.fixture(scope="module")
+def slow_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Its engine takes 50 ms a step: longer for what a client leaves than the test has patience."""
+    repository = init(tmp_path_factory.mktemp("trtllm"))
+    with pytest.MonkeyPatch.context() as patch:
+        slow_children(patch, tmp_path_factory.mktemp("slow"))
+        server = ServerProcess(f"--model-repository={repository}")
+    with server:
         assert server.ports, server.output
         yield server
 
@@ -146,14 +160,15 @@ def test_what_goes_with_the_text(address, model):
 
 @pytest.mark.parametrize("model", CHAINS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_go_away_end_the_generation(served, address, model, stream):
+def test_clients_that_go_away_end_the_generation(slow_served, model, stream):
+    served, address = slow_served, slow_served.address("grpc")
     given = tensors(1, text_input=PROMPT, max_tokens=1900, end_id=-1, stream=stream)
     request = Stream(address, model, given)
     if stream:
         request.next()
     wait_until(lambda: running(served) == 1)
     request.client.stop_stream(cancel_requests=True)
-    wait_until(lambda: running(served) == 0, timeout=3)
+    wait_until(lambda: running(served) == 0)
     assert text(ask(address, model, text_input=PROMPT, max_tokens=12)) == PROMPT + ANSWER
 
 

@@ -21,7 +21,8 @@ import pytest
 import tritonclient.grpc as client
 import tritonclient.grpc.aio as aio
 from doc_reader import at_addresses, blocks
-from server_process import ServerProcess, wait_until
+from eventually import wait_until
+from server_process import ServerProcess
 from tritonclient.utils import InferenceServerException
 from vllm_environment import ENVIRONMENT, PYTHON, require_vllm
 
@@ -332,11 +333,11 @@ def test_an_error_ends_its_request_only(server):
         triton.start_stream(lambda result, error: received.put(error or result))
         bad = tensors(QUESTION, stream=True, exclude_input_in_output=False)
         triton.async_stream_infer(MODEL, bad)
-        error = received.get(timeout=30)
+        error = received.get(timeout=60)
         assert isinstance(error, InferenceServerException)
         assert "When streaming, `exclude_input_in_output` = False is not allowed." in str(error)
         triton.async_stream_infer(MODEL, tensors(QUESTION))
-        assert strings(received.get(timeout=30))[0].startswith(QUESTION)
+        assert strings(received.get(timeout=60))[0].startswith(QUESTION)
 
 
 async def test_many_streams_of_the_asyncio_client(server, llm):
@@ -397,9 +398,9 @@ def test_a_client_that_goes_away_leaves_the_engine(server):
     goes.close()
     quits.kill()
     quits.wait()
-    wait_until(lambda: running(server) == 1, timeout=5)
+    wait_until(lambda: running(server) == 1)
     stays.close()
-    wait_until(lambda: running(server) == 0, timeout=5)
+    wait_until(lambda: running(server) == 0)
     assert server.gauge("vllm:kv_cache_usage_perc") == 0
     wait_until(lambda: idle(server))
 
@@ -417,9 +418,9 @@ def test_cancelling_over_grpc(server):
     with client.InferenceServerClient(server.address("grpc")) as triton:
         triton.start_stream(lambda result, error: received.put(error or result))
         triton.async_stream_infer(MODEL, tensors(QUESTION, stream=True, sampling_parameters=LONG))
-        assert not isinstance(received.get(timeout=30), Exception)
+        assert not isinstance(received.get(timeout=60), Exception)
         triton.stop_stream(cancel_requests=True)
-    wait_until(lambda: running(server) == 0, timeout=5)
+    wait_until(lambda: running(server) == 0)
     last = None
     while not received.empty():
         last = received.get()
@@ -464,7 +465,7 @@ def change_adapters(server: ServerProcess, what: str, **body: str) -> str:
         "Content-Type: application/json",
     ]
     body["model"] = MODEL
-    result = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, timeout=110)
     return result.stdout
 
 
@@ -637,7 +638,7 @@ def guide_examples() -> list[tuple[str, str]]:
 def test_the_guide_s_examples(server, language, code):
     program = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
     result = subprocess.run(
-        [*program, at_addresses(code, server)], capture_output=True, text=True, timeout=60
+        [*program, at_addresses(code, server)], capture_output=True, text=True, timeout=110
     )
     assert result.returncode == 0, result.stderr
     assert len(result.stdout) > 10
@@ -716,7 +717,7 @@ def test_unloading_right_after_a_stream_gives_everything_back(server):
     connection.close()
     assert server.post(f"/v2/repository/models/{MODEL}/unload", {})[0] == 200
     wait_until(lambda: server.get(f"/v2/models/{MODEL}/ready")[0] == 400)
-    wait_until(lambda: len(engine_processes(server)) == len(before) // 2, timeout=30)
+    wait_until(lambda: len(engine_processes(server)) == len(before) // 2)
     assert not [
         name for name in server.metrics() if name.startswith(f'vllm:num_requests_running{{model="{MODEL}"')
     ]

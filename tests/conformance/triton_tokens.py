@@ -58,7 +58,7 @@ class TokenStream:
 
     def receive(self) -> tuple[str, Outputs, bool]:
         """Id, outputs, and whether it is the final one. Raises `InferenceServerException`."""
-        result, error = self._results.get(timeout=30)
+        result, error = self._results.get(timeout=60)
         if error is not None:
             raise error
         response = result.get_response()

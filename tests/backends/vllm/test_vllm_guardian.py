@@ -39,7 +39,7 @@ def test_an_engine_ends_with_a_server_that_is_killed(server):
     assert server.stdout is not None
     engine = psutil.Process(int(server.stdout.readline()))
     server.kill()
-    gone, _ = psutil.wait_procs([engine], timeout=20)
+    gone, _ = psutil.wait_procs([engine], timeout=60)
     assert gone
 
 
