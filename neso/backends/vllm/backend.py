@@ -16,7 +16,7 @@ from neso.backends.request_tasks import RequestTasks
 from neso.backends.vllm import library, signature
 from neso.backends.vllm.adapters import Adapters, UnknownAdapter
 from neso.backends.vllm.engine import VllmEngine
-from neso.backends.vllm.generation import image_data
+from neso.backends.vllm.generation import IMAGES, image_data
 from neso.backends.vllm.language_model import VllmLanguageModel
 from neso.backends.vllm.metrics import VllmMetrics
 from neso.backends.vllm.model_files import ModelFiles
@@ -167,7 +167,7 @@ class VllmBackend(Backend):
         except UnknownAdapter as error:
             self._fail(stream, InvalidArgument(str(error)), "[Error] Unsupported LoRA.")
         except InvalidParameter as error:
-            self._fail(stream, InvalidArgument(f"Error generating stream: {error}"))
+            self._fail(stream, InvalidArgument(f"Error generating stream: {_for_tensors(error)}"))
         except ServerError as error:
             self._fail(stream, type(error)(f"Error generating stream: {error.message}"))
         except Exception as error:
@@ -198,7 +198,7 @@ class VllmBackend(Backend):
         params = self.engine.sampling_params(values, stream=request.stream)
         prompt: dict[str, Any] = {"prompt": request.prompt}
         if request.images:
-            prompt["multi_modal_data"] = await asyncio.to_thread(image_data, request.images)
+            prompt[IMAGES] = await asyncio.to_thread(image_data, request.images)
         tensors = ResponseTensors(request, params.n)
         outputs = self.engine.generate(prompt, params, lora=lora, priority=stream.request.priority)
         async with aclosing(outputs):
@@ -237,6 +237,11 @@ class VllmBackend(Backend):
             ),
             final=True,
         )
+
+
+def _for_tensors(error: InvalidParameter) -> str:
+    """Its words, with the name of the tensor where a client of text knows another."""
+    return f"image: {error.message}" if error.field == "images" else str(error)
 
 
 def _switched_on(config: Any, name: str) -> bool:

@@ -10,8 +10,9 @@ from multiprocessing import active_children
 from typing import Any
 
 from neso.backends.vllm import library
+from neso.backends.vllm.generation import IMAGES
 from neso.backends.vllm.guardian import Guardian
-from neso.generation import InvalidParameter
+from neso.generation import InvalidParameter, check_prompt_length
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 
 
@@ -20,6 +21,10 @@ class Refused(InvalidParameter):
 
     def __str__(self) -> str:
         return self.message
+
+
+_FIELDS = {"input_tokens": "prompt", "input_text": "prompt", "image": "images"}
+"""What vLLM calls otherwise."""
 
 
 class VllmEngine:
@@ -92,7 +97,8 @@ class VllmEngine:
         """vLLM's `RequestOutput`s. Closing the iterator early aborts the request.
 
         `prompt` is a `TextPrompt` or a `TokensPrompt`. Raises `Refused` for what the engine does not take,
-        `Unavailable` when it has ended or takes no more requests, and `InternalError`.
+        `PromptTooLong` for a prompt that its images make too long, `Unavailable` when the engine has ended or takes no
+        more requests, and `InternalError`.
         """
         return self._follow(self._engine.generate, prompt, params, lora_request=lora, priority=priority)
 
@@ -115,7 +121,7 @@ class VllmEngine:
         self._num_requests += 1
         finished = False
         try:
-            ready = await library.prepared(self._engine, prompt)
+            ready = await self._prepared(prompt)
             async with aclosing(ask(ready, params, name, **how)) as outputs:
                 async for output in outputs:
                     finished = output.finished
@@ -129,6 +135,21 @@ class VllmEngine:
             self._num_requests -= 1
             if not finished and self.alive:
                 await self._engine.abort(name)
+
+    async def _prepared(self, prompt: dict[str, Any]) -> Any:
+        """See `library.prepared`. What fails here of a prompt with images is about those."""
+        if IMAGES not in prompt:
+            return await library.prepared(self._engine, prompt)
+        try:
+            ready = await library.prepared(self._engine, prompt)
+        except Exception as error:
+            if self.alive and library.about_images(error):
+                raise _image_refusal(error) from None
+            raise
+        num_tokens = library.num_prompt_tokens(ready)
+        if num_tokens is not None:
+            check_prompt_length(num_tokens, self.max_model_len)
+        return ready
 
     async def add_lora(self, lora: Any) -> None:
         """Load an adapter before the first request that wants it. Raises `InvalidArgument`."""
@@ -183,11 +204,19 @@ def refusal(error: BaseException) -> Refused:
     return Refused(_field(error, text), text)
 
 
+def _image_refusal(error: Exception) -> Refused:
+    """What vLLM says of a prompt with images; where it names no parameter, they are to blame."""
+    found = refusal(error)
+    if getattr(error, "parameter", None) is None and found.field in ("prompt", "request"):
+        return Refused("images", f"vLLM cannot put the images into the prompt: {found.message}")
+    return found
+
+
 def _field(error: BaseException, text: str) -> str:
     """The parameter that vLLM names, or begins with; what it says of lengths and tokens is about the prompt."""
     named = getattr(error, "parameter", None)
     if named is not None:
-        return "prompt" if named in ("input_tokens", "input_text") else str(named)
+        return _FIELDS.get(named, str(named))
     first = text.replace("`", "").partition(" ")[0].rstrip(":,.")
     if first in library.sampling_fields():
         return first

@@ -17,6 +17,9 @@ from neso.generation import (
     Usage,
 )
 
+IMAGES = "multi_modal_data"
+"""Their key in vLLM's `TextPrompt` and `TokensPrompt`."""
+
 _REASONS = {reason.value: reason for reason in FinishReason}
 """vLLM has names of its own for other ends, such as a repetition that it detects: they are stops."""
 
@@ -32,7 +35,7 @@ def prompt_of(token_ids: list[int], images: Sequence[Any], cache_salt: str) -> d
     """vLLM's `TokensPrompt`. Reads images, which blocks. Raises `InvalidParameter("images", …)`."""
     prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
     if images:
-        prompt["multi_modal_data"] = image_data(images)
+        prompt[IMAGES] = image_data(images)
     if cache_salt:
         prompt["cache_salt"] = cache_salt
     return prompt

@@ -119,6 +119,20 @@ async def prepared(engine: Any, prompt: dict[str, Any]) -> Any:
     return rendered
 
 
+def about_images(error: BaseException) -> bool:
+    """Whether an error of `prepared` says that a prompt's images do not suit it, or the model.
+
+    Some are assertions, such as that a prompt has no place for an image.
+    """
+    return about_request(error) or isinstance(error, (AssertionError, RuntimeError))
+
+
+def num_prompt_tokens(prepared: Any) -> int | None:
+    """Tokens of what `prepared` gave, those of its images among them; None where vLLM has yet to make them."""
+    ids = prepared.get("prompt_token_ids") if isinstance(prepared, Mapping) else None
+    return None if ids is None else len(ids)
+
+
 def default_sampling(model_config: Any) -> SamplingDefaults:
     """What vLLM's own server has requests take that say nothing. Blocks. Raises `InvalidArgument`."""
     values = dict(model_config.get_diff_sampling_param())

@@ -107,14 +107,21 @@ def open_image(image: Any) -> Image:
         if width * height > MAX_PIXELS:
             raise InvalidParameter("images", f"an image of {width} x {height} pixels is too large")
         return opened.convert("RGB")
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+    except UnidentifiedImageError:
+        raise InvalidParameter(
+            "images", f"an image cannot be read: it is none of {', '.join(FORMATS)}"
+        ) from None
+    except (Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
         if isinstance(error, InvalidParameter):
             raise
         raise InvalidParameter("images", f"an image cannot be read: {error}") from None
 
 
 def decode_base64(text: str) -> bytes:
-    """The bytes of base64, with the head of a data: URL or without. Raises `InvalidParameter("images", …)`."""
+    """The bytes of base64, which may have line breaks, with the head of a data: URL or without.
+
+    Raises `InvalidParameter("images", …)`.
+    """
     scheme, is_url, _ = text[:16].partition("://")
     if is_url:
         raise InvalidParameter("images", f"{scheme}: URLs are not fetched, send the image as a data: URL")
@@ -123,7 +130,7 @@ def decode_base64(text: str) -> bytes:
         if not comma or not head.endswith(";base64"):
             raise InvalidParameter("images", "a data: URL must hold base64")
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
         raise InvalidParameter("images", "an image is not valid base64") from None
 
