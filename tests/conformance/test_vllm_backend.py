@@ -37,6 +37,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PILOT = SHIPPED_MODELS["neso-pilot"]
 MODEL, EMBEDDER = "vllm_model", "vllm_embed"
 QUESTION = "What is in-flight batching?"
+# Of one pixel.
+IMAGE = "R0lGODdhAQABAIAAAP8AAAAAACwAAAAAAQABAAACAkQBADs="
 ENGINE = {"model": "neso-pilot", "dtype": "float32", "enforce_eager": True, "max_model_len": 512}
 # As in Triton's samples, with arguments that vLLM has no more among them.
 CONFIG = """
@@ -261,7 +263,9 @@ def test_structured_outputs(server, form, fits):
             {"structured_outputs": '{"jsn": {}}'},
             "Error generating stream: structured_outputs: has no field 'jsn'",
         ),
-        ({"image": ["!"]}, "Error generating stream: images"),
+        ({"image": ["!"]}, "Error generating stream: image: an image is not valid base64"),
+        # A whole one, which is for models that see: see test_vllm_images.py.
+        ({"image": [IMAGE]}, "Error generating stream: image: vLLM cannot put the images into the prompt: "),
         (
             {"stream": True, "exclude_input_in_output": False},
             "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",

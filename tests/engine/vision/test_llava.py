@@ -141,7 +141,8 @@ def test_forms_of_an_image(llava):
     llm = LLM(llava, runner="reference")
     image = picture(seed=1)
     encoded = base64.b64encode(png(image)).decode()
-    forms = [image, png(image), encoded, f"data:image/png;base64,{encoded}", np.asarray(image)]
+    lines = base64.encodebytes(png(image)).decode()
+    forms = [image, png(image), encoded, lines, f"data:image/png;base64,{encoded}", np.asarray(image)]
     texts = {
         llm.generate({"prompt": "<image>x", "images": [form]}, GREEDY, progress=False)[0].text
         for form in forms
@@ -162,7 +163,7 @@ def test_forms_of_an_image(llava):
     [
         ("<image>", [], "0, but the prompt has 1"),
         ("none", [picture()], "1, but the prompt has 0"),
-        ("<image>", [b"no image"], "cannot be read"),
+        ("<image>", [b"no image"], "cannot be read: it is none of PNG, JPEG"),
         ("<image>", ["https://example.com/x.png"], "not fetched"),
         ("<image>", ["file:///etc/passwd"], "not fetched"),
         ("<image>", ["data:image/png,plain"], "base64"),
