@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from step_pace import StepPace
 from virtual_time import VirtualTime
 
@@ -14,6 +15,10 @@ from neso.engine.runners.registry import has_nvidia_gpu
 
 if not has_nvidia_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long examples take to make and to run says more of the machine than of what is tested.
+settings.register_profile("neso", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("neso")
 
 
 @pytest.fixture

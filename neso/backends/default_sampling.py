@@ -9,13 +9,14 @@ from typing import Any
 
 from neso.backends.near_path import near_path
 from neso.generation import SamplingDefaults
+from neso.generation.sampling_defaults import AUTO, NAMES, NOWHERE
 
 logger = logging.getLogger(__name__)
 
 
 def near_generation_config(source: str, *places: Path) -> str:
     """The option `generation_config`: a path may be relative to `places`."""
-    if source in ("auto", "vllm"):
+    if source in (AUTO, NOWHERE):
         return source
     return str(near_path(Path(source).expanduser(), *places) or source)
 
@@ -24,10 +25,15 @@ def log_default_sampling(
     model: str, defaults: SamplingDefaults, source: str, override: Mapping[str, Any]
 ) -> None:
     """Say which there are; `source` and `override`: the options `generation_config`, `override_generation_config`."""
-    if defaults == SamplingDefaults():
+    names = {name for name in NAMES if getattr(defaults, name) is not None}
+    if not names:
         return
-    files = {"auto": ["the checkpoint's generation_config.json"], "vllm": []}.get(source, [source])
+    places = []
+    if names - override.keys():
+        places.append("the checkpoint's generation_config.json" if source == AUTO else source)
+    if names & override.keys():
+        places.append("override_generation_config")
     logger.info(
         "model '%s': defaults of sampling for OpenAI's API: %s, by %s (generation_config 'vllm': by no file)",
-        *(model, defaults, " and ".join([*files, *(["override_generation_config"] if override else [])])),
+        *(model, defaults, " and ".join(places)),
     )

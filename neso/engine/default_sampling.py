@@ -9,7 +9,7 @@ from neso.engine.weights.errors import CheckpointError, ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.engine.weights.json_file import read_json_object
 from neso.generation import InvalidParameter, SamplingDefaults
-from neso.generation.sampling_defaults import NAMES
+from neso.generation.sampling_defaults import AUTO, NAMES, NOWHERE, means_a_limit
 
 FILE = "generation_config.json"
 
@@ -17,8 +17,7 @@ FILE = "generation_config.json"
 def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
     """By the rules of vLLM: `override_generation_config` over the file that `generation_config` means.
 
-    `max_new_tokens` of the checkpoint's own file is for requests that do not say how many; of a file that was asked
-    for by its place, and of the override, it is the most for all. Raises `CheckpointError` that names file and field.
+    Raises `CheckpointError` that names file and field.
     """
     override = config.override_generation_config
     unknown = sorted(override.keys() - set(NAMES))
@@ -28,7 +27,7 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
         )
     file = _file(config)
     said = {} if file is None else read_json_object(file)
-    limits = config.generation_config not in ("auto", "vllm") or "max_new_tokens" in override
+    limits = means_a_limit(config.generation_config, override)
     try:
         return SamplingDefaults.from_mapping({**said, **override}, limits_tokens=limits)
     except InvalidParameter as error:
@@ -39,9 +38,9 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
 def _file(config: EngineConfig) -> Path | None:
     """The file that the options mean; None for none."""
     source, model = config.generation_config, Path(config.model)
-    if source == "vllm":
+    if source == NOWHERE:
         return None
-    if source == "auto":
+    if source == AUTO:
         file = model / FILE  # beside a GGUF file there is none
         return file if file.is_file() else None
     given = Path(source).expanduser()

@@ -21,6 +21,7 @@ class PromptTooLong(InvalidParameter):
             f"is {num_tokens} tokens long; this model's context is {max_model_len} tokens, of which at least one must "
             "be left for the output",
         )
+        self.num_tokens = num_tokens
         self.max_model_len = max_model_len
 
 

@@ -10,6 +10,17 @@ import msgspec
 from neso.generation.invalid_parameter import InvalidParameter
 from neso.generation.sampling_params import SamplingParams
 
+AUTO, NOWHERE = "auto", "vllm"
+"""Of the option `generation_config`: the checkpoint's own file, and none. Anything else is a place."""
+
+
+def means_a_limit(source: str, override: Mapping[str, Any]) -> bool:
+    """Whether `max_new_tokens` is the most for all: of a file asked for by its place, and of the override, as in vLLM.
+
+    By the options `generation_config` and `override_generation_config`.
+    """
+    return source not in (AUTO, NOWHERE) or "max_new_tokens" in override
+
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """By the names of that file; None where it has none. `limits_tokens`: nobody gets more than `max_new_tokens`,
@@ -44,10 +55,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     def max_tokens(self, asked: int | None) -> int | None:
         """Of a request that asks for so many, or does not say; None for no limit."""
-        most = self.max_new_tokens
-        if asked is None or most is None:
-            return most if asked is None else asked
-        return min(asked, most) if self.limits_tokens else asked
+        if asked is None:
+            return self.max_new_tokens
+        most = self.max_new_tokens if self.limits_tokens else None
+        return asked if most is None else min(asked, most)
 
     def params(self) -> SamplingParams:
         """Of a request that says nothing at all."""

@@ -96,7 +96,7 @@ def test_mutual_tls(server, tmp_path):
             root, client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes()
         )
         with grpc.secure_channel(address, ours) as channel:
-            grpc.channel_ready_future(channel).result(10)
+            grpc.channel_ready_future(channel).result(60)
         with grpc.secure_channel(address, grpc.ssl_channel_credentials(root)) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             with pytest.raises(grpc.RpcError):

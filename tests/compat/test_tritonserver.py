@@ -107,7 +107,7 @@ def server(options):
 
 def run(*arguments, cwd, **options):
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110, **options)
 
 
 SCRIPT = """
@@ -367,7 +367,7 @@ def test_a_model_that_cannot_be_loaded(options, repository):
 
 
 def test_a_start_that_takes_too_long(options, repository):
-    (repository / "words" / "1" / "model.py").write_text("import time\ntime.sleep(0.5)\n" + WORDS)
+    (repository / "words" / "1" / "model.py").write_text("import time\ntime.sleep(2)\n" + WORDS)
     with pytest.raises(tritonserver.UnavailableError, match="Timeout"):
         tritonserver.Server(options).start(wait_until_ready=True, timeout=0.05)
 
@@ -395,7 +395,7 @@ def test_models_and_what_they_tell(server):
 
 
 def test_load_and_unload(server):
-    server.unload("echo", wait_until_unloaded=True, timeout=5)
+    server.unload("echo", wait_until_unloaded=True, timeout=60)
     assert server.models()["echo", 1].state == "UNAVAILABLE" and not server.model("echo").ready()
     config = {
         "backend": "python",

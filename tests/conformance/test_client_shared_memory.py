@@ -35,13 +35,11 @@ class TritonPythonModel:
     def answer(self, request):
         x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
         s = pb_utils.get_input_tensor_by_name(request, "S").as_numpy()
-        if x[0] > 0:
-            folder = Path(pb_utils.get_model_dir())
+        folder = Path(pb_utils.get_model_dir())
+        end = time.monotonic() + float(x[0])  # seconds; less when the file `go` is there, or it is cancelled
+        while time.monotonic() < end and not (folder / "go").exists() and not request.is_cancelled():
             (folder / "begun").touch()
-            while not (folder / "go").exists():
-                time.sleep(0.005)
-            (folder / "begun").unlink()
-            (folder / "go").unlink()
+            time.sleep(0.005)
         return pb_utils.InferenceResponse([pb_utils.Tensor("Y", x * 2), pb_utils.Tensor("T", s)])
 """
 CONFIG = """
@@ -303,7 +301,9 @@ async def test_with_the_asyncio_clients(protocol, aio, process, memory):
 @pytest.mark.parametrize(("protocol", "aio"), [("http", http_aio), ("grpc", grpc_aio)])
 async def test_a_request_in_flight_keeps_what_is_unregistered(protocol, aio, process, memory, repository):
     folder = repository / "double" / "1"
-    numbers = np.array([1, 1, 1, 1], np.float32)
+    for name in ("begun", "go"):
+        (folder / name).unlink(missing_ok=True)
+    numbers = np.array([60, 1, 1, 1], np.float32)
     shm.set_shared_memory_region(memory, [numbers])
     async with aio.InferenceServerClient(process.address(protocol)) as client:
         await client.register_system_shared_memory("region", key(memory), SIZE)
@@ -314,7 +314,7 @@ async def test_a_request_in_flight_keeps_what_is_unregistered(protocol, aio, pro
         await client.unregister_system_shared_memory("region")
         (folder / "go").touch()
         await answer
-    assert shm.get_contents_as_numpy(memory, np.float32, [4], 4096).tolist() == [2, 2, 2, 2]
+    assert shm.get_contents_as_numpy(memory, np.float32, [4], 4096).tolist() == [120, 2, 2, 2]
     assert shm.get_contents_as_numpy(memory, np.object_, [3], 6000).tolist() == STRINGS.tolist()
 
 

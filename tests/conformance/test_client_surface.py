@@ -313,7 +313,7 @@ async def asynchronous_requests(flavour: Flavour, client: Any, server: ServerPro
 
 async def cancelling_one(flavour: Flavour, client: Any, server: ServerProcess) -> None:
     """The call context of an asynchronous gRPC request."""
-    slow = [flavour.input("X", X + 3, "FP32"), flavour.input("S", S, "BYTES")]
+    slow = [flavour.input("X", X + 5, "FP32"), flavour.input("S", S, "BYTES")]
     if flavour.name == "grpc":
         answers: queue.Queue[Any] = queue.Queue()
         context = client.async_infer("double", slow, lambda result, error: answers.put((result, error)))
@@ -329,7 +329,7 @@ async def cancelling_one(flavour: Flavour, client: Any, server: ServerProcess) -
 
 
 async def timeouts(flavour: Flavour, client: Any, server: ServerProcess) -> None:
-    slow = [flavour.input("X", X + 3, "FP32"), flavour.input("S", S, "BYTES")]
+    slow = [flavour.input("X", X + 5, "FP32"), flavour.input("S", S, "BYTES")]
     if flavour.protocol == "grpc":
         with pytest.raises(InferenceServerException) as caught:
             await settled(client.infer("double", slow, client_timeout=0.2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -284,8 +283,6 @@ def test_options_for_models_without_a_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--tokenizer=/nowhere", "--chat-template=/nowhere.jinja"])
 def test_options_that_cannot_be_used_end_the_start(option: str) -> None:
-    started = time.monotonic()
     with ServerProcess("--model-repository", REPOSITORY, option) as server:
         assert server.process.wait(60) == 1
         assert "/nowhere" in server.output
-    assert time.monotonic() - started < 30

@@ -168,8 +168,12 @@ def test_square(server):
 
 
 def test_instance_groups(client):
-    calls = [client.async_infer("instance_kind", []) for _ in range(6)]
-    places = {call.get_result().as_numpy("PLACE")[0].decode() for call in calls}
+    places: set[str] = set()
+    for _ in range(10):  # requests that come slowly may all go to one
+        calls = [client.async_infer("instance_kind", []) for _ in range(6)]
+        places |= {call.get_result().as_numpy("PLACE")[0].decode() for call in calls}
+        if len(places) == 3:
+            break
     assert places == {
         "instance_kind_0_0 CPU cpu", "instance_kind_0_1 CPU cpu", "model_kind_0 MODEL cpu",
     }  # fmt: skip

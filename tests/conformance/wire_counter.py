@@ -21,6 +21,7 @@ class WireCounter:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._listener.close()
 
     def _accept(self) -> None:
@@ -29,7 +30,11 @@ class WireCounter:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._target))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:  # it has ended, and a client does not know it yet
+                client.close()
+                continue
             for source, sink, name in ((client, server, "sent"), (server, client, "received")):
                 threading.Thread(target=self._copy, args=(source, sink, name), daemon=True).start()
 

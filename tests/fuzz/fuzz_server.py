@@ -130,7 +130,7 @@ class FuzzServer:
                 model_control_mode=ModelControlMode.EXPLICIT,
                 startup_models=MODELS,
                 allow_client_shm=True,
-                unload_timeout=5.0,
+                unload_timeout=300.0,  # longer than any test has patience for what hangs
                 exit_timeout=5.0,
             )
         )
@@ -149,12 +149,12 @@ class FuzzServer:
     def __exit__(self, *exception: object) -> None:
         self.call(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
         for name in ("neso", "asyncio", "grpc"):
             logging.getLogger(name).removeHandler(self.complaints)
 
-    def call(self, work: Coroutine[Any, Any, Result], timeout: float = 30.0) -> Result:
+    def call(self, work: Coroutine[Any, Any, Result], timeout: float = 90.0) -> Result:
         """Run a coroutine on the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
@@ -162,11 +162,11 @@ class FuzzServer:
         """The server is alive, answers a good request and has logged no surprise."""
         found, self.complaints.found = self.complaints.found, []
         assert not found, "\n".join(found)
-        self.call(self._good_request(), 10)
+        self.call(self._good_request(), 60)
 
     def check_idle(self) -> None:
         """No request and no task is left, once the connections are closed."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (left := self.call(self._leftovers())) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left, left

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import httptools
 
-TIMEOUT = 10.0
+TIMEOUT = 30.0
 
 
 @dataclass

@@ -26,7 +26,7 @@ from neso.server.tensor import Tensor
 
 Result = TypeVar("Result")
 
-TIMEOUT = 4.0
+TIMEOUT = 30.0
 NAME = "fuzzed"
 TEMPLATES = [
     EVERY_TYPE,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from protobuf_messages import filled
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-TIMEOUT = 10.0
+TIMEOUT = 30.0
 SERVICE = "/inference.GRPCInferenceService/"
 Code = grpc.StatusCode
 # INTERNAL and UNKNOWN would be ours, DEADLINE_EXCEEDED a hang.

@@ -19,6 +19,7 @@ from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from neso.generation import InvalidParameter, SamplingDefaults
+from neso.generation.sampling_defaults import AUTO, means_a_limit
 from neso.server.errors import InvalidArgument
 
 VERSION: str = vllm.__version__
@@ -138,11 +139,10 @@ def default_sampling(model_config: Any) -> SamplingDefaults:
     values = dict(model_config.get_diff_sampling_param())
     values["max_new_tokens"] = values.pop("max_tokens", None)
     source, override = model_config.generation_config, model_config.override_generation_config or {}
-    limits = source not in ("auto", "vllm") or "max_new_tokens" in override
     try:
-        return SamplingDefaults.from_mapping(values, limits_tokens=limits)
+        return SamplingDefaults.from_mapping(values, limits_tokens=means_a_limit(source, override))
     except InvalidParameter as error:
-        place = "generation_config.json" if source == "auto" else source
+        place = "generation_config.json" if source == AUTO else source
         place = "override_generation_config" if error.field in override else place
         raise InvalidArgument(f"{place}: {error}") from None
 

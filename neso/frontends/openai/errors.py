@@ -63,7 +63,8 @@ def too_long(param: str, error: PromptTooLong) -> ApiError:
     """A 400 about the field that a prompt comes from."""
     return invalid(
         param,
-        f"This model's maximum context length is {error.max_model_len} tokens: {error.message}",
+        f"This model's maximum context length is {error.max_model_len} tokens, of which at least one must be left for "
+        f"the output; '{param}' is {error.num_tokens} tokens long.",
         "context_length_exceeded",
     )
 

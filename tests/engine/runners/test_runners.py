@@ -239,7 +239,11 @@ def test_only_the_wanted_rows_come_back(load: Load, llama_checkpoint: Path) -> N
     assert none.shape == (0, runner.spec.vocab_size)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_split_into_steps_gives_the_same_logits(
     load: Load, checkpoint_factory: Factory, data: st.DataObject

@@ -370,7 +370,11 @@ class SamplingCases:
 
     device_type = "cpu"
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(
+        max_examples=60,
+        deadline=None,
+        suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow],
+    )
     @given(
         seed=st.integers(0, 10_000), rows=st.integers(1, 40), spread=st.sampled_from([0.1, 1.0, 5.0, 40.0])
     )

@@ -23,7 +23,11 @@ def runner(checkpoint_factory: Callable[..., Path]) -> NativeRunner:
         return NativeRunner.load(decoder_spec(source.config), source)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(seed=st.integers(0, 10_000), rows=st.integers(1, 70), spread=st.sampled_from([0.1, 1.0, 5.0, 40.0]))
 def test_the_tokens_are_those_of_numpy(runner: NativeRunner, seed: int, rows: int, spread: float) -> None:
     rng = np.random.default_rng(seed)

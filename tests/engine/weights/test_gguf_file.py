@@ -206,7 +206,11 @@ def test_missing_file(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "absent.gguf")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_damage_is_found_or_harmless(written: Path, tmp_path: Path, data: st.DataObject) -> None:
     """No other error than `CheckpointError`, whatever is cut off or overwritten."""

@@ -101,7 +101,9 @@ async def test_applications_that_fail(serve_app, connect, case) -> None:
             await client.answer()
 
 
-def make_fastapi(log: list[str]) -> FastAPI:
+def make_fastapi(log: list[str], gate: asyncio.Event | None = None) -> FastAPI:
+    """Its background work waits for the gate."""
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, int]]:
         log.append("startup")
@@ -113,7 +115,8 @@ def make_fastapi(log: list[str]) -> FastAPI:
     @app.post("/items/{item}")
     async def item(item: str, body: dict[str, int], background: BackgroundTasks) -> dict[str, object]:
         async def work() -> None:
-            await asyncio.sleep(0.05)
+            if gate is not None:
+                await gate.wait()
             log.append(f"background {item}")
 
         background.add_task(work)
@@ -136,7 +139,8 @@ def make_fastapi(log: list[str]) -> FastAPI:
 
 async def test_fastapi(serve_app, connect) -> None:
     log: list[str] = []
-    server = await serve_app(make_fastapi(log))
+    gate = asyncio.Event()
+    server = await serve_app(make_fastapi(log, gate))
     client = await connect(server)
     body = b'{"a":1,"b":2}'
     client.send(
@@ -156,6 +160,7 @@ async def test_fastapi(serve_app, connect) -> None:
     assert (await client.answer(bodyless=True)).status == 405
     assert (await client.answer()).status == 200
     client.close()
+    gate.set()
     await until(lambda: len(log) == 3)
     assert log == ["startup", "background x", "background x"]
     await server.stop()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
+from eventually import wait_until
 from tritonclient.utils import InferenceServerException
 
 import neso
@@ -25,11 +26,14 @@ class TritonPythonModel:
 """
 SLOW = """
 import time
+from pathlib import Path
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        time.sleep(0.3)
+        (Path(pb_utils.get_model_dir()) / "begun").touch()
+        while not (Path(pb_utils.get_model_dir()) / "go").exists():
+            time.sleep(0.005)
         return [
             pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests
         ]
@@ -49,8 +53,14 @@ def server(tmp_path):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "config.pbtxt").write_text(CONFIG)
         (tmp_path / name / "1" / "model.py").write_text(code)
-    with neso.Server(model_repository=tmp_path, exit_timeout=5) as server:
+    with neso.Server(model_repository=tmp_path, exit_timeout=60) as server:
         yield server
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """The folder of the model whose request ends when it has the file `go`."""
+    return tmp_path / "slow" / "1"
 
 
 def front_end(protocol, server, port=0):
@@ -104,30 +114,30 @@ def test_a_port_in_use(protocol, server):
 
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
-def test_stopping_lets_requests_in_flight_end(protocol, server):
+def test_stopping_lets_requests_in_flight_end(protocol, server, slow):
     service = front_end(protocol, server).start()
     answers = []
     client = threading.Thread(target=lambda: answers.append(ask(protocol, service_port, "slow")))
     service_port = service.port
     client.start()
-    while not server.core.model("slow").in_flight_count:
-        pass
+    wait_until((slow / "begun").exists)
+    threading.Timer(0.3, (slow / "go").touch).start()
     service.stop()
-    client.join(5)
+    client.join(60)
     assert answers == [[1, 2]]
 
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
-def test_the_server_stops_its_front_ends(protocol, server):
+def test_the_server_stops_its_front_ends(protocol, server, slow):
     service = front_end(protocol, server).start()
     port = service.port
     answers = []
     client = threading.Thread(target=lambda: answers.append(ask(protocol, port, "slow")))
     client.start()
-    while not server.core.model("slow").in_flight_count:
-        pass
+    wait_until((slow / "begun").exists)
+    threading.Timer(0.3, (slow / "go").touch).start()
     server.stop()
-    client.join(5)
+    client.join(60)
     assert answers == [[1, 2]]
     for _ in range(3):  # a client that calls later is refused, and nothing breaks
         with pytest.raises((InferenceServerException, OSError)):

@@ -131,7 +131,10 @@ async def test_too_long_prompts(client: AsgiClient) -> None:
         answer = await client.post(COMPLETIONS, {**ASK, **extra, "prompt": long})
         assert "1000 tokens" in check(answer, 400, "prompt", code)
         answer = await client.post(COMPLETIONS, {**ASK, **extra, "prompt": [[5], [5] * 1000]})
-        check(answer, 400, "prompt", code)
+        assert check(answer, 400, "prompt", code) == (
+            "This model's maximum context length is 1000 tokens, of which at least one must be left for the output; "
+            "'prompt' is 1000 tokens long."
+        )
         answer = await client.post(CHAT, {**HI, **extra, "messages": [{"role": "user", "content": long}]})
         check(answer, 400, "messages", code)
 

@@ -14,7 +14,7 @@ from scripted_model import ScriptedModel
 from neso.engine.errors import EngineDead
 from neso.frontends.openai import OpenAIOptions, create_app
 from neso.frontends.openai.access import AccessOptions, ApiKeys
-from neso.generation import FinishReason
+from neso.generation import FinishReason, SamplingDefaults
 from neso.server.core import Core
 
 PATH = "/v1/responses"
@@ -306,3 +306,27 @@ async def test_no_text_at_all_is_an_empty_message(client: AsgiClient, script: Sc
     script.reply = lambda request, choice: ""
     answer = (await client.post(PATH, body())).json()
     assert answer["output"][0]["content"][0]["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("defaults", "asked", "room"),
+    [
+        ({}, None, 250),
+        ({}, 100, 100),
+        ({}, 900, 500),
+        ({"max_new_tokens": 400}, None, 400),
+        ({"max_new_tokens": 400}, 100, 100),
+        ({"max_new_tokens": 30, "limits_tokens": True}, None, 30),
+        ({"max_new_tokens": 30, "limits_tokens": True}, 900, 30),
+    ],
+)
+async def test_truncation_leaves_room_for_as_many_tokens_as_the_answer_may_have(
+    client: AsgiClient, script: ScriptedModel, defaults: dict[str, Any], asked: int | None, room: int
+) -> None:
+    script.default_sampling = SamplingDefaults(**defaults)
+    turns = [{"role": "user", "content": "hello"}] * 60
+    turn = len(script.text.encode(json.dumps(turns[0]) + "\n"))
+    asking = body(input=turns, truncation="auto", max_output_tokens=asked)
+    assert (await client.post(PATH, asking)).status == 200
+    kept = len(script.text.encode(str(script.requests[-1].prompt), add_special_tokens=False))
+    assert script.max_model_len - room - turn < kept <= script.max_model_len - room

@@ -120,6 +120,7 @@ async def test_a_restart_costs_misses_and_nothing_else(serve, process, caplog, m
     process.stop()
     with caplog.at_level(logging.INFO):
         assert [await count(model, 1) for _ in range(5)] == [2, 3, 4, 5, 6]
+        await until(lambda: model.statistics.cache_miss.count == 6)  # none is about to be stored
         process.start()
         await asyncio.sleep(0.15)
         assert await count(model, 1) == 7

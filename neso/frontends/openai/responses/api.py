@@ -177,12 +177,10 @@ class ResponsesApi:
     async def _prompt(
         request: ResponseRequest, chat: ChatCompletionRequest, tool_use: ToolUse, target: Target
     ) -> tuple[str, tuple[Any, ...]]:
-        text = target.text
         if request.truncation == "auto":
             # Which tokenizes the conversation several times over.
-            limit = target.language_model.max_model_len
-            return await asyncio.to_thread(truncated_prompt, chat, tool_use, text, limit)
-        return chat_prompt(chat, tool_use, text)
+            return await asyncio.to_thread(truncated_prompt, chat, tool_use, target)
+        return chat_prompt(chat, tool_use, target.text)
 
     async def _whole(
         self, request: ResponseRequest, run: ResponseRun, stored: StoredResponse

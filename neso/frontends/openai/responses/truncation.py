@@ -7,23 +7,27 @@ from typing import Any
 
 from neso.frontends.openai.chat.messages import chat_prompt
 from neso.frontends.openai.chat.tool_use import ToolUse
+from neso.frontends.openai.models.targets import Target
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TextTools
 
 
 def truncated_prompt(
-    chat: ChatCompletionRequest, tool_use: ToolUse, text: TextTools, max_model_len: int
+    chat: ChatCompletionRequest, tool_use: ToolUse, target: Target
 ) -> tuple[str, tuple[Any, ...]]:
     """As `chat_prompt`; if that is too long, without so many of the oldest turns that there is room for an answer.
 
     What the system says stays, and so does the last turn of the user. If that alone is too long, so is the prompt.
     """
+    text, max_model_len = target.text, target.language_model.max_model_len
     prompt, images = chat_prompt(chat, tool_use, text)
     if max_model_len >= NO_LIMIT or _length(prompt, text) < max_model_len:
         return prompt, images
-    asked = chat.max_completion_tokens or max_model_len // 4
-    room = max_model_len - min(asked, max_model_len // 2)
+    answer = (
+        target.language_model.default_sampling.max_tokens(chat.max_completion_tokens) or max_model_len // 4
+    )
+    room = max_model_len - min(answer, max_model_len // 2)
     starts = _turns(chat)
     if not starts:
         return prompt, images

@@ -1,0 +1,40 @@
+"""What the log tells of the defaults of sampling."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from neso.backends.default_sampling import log_default_sampling
+from neso.generation import SamplingDefaults
+
+OWN_FILE = "the checkpoint's generation_config.json"
+OVERRIDE = "override_generation_config"
+
+
+@pytest.mark.parametrize(
+    ("source", "override", "places"),
+    [
+        ("auto", {}, OWN_FILE),
+        ("auto", {"top_k": 3}, f"{OWN_FILE} and {OVERRIDE}"),
+        ("auto", {"top_k": 3, "top_p": 0.5}, OVERRIDE),
+        ("auto", {"min_p": None}, OWN_FILE),
+        ("vllm", {"top_k": 3, "top_p": 0.5}, OVERRIDE),
+        ("/defaults", {"top_p": 0.5}, f"/defaults and {OVERRIDE}"),
+    ],
+)
+def test_places_are_those_that_gave_something(
+    caplog: pytest.LogCaptureFixture, source: str, override: dict[str, Any], places: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        log_default_sampling("writer", SamplingDefaults(top_k=3, top_p=0.5), source, override)
+    (message,) = caplog.messages
+    assert f"'writer': defaults of sampling for OpenAI's API: top_p 0.5, top_k 3, by {places} (" in message
+
+
+def test_no_defaults_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_default_sampling("writer", SamplingDefaults(), "auto", {"top_k": None})
+    assert not caplog.messages
