@@ -15,12 +15,10 @@ class ProductChunks {
    public:
     ProductChunks(const Kernels& kernels, const Matrix& matrix, int rows, int threads)
         : rows_(rows), panels_(matrix.panels), row_step_(kernels.block_rows(matrix)),
-          // A multiple of what the kernels take at once, and of a group of inputs of the next product; enough chunks that no thread waits long for the last.
-          panel_step_(std::clamp(int(round_up(matrix.panels / (threads * kChunksPerThread), kPanelsAtOnce)),
-                                 kPanelsAtOnce, kMostPanels)),
-          panel_chunks_((panels_ + panel_step_ - 1) / panel_step_) {}
+          row_chunks_((rows + row_step_ - 1) / row_step_), panel_step_(best_panel_step(threads)),
+          panel_chunks_(chunks_of(panel_step_)) {}
 
-    int count() const { return (rows_ + row_step_ - 1) / row_step_ * panel_chunks_; }
+    int count() const { return row_chunks_ * panel_chunks_; }
 
     GemmRange operator[](int chunk) const {
         const int row = chunk / panel_chunks_ * row_step_, panel = chunk % panel_chunks_ * panel_step_;
@@ -28,9 +26,24 @@ class ProductChunks {
     }
 
    private:
+    // A multiple of what the kernels take at once, which is a group of inputs of the next product; enough chunks that no
+    // thread waits long for the last.
     static constexpr int kPanelsAtOnce = 8, kMostPanels = 64, kChunksPerThread = 8;
 
-    const int rows_, panels_, row_step_, panel_step_, panel_chunks_;
+    int chunks_of(int panel_step) const { return (panels_ + panel_step - 1) / panel_step; }
+
+    // The largest step with which the thread that has most has least: eleven chunks for two threads are as long as twelve.
+    int best_panel_step(int threads) const {
+        const auto longest = [&](int step) { return (row_chunks_ * chunks_of(step) + threads - 1) / threads * step; };
+        int best = std::clamp(int(round_up(panels_ / (threads * kChunksPerThread), kPanelsAtOnce)), kPanelsAtOnce,
+                              kMostPanels);
+        for (int step = best - kPanelsAtOnce; step > 0; step -= kPanelsAtOnce) {
+            if (longest(step) < longest(best)) best = step;
+        }
+        return best;
+    }
+
+    const int rows_, panels_, row_step_, row_chunks_, panel_step_, panel_chunks_;
 };
 
 // A product of all threads of a team, where row_of(row, scratch) gives each row of the input, float[inputs], in the
