@@ -12,4 +12,5 @@ NB_MODULE(_native, m) {
     neso::bind_kernels(m);
     neso::bind_decoder(m);
     neso::bind_encoder(m);
+    neso::bind_threads(m);
 }

@@ -70,8 +70,8 @@ void ExpertsRunner::group_rows(const Experts& experts, int rows) {
     for (int i = 0; i < rows * top_k; ++i) ++firsts_[chosen_[i] + 1];
     for (int expert = 0; expert < count; ++expert) firsts_[expert + 1] += firsts_[expert];
     groups_.clear();
-    first_chunks_.clear();
-    down_chunks_.clear();
+    first_chunks_.ends.clear();
+    down_chunks_.ends.clear();
     std::fill(std::begin(sizes_), std::end(sizes_), 0);
     int first_chunks = 0, down_chunks = 0;
     for (int expert = 0; expert < count; ++expert) {
@@ -88,9 +88,11 @@ void ExpertsRunner::group_rows(const Experts& experts, int rows) {
         first_chunks += ProductChunks(kernels_, mlp.first(), group.count, team_.size()).count();
         down_chunks += ProductChunks(kernels_, mlp.down, group.count, team_.size()).count();
         groups_.push_back(group);
-        first_chunks_.push_back(first_chunks);
-        down_chunks_.push_back(down_chunks);
+        first_chunks_.ends.push_back(first_chunks);
+        down_chunks_.ends.push_back(down_chunks);
     }
+    first_chunks_.count.store(first_chunks, std::memory_order_relaxed);
+    down_chunks_.count.store(down_chunks, std::memory_order_relaxed);
     for (int i = 0; i < rows * top_k; ++i) {
         slots_[i] = firsts_[chosen_[i]]++;
         row_of_slot_[slots_[i]] = i / top_k;
@@ -137,10 +139,11 @@ void ExpertsRunner::add_results(const Experts& experts, int row, int64_t stride,
     for (int k = 0; k < hidden; ++k) to[k] += gate * from[k];
 }
 
-// Share chunks of all groups among the threads; `ends` counts those up to the end of each group.
+// Share chunks of all groups among the threads.
 template <typename Chunk>
-void ExpertsRunner::for_each_chunk(const std::vector<int>& ends, const Chunk& chunk) {
-    team_.for_each(ends.back(), [&](int number) {
+void ExpertsRunner::for_each_chunk(const GroupEnds& all, const Chunk& chunk) {
+    team_.for_each(all.count.load(std::memory_order_relaxed), [&](int number) {
+        const std::vector<int>& ends = all.ends;
         const int index = int(std::upper_bound(ends.begin(), ends.end(), number) - ends.begin());
         chunk(groups_[index], number - (index ? ends[index - 1] : 0));
     });

@@ -1,6 +1,7 @@
 // A mixture of experts on a step's rows: each expert multiplies the rows that come to it, and no others.
 #pragma once
 
+#include <atomic>
 #include <vector>
 
 #include "model/decoder_weights.h"
@@ -37,8 +38,14 @@ class ExpertsRunner {
     Input attached(Input input, const int64_t (&at)[3]);
     void add_results(const Experts& experts, int row, int64_t stride, const float* shared_out, float* out,
                      bool accumulate);
+    // The ends of each group's chunks, and how many there are of all: asked for between the loops.
+    struct GroupEnds {
+        std::vector<int> ends;
+        std::atomic<int> count{0};
+    };
+
     template <typename Chunk>
-    void for_each_chunk(const std::vector<int>& ends, const Chunk& chunk);
+    void for_each_chunk(const GroupEnds& all, const Chunk& chunk);
 
     ThreadTeam& team_;
     const Kernels& kernels_;
@@ -47,7 +54,7 @@ class ExpertsRunner {
     std::vector<int> chosen_, slots_, row_of_slot_;  // by row and place; by slot
     std::vector<int> firsts_;
     std::vector<Group> groups_;
-    std::vector<int> first_chunks_, down_chunks_;    // ends, by group
+    GroupEnds first_chunks_, down_chunks_;
     int64_t sizes_[3];
     Buffer<char> values_;
     Buffer<float> scales_;

@@ -24,21 +24,25 @@ void relax() {
 #endif
 }
 
-// Wait until `value` is no longer `old`: spin for a while, then sleep.
-void await_change(const std::atomic<uint32_t>& value, uint32_t old) {
+// Wait until done(value): spin for a while, then sleep.
+template <typename Done>
+void await(const std::atomic<uint32_t>& value, const Done& done) {
+    uint32_t seen = value.load(std::memory_order_acquire);
+    if (done(seen)) return;
     const auto end = Clock::now() + kSpinTime;
     do {
         for (int i = 0; i < kSpinsPerLook; ++i) {
-            if (value.load(std::memory_order_acquire) != old) return;
+            if (done(value.load(std::memory_order_acquire))) return;
             relax();
         }
     } while (Clock::now() < end);
-    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+    while (!done(seen = value.load(std::memory_order_acquire))) value.wait(seen, std::memory_order_acquire);
 }
 
 }  // namespace
 
 thread_local int ThreadTeam::current_thread_ = 0;
+thread_local uint32_t ThreadTeam::current_loop_ = 0;
 
 ThreadTeam::ThreadTeam(int num_threads) : num_threads_(num_threads), shares_(num_threads) {
     for (int thread = 1; thread < num_threads; ++thread) {
@@ -55,23 +59,31 @@ ThreadTeam::~ThreadTeam() {
 
 void ThreadTeam::run(const std::function<void(int)>& work) {
     work_ = &work;
-    current_thread_ = 0;
+    open(0);
+    inside_.fetch_or(kOpen, std::memory_order_release);
     call_.fetch_add(1, std::memory_order_release);
     call_.notify_all();
+    current_thread_ = 0;
+    current_loop_ = 0;
     work(0);
-    barrier();  // nobody still uses `work` when it goes
+    inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    await(inside_, [](uint32_t inside) { return inside == 0; });  // nobody still uses `work` when it goes
 }
 
-void ThreadTeam::barrier() {
-    const uint32_t round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
-        // All have left the loop that ended here, none has begun the next.
-        for (Share& share : shares_) share.taken.store(0, std::memory_order_relaxed);
-        arrived_.store(0, std::memory_order_relaxed);
-        round_.fetch_add(1, std::memory_order_release);
-        round_.notify_all();
+// Nobody has a chunk now.
+void ThreadTeam::open(uint32_t loop) {
+    done_.store(0, std::memory_order_relaxed);
+    for (Share& share : shares_) share.open(loop);
+    loop_.store(loop, std::memory_order_release);
+}
+
+// A thread has done so many chunks of the loop, and there are no more to take.
+void ThreadTeam::finish(uint32_t loop, int done, int chunks) {
+    if (done && done_.fetch_add(done, std::memory_order_acq_rel) + done == chunks) {
+        open(loop + 1);
+        loop_.notify_all();
     } else {
-        await_change(round_, round);
+        await(loop_, [loop](uint32_t open) { return open != loop; });
     }
 }
 
@@ -79,11 +91,14 @@ void ThreadTeam::serve(int thread) {
     uint32_t call = 0;
     current_thread_ = thread;
     while (true) {
-        await_change(call_, call);
-        ++call;
+        await(call_, [call](uint32_t now) { return now != call; });
+        call = call_.load();
         if (closing_.load()) return;
-        (*work_)(thread);
-        barrier();
+        if (inside_.fetch_add(1, std::memory_order_acquire) & kOpen) {
+            current_loop_ = 0;
+            (*work_)(thread);
+        }
+        if (inside_.fetch_sub(1, std::memory_order_acq_rel) == 1) inside_.notify_all();
     }
 }
 
