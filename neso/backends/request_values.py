@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from neso.generation import InvalidParameter
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 
@@ -40,3 +41,8 @@ def json_object(request: InferenceRequest, name: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InvalidArgument(f"{name}: must be a JSON object, got {type(values).__name__}")
     return values
+
+
+def in_tensors_words(error: InvalidParameter) -> str:
+    """What it says, with the name of the tensor where clients of text know another."""
+    return f"image: {error.message}" if error.field == "images" else str(error)

@@ -13,6 +13,7 @@ from typing import Any
 from neso.backends.default_sampling import log_default_sampling
 from neso.backends.llm.metrics import LlmMetrics, RequestTimer
 from neso.backends.request_tasks import RequestTasks
+from neso.backends.request_values import in_tensors_words
 from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
@@ -192,7 +193,7 @@ class EngineBackend(Backend):
         try:
             await work
         except InvalidParameter as error:
-            stream.fail(InvalidArgument(str(error)))
+            stream.fail(InvalidArgument(in_tensors_words(error)))
         except ServerError as error:
             stream.fail(error)
         except Exception as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from neso.backends.default_sampling import log_default_sampling
 from neso.backends.request_tasks import RequestTasks
+from neso.backends.request_values import in_tensors_words
 from neso.backends.vllm import library, signature
 from neso.backends.vllm.adapters import Adapters, UnknownAdapter
 from neso.backends.vllm.engine import VllmEngine
@@ -167,7 +168,7 @@ class VllmBackend(Backend):
         except UnknownAdapter as error:
             self._fail(stream, InvalidArgument(str(error)), "[Error] Unsupported LoRA.")
         except InvalidParameter as error:
-            self._fail(stream, InvalidArgument(f"Error generating stream: {_for_tensors(error)}"))
+            self._fail(stream, InvalidArgument(f"Error generating stream: {in_tensors_words(error)}"))
         except ServerError as error:
             self._fail(stream, type(error)(f"Error generating stream: {error.message}"))
         except Exception as error:
@@ -237,11 +238,6 @@ class VllmBackend(Backend):
             ),
             final=True,
         )
-
-
-def _for_tensors(error: InvalidParameter) -> str:
-    """Its words, with the name of the tensor where a client of text knows another."""
-    return f"image: {error.message}" if error.field == "images" else str(error)
 
 
 def _switched_on(config: Any, name: str) -> bool:

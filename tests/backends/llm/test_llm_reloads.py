@@ -51,7 +51,8 @@ async def test_a_language_model_comes_and_goes(tmp_path: Path) -> None:
             assert psutil.Process().children()
             await core.unload_model("m")
             assert model() is None
-        await until(lambda: taken() == before)  # threads of sockets end by themselves
+        # Threads of sockets end by themselves: of the first engine, perhaps after they were counted.
+        await until(lambda: all(now <= then for now, then in zip(taken(), before, strict=True)))
         assert psutil.Process().memory_info().rss - memory < 32 << 20
     finally:
         await core.stop()
