@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -19,6 +20,17 @@ if not has_nvidia_gpu():
 # How long examples take to make and to run says more of the machine than of what is tested.
 settings.register_profile("neso", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("neso")
+
+
+# Files of a single test that takes minutes. Files with many tests are handed out first, so these would run at the very
+# end, alone.
+LONGEST = ("test_install_size.py", "test_random_schemas.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, then those with most tests: for `--dist loadfile --no-loadscope-reorder`."""
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path]))
 
 
 @pytest.fixture

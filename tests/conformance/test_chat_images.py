@@ -80,7 +80,9 @@ def test_the_image_tensor(vision, directory):
         metadata = client.get_model_metadata("llava")
     assert {"name": "image", "datatype": "BYTES", "shape": [-1]} in metadata["inputs"]
     status, reply = vision.post("/v2/models/llava/generate", {**body, "image": [encoded(3)] * 2})
-    assert status == 400 and reply["error"].startswith("image: there are 2, but the prompt has 1 image tokens")
+    assert status == 400 and reply["error"].startswith(
+        "image: there are 2, but the prompt has 1 image tokens"
+    )
 
 
 def test_a_model_of_text_refuses_images(server):

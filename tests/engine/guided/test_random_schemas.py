@@ -22,7 +22,7 @@ from neso.generation import (
     SamplingParams,
 )
 
-FEW, MANY = 300, 4000
+FEW, MANY = 300, 2000
 BATCH = 32
 
 

@@ -158,8 +158,9 @@ async def test_a_batch_dies_together_and_the_batcher_goes_on(start):
 async def test_a_process_that_dies_while_it_is_idle(start):
     core, _ = await start()
     before = await pid_of(core)
+    (instance,) = core.model("fragile")._backend._instances._instances
     os.kill(before, signal.SIGKILL)
-    await until(lambda: not psutil.pid_exists(before))
+    await until(lambda: instance.reason)  # what is sent before its end is known would fail with it
     assert await pid_of(core) != before
 
 
