@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from server_process import ServerProcess
-from step_pace import slow_children
+from step_pace import slow_environment
 
 from neso.engine.llm import LLM
 from neso.models import SHIPPED_MODELS
@@ -32,10 +32,7 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture(scope="session")
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """As `server`, with an engine whose steps take 50 ms: what is long is still at work when that matters."""
-    with pytest.MonkeyPatch.context() as patch:
-        slow_children(patch, tmp_path_factory.mktemp("slow"))
-        process = ServerProcess()
-    with process:
+    with ServerProcess(environment=slow_environment(tmp_path_factory.mktemp("slow"))) as process:
         assert process.ports, process.output
         yield process
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, Idefics3ForConditionalGeneration
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from checkpoints import EOS, SHAPE, VOCAB_SIZE, randomize, write_tokenizer
+from checkpoints import EOS, SHAPE, VOCAB_SIZE, let_images_tell, randomize, write_tokenizer
 
 EDGE, PATCH, SCALE = 28, 7, 2
 """Pixels of the vision tower's square and of its patches; a row of the output is of SCALE x SCALE patches."""
@@ -68,11 +68,7 @@ def _make_model(seed: int, image_token_id: int) -> torch.nn.Module:
         eos_token_id=EOS,
     )
     model = Idefics3ForConditionalGeneration(config)
-    with torch.no_grad():
-        # Far above what it is initialized with, so that images tell.
-        for name, parameter in model.named_parameters():
-            if "vision_model" in name or "connector" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.25)
+    let_images_tell(model, "vision_model", "connector")
     randomize(model)
     return model
 

@@ -10,7 +10,7 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from eventually import wait_until
 from server_process import ServerProcess
-from step_pace import slow_children
+from step_pace import slow_environment
 
 MS = 1_000_000
 
@@ -41,10 +41,8 @@ def served(tmp_path_factory):
     (folder / "paced" / "1").mkdir(parents=True)
     (folder / "paced" / "config.pbtxt").write_text(CONFIG)
     (folder / "paced" / "1" / "model.py").write_text(MODEL)
-    with pytest.MonkeyPatch.context() as patch:  # what is cancelled is still at work
-        slow_children(patch, tmp_path_factory.mktemp("slow"))
-        server = ServerProcess("neso-pilot", f"--model-repository={folder}")
-    with server:
+    slow = slow_environment(tmp_path_factory.mktemp("slow"))  # what is cancelled is still at work
+    with ServerProcess("neso-pilot", f"--model-repository={folder}", environment=slow) as server:
         yield server
 
 

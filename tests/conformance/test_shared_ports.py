@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-import socket
 import time
 
 import grpc
 import pytest
 import tritonclient.grpc as grpc_client
+from free_port import free_port
 from server_process import ServerProcess
-
-
-def free_port() -> int:
-    """None of those that connections get: nobody takes it before the servers do."""
-    while True:
-        with socket.socket() as found:
-            try:
-                found.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
-            except OSError:
-                continue
-            return int(found.getsockname()[1])
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -14,7 +14,7 @@ import tritonclient.grpc as grpc
 import tritonclient.http as http
 from eventually import wait_until
 from server_process import ServerProcess
-from step_pace import slow_children
+from step_pace import slow_environment
 from triton_tokens import TRUE, i32, new_tokens, outputs, prompt_inputs, tensors, token_stream
 from tritonclient.utils import InferenceServerException
 
@@ -59,10 +59,8 @@ def slow_server(checkpoint, tmp_path_factory):
     """Its engine takes 50 ms a step: what is stopped is still at work."""
     root = tmp_path_factory.mktemp("repository")
     write_model(root, checkpoint)
-    with pytest.MonkeyPatch.context() as patch:
-        slow_children(patch, tmp_path_factory.mktemp("slow"))
-        process = ServerProcess(f"--model-repository={root}")
-    with process:
+    slow = slow_environment(tmp_path_factory.mktemp("slow"))
+    with ServerProcess(f"--model-repository={root}", environment=slow) as process:
         assert process.ports, process.output
         yield process
 

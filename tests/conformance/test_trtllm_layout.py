@@ -14,7 +14,7 @@ import tritonclient.grpc as grpc_client
 from eventually import wait_until
 from layout_repository import ANSWER, PROMPT, Stream, ask, init, tensors, text
 from server_process import ServerProcess
-from step_pace import slow_children
+from step_pace import slow_environment
 from tritonclient.utils import InferenceServerException
 
 from neso.models import SHIPPED_MODELS
@@ -35,10 +35,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def slow_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Its engine takes 50 ms a step: longer for what a client leaves than the test has patience."""
     repository = init(tmp_path_factory.mktemp("trtllm"))
-    with pytest.MonkeyPatch.context() as patch:
-        slow_children(patch, tmp_path_factory.mktemp("slow"))
-        server = ServerProcess(f"--model-repository={repository}")
-    with server:
+    slow = slow_environment(tmp_path_factory.mktemp("slow"))
+    with ServerProcess(f"--model-repository={repository}", environment=slow) as server:
         assert server.ports, server.output
         yield server
 

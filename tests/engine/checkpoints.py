@@ -113,6 +113,14 @@ def randomize(model: torch.nn.Module) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
+def let_images_tell(model: torch.nn.Module, *parts: str) -> None:
+    """Give the weights of `parts`, which lead from images to text, values far above those of their initialization."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in parts):
+                parameter.copy_(torch.randn_like(parameter) * 0.25)
+
+
 def write_tokenizer(directory: Path) -> None:
     """A byte-level BPE tokenizer of at most `VOCAB_SIZE` tokens, with a chat template."""
     tokenizer = Tokenizer(models.BPE())
@@ -244,11 +252,7 @@ def make_llava(directory: Path, *, seed: int = 0, text: str = "llama", **overrid
         **overrides,
     )
     model = LlavaForConditionalGeneration(config)
-    with torch.no_grad():
-        # Far above what it is initialized with, so that images tell.
-        for name, parameter in model.named_parameters():
-            if "vision_tower" in name or "projector" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.25)
+    let_images_tell(model, "vision_tower", "projector")
     randomize(model)
     model.save_pretrained(directory)
     size = {"height": 28, "width": 28}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
 import socket
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 
 REDIS_SERVER = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
@@ -20,7 +20,7 @@ class RedisProcess:
     """Started by `start`, on the same port again after `stop`. It keeps nothing on disk."""
 
     def __init__(self, folder: Path, *arguments: str, tls: bool = False) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._folder = folder
         self._arguments = arguments
         self._tls = tls
@@ -73,14 +73,3 @@ class RedisProcess:
     def _listens(self) -> bool:
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", self.port)) == 0
-
-
-def _free_port() -> int:
-    """None of those that connections get: it must be free again after a `stop`."""
-    while True:
-        with socket.socket() as server:
-            try:
-                server.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
-            except OSError:
-                continue
-            return int(server.getsockname()[1])

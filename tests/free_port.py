@@ -1,0 +1,17 @@
+"""A port for servers that cannot choose one themselves."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+
+def free_port() -> int:
+    """None of those that connections get: nobody takes it before a server does, nor between two that have it."""
+    while True:
+        with socket.socket() as found:
+            try:
+                found.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+            except OSError:
+                continue
+            return int(found.getsockname()[1])
