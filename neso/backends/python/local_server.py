@@ -96,17 +96,19 @@ class ModelCall:
                 )
             self._stream = model.submit(self._request)
         except ServerError as error:
-            self._deliver(InferenceResponse("", "", error=error, final=True))
+            self._fail(error)
             return
         except Exception as error:
             # Nobody else would hear of it: the calling model waits for an answer.
             logger.exception("the call of model '%s' failed", self._request.model_name)
-            failure = InternalError(f"{type(error).__name__}: {error}")
-            self._deliver(InferenceResponse("", "", error=failure, final=True))
+            self._fail(InternalError(f"{type(error).__name__}: {error}"))
             return
         if self._cancelled:
             self._stream.cancel()
         self._stream.consume(self._deliver)
+
+    def _fail(self, error: ServerError) -> None:
+        self._deliver(InferenceResponse("", "", error=error, final=True))
 
     def _cancel(self) -> None:
         self._cancelled = True
