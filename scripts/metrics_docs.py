@@ -1,4 +1,4 @@
-"""Writes docs/metrics-reference.md from the metrics that the code defines: `python scripts/metrics_docs.py`."""
+"""Writes docs/reference/metrics-reference.md from the metrics that the code defines: `python scripts/metrics_docs.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from neso.server.metrics.model_families import describe_model_families
 from neso.server.metrics.system import PINNED_MEMORY_FAMILIES
 from neso.server.statistics import FailureReason
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics-reference.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics-reference.md"
 HEAD = """\
 # Metrics reference
 

@@ -1,6 +1,6 @@
 """Triton's in-process Python API, on Neso's.
 
-Names, arguments and defaults are those of Triton's package `tritonserver`; docs/tritonserver-shim.md says what is
+Names, arguments and defaults are those of Triton's package `tritonserver`; docs/guides/tritonserver-shim.md says what is
 different.
 """
 
