@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reference/command-line.md from the options that there are: `python scripts/command_line_docs.py`."""
+"""Write the option tables of docs/reference/command-line.md: `python scripts/command_line_docs.py`."""
 
 from __future__ import annotations
 
