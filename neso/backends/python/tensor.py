@@ -194,9 +194,7 @@ def _array_from_dlpack(source: Any) -> npt.NDArray[Any]:
     if hasattr(source, "__dlpack__"):
         device = int(source.__dlpack_device__()[0])
         if device not in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
-            raise BufferError(
-                f"its memory is on a device (DLPack device type {device}), not the CPU's"
-            )
+            raise BufferError(f"its memory is on a device (DLPack device type {device}), not the CPU's")
         if not str(getattr(source, "dtype", "")).endswith("bfloat16"):
             return np.from_dlpack(source)
         source = source.__dlpack__()
