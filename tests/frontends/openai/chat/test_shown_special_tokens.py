@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from neso.backends.vllm.sampling import from_params
+from neso.backends.vllm.conversion import from_params
 from neso.frontends.openai.tensor_models.json_sampling import sampling_json
 from neso.generation import SamplingParams
 

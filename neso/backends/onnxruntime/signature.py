@@ -1,7 +1,8 @@
-"""Whether a configuration fits its model, in Triton's words."""
+"""What a configuration leaves out, from the model."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,8 +11,76 @@ from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument
 from neso.server.signature import Shape
 
+logger = logging.getLogger(__name__)
 
-def validate(config: Any, signature: OnnxSignature) -> None:
+
+def needs_completion(config: Any) -> bool:
+    """Whether inputs or outputs are left out."""
+    return not (config.input and config.output)
+
+
+def complete_config(config: Any, signature: OnnxSignature, default_max_batch_size: int) -> None:
+    """Add inputs and outputs, and batching where every tensor's first dimension varies. Raises `InvalidArgument`."""
+    _complete_batching(config, signature, default_max_batch_size)
+    if not config.input:
+        # Control inputs, states and batch inputs are the server's to give.
+        given = {tensor.name for tensor in config.sequence_batching.control_input}
+        given.update(state.input_name for state in config.sequence_batching.state)
+        given.update(name for spec in config.batch_input for name in spec.target_name)
+        _add_tensors(config, config.input, signature.inputs, given)
+        _add_tensors(config, config.input, signature.optional, given)
+        for tensor in config.input:
+            if tensor.name in signature.optional:
+                tensor.optional = True
+    if not config.output:
+        _add_tensors(
+            config, config.output, signature.outputs, {s.output_name for s in config.sequence_batching.state}
+        )
+
+
+def _complete_batching(config: Any, signature: OnnxSignature, default_max_batch_size: int) -> None:
+    tensors = [*signature.inputs.values(), *signature.outputs.values()]
+    can_batch = all(tensor.shape[:1] == (-1,) for tensor in tensors if tensor.datatype is not None)
+    if not can_batch:
+        if config.max_batch_size:
+            raise InvalidArgument(
+                f"autofill failed for model '{config.name}': model does not support batching while non-zero "
+                "max_batch_size is specified"
+            )
+        return
+    if not config.max_batch_size:
+        config.max_batch_size = max(default_max_batch_size, 0)
+    if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
+        config.dynamic_batching.SetInParent()
+
+
+def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], given: set[str]) -> None:
+    for tensor in tensors.values():
+        if tensor.name in given:
+            continue
+        if tensor.datatype is None:
+            logger.warning(
+                "model '%s': '%s' is %s and not a tensor that can be sent, it is left out",
+                config.name,
+                tensor.name,
+                tensor.type,
+            )
+            continue
+        message = messages.add()
+        message.name = tensor.name
+        message.data_type = (
+            type(config)
+            .DESCRIPTOR.file.enum_types_by_name["DataType"]
+            .values_by_name[tensor.datatype.config_name]
+            .number
+        )
+        dims = tensor.shape[1:] if config.max_batch_size else tensor.shape
+        if not dims:  # dims must not be empty: clients send one element for what has no dimension
+            message.reshape.SetInParent()
+        message.dims.extend(dims or (1,))
+
+
+def check_config(config: Any, signature: OnnxSignature) -> None:
     """Raises `ServerError` for inputs and outputs that the model does not have, or has otherwise."""
     controls = {tensor.name for tensor in config.sequence_batching.control_input}
     states = config.sequence_batching.state
@@ -29,9 +98,9 @@ def validate(config: Any, signature: OnnxSignature) -> None:
     outputs = {tensor.name for tensor in config.output} | {state.output_name for state in states}
     _check_names(outputs, signature.outputs, "output")
     for tensor in config.input:
-        _check(config, tensor, allowed[tensor.name], "input")
+        _check_tensor(config, tensor, allowed[tensor.name], "input")
     for tensor in config.output:
-        _check(config, tensor, signature.outputs[tensor.name], "output")
+        _check_tensor(config, tensor, signature.outputs[tensor.name], "output")
     for state in states:
         _check_datatype(config, state, allowed[state.input_name], "input")
         _check_datatype(config, state, signature.outputs[state.output_name], "output")
@@ -47,7 +116,7 @@ def _check_names(given: Iterable[str], known: Mapping[str, OnnxTensor], kind: st
             raise InternalError(f"unsupported type {known[name].type} of {kind} '{name}', expected a tensor")
 
 
-def _check(config: Any, tensor: Any, found: OnnxTensor, kind: str) -> None:
+def _check_tensor(config: Any, tensor: Any, found: OnnxTensor, kind: str) -> None:
     _check_datatype(config, tensor, found, kind)
     if getattr(tensor, "allow_ragged_batch", False) or any(
         tensor.name in spec.target_name for spec in config.batch_output
@@ -74,7 +143,7 @@ def _check_dims(config: Any, name: str, dims: Shape, shape: Shape) -> None:
     if batches and shape[:1] != (-1,):
         raise InvalidArgument(
             f"{where}for the model to support batching the shape should have at least 1 dimension and the first "
-            f"dimension must be -1; but shape expected by the model is {_text(shape)}"
+            f"dimension must be -1; but shape expected by the model is {_format_shape(shape)}"
         )
     expected = (-1, *dims) if batches else dims
     fits = len(shape) == len(expected) and all(
@@ -88,10 +157,10 @@ def _check_dims(config: Any, name: str, dims: Shape, shape: Shape) -> None:
             else "shape"
         )
         raise InvalidArgument(
-            f"{where}the model expects {len(shape)} dimensions (shape {_text(shape)}) but the model configuration "
-            f"specifies {len(expected)} dimensions ({explanation} {_text(expected)})"
+            f"{where}the model expects {len(shape)} dimensions (shape {_format_shape(shape)}) but the model "
+            f"configuration specifies {len(expected)} dimensions ({explanation} {_format_shape(expected)})"
         )
 
 
-def _text(shape: Shape) -> str:
+def _format_shape(shape: Shape) -> str:
     return "[" + ",".join(str(extent) for extent in shape) + "]"

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from neso.backends.embedding import signature
 from neso.backends.llm.engine_backend import EngineBackend
 from neso.backends.llm.options import engine_config
+from neso.backends.tensor_fields import TensorField, add_inputs, add_outputs
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 from neso.generation.pooling_batch import pool_together
@@ -33,7 +33,7 @@ class EmbeddingBackend(EngineBackend):
     def auto_complete(
         cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
-        signature.complete(config)
+        complete_config(config)
 
     def engine_config(self) -> EngineConfig:
         return engine_config(self.context.config, self.context.version_directory)
@@ -107,3 +107,28 @@ def _matrix(name: str, pooled: list[PooledOutput]) -> Tensor:
 def _counts(pooled: list[PooledOutput]) -> Tensor:
     counts = np.array([output.num_prompt_tokens for output in pooled], np.uint32)
     return Tensor("num_input_tokens", DataType.UINT32, counts)
+
+
+INPUTS = (
+    TensorField("text_input", "TYPE_STRING", (-1,)),
+    TensorField("text_pair", "TYPE_STRING", (-1,), optional=True),
+    TensorField("dimensions", "TYPE_INT32", optional=True),
+    TensorField("normalize", "TYPE_BOOL", optional=True),
+    TensorField("truncate", "TYPE_BOOL", optional=True),
+)
+"""`text_pair`: the second text of each pair, for scores."""
+
+OUTPUTS = (
+    TensorField("embedding", "TYPE_FP32", (-1, -1)),
+    TensorField("score", "TYPE_FP32", (-1,)),
+    TensorField("probabilities", "TYPE_FP32", (-1, -1)),
+    TensorField("num_input_tokens", "TYPE_UINT32", (-1,)),
+)
+"""`score` comes with `text_pair`, else `embedding`; `probabilities` (of classes) when asked for."""
+
+
+def complete_config(config: Any) -> None:
+    """Add the inputs and outputs that the `ModelConfig` does not name."""
+    config.max_batch_size = 0
+    add_inputs(config, INPUTS)
+    add_outputs(config, OUTPUTS)
