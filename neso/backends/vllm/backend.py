@@ -15,14 +15,15 @@ from neso.backends.default_sampling import log_default_sampling
 from neso.backends.request_tasks import RequestTasks
 from neso.backends.request_values import in_tensors_words
 from neso.backends.vllm import library
-from neso.backends.vllm.conversion import IMAGES, parse_sampling_values, image_data
+from neso.backends.vllm.conversion import IMAGES, image_data, parse_sampling_values
 from neso.backends.vllm.engine import VllmEngine
 from neso.backends.vllm.metrics import VllmMetrics
 from neso.backends.vllm.model_files import Adapters, ModelFiles, UnknownAdapter
-from neso.backends.vllm.tensors import complete_config, (
+from neso.backends.vllm.tensors import (
     EmbeddingRequest,
     ResponseTensors,
     TextRequest,
+    complete_config,
     embedding_tensors,
     read_request,
 )
