@@ -167,6 +167,21 @@ def test_mutated_text(server, template, data):
     server.check_sane()
 
 
+@pytest.mark.parametrize("number", ["77", "-1", "4000000000", "9" * 25])
+@pytest.mark.parametrize(
+    "template",
+    [
+        'input {{ name: "IN" data_type: {number} dims: 1 }}',
+        "instance_group {{ kind: {number} }}",
+        "optimization {{ priority: {number} }}",
+    ],
+)
+def test_unknown_enum_numbers(server, template, number):
+    _write(server, 'backend: "python"\n' + template.format(number=number))
+    server.call(load_and_ask(server, None, None))
+    server.check_sane()
+
+
 FILES = st.dictionaries(
     st.sampled_from([
         "file:1/model.py", "file:2/model.py", "file:1", "file:../x", "file:/tmp/x", "file:", "file:a/../1/model.py",
