@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from neso.backends.python.description import ModelDescription
 from neso.backends.python.errors import describe
-from neso.backends.python.instance import ModelInstance, Work, WorkQueue
-from neso.backends.python.loop_calls import LoopCalls
-from neso.backends.python.model_description import ModelDescription
-from neso.backends.python.response_sender import ModelOutputs
-from neso.backends.python.server_access import ServerAccess
+from neso.backends.python.model_instance import ModelInstance, Work, WorkQueue
+from neso.backends.python.response import ModelOutputs
+from neso.backends.python.server_access import LoopCalls, ServerAccess
 from neso.server.config.instances import InstanceSpec
 from neso.server.errors import InternalError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream

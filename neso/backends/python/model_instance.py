@@ -18,8 +18,7 @@ from typing import Any
 from neso.backends.python.errors import TritonModelException, describe
 from neso.backends.python.model_module import forget_model_class, load_model_class, model_folder
 from neso.backends.python.request import InferenceRequest
-from neso.backends.python.response import InferenceResponse
-from neso.backends.python.response_sender import ModelOutputs, RequestStream, Responder
+from neso.backends.python.response import InferenceResponse, ModelOutputs, RequestStream, Responder
 from neso.backends.python.server_access import ServerAccess, server_access
 from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_response import NEVER_EXECUTED

@@ -1,21 +1,93 @@
-"""Tensors, requests and responses as messages: small tensors inside, large ones through shared memory."""
+"""Messages as bytes: a length of 4 bytes, little-endian, and a pickle in which nothing but messages can be.
+
+The standard library's, so that a model's environment needs no package of ours; two interpreters may have different
+versions. The unpickler makes the classes of `messages` and plain data, and refuses all else.
+"""
 
 from __future__ import annotations
 
+import io
+import logging
 import math
-from collections.abc import Callable, Iterable
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
+from typing import Any
 
 import numpy as np
 
-from neso.backends.python.process.arena import Arena, Visitor
-from neso.backends.python.process.messages import RequestData, ResponseData, TensorData, TraceData
-from neso.backends.python.trace import RequestTrace
+from neso.backends.python.process import messages
+from neso.backends.python.process.messages import (
+    MESSAGES,
+    Log,
+    Message,
+    RequestData,
+    ResponseData,
+    TensorData,
+    TraceData,
+)
+from neso.backends.python.process.shared_memory import Arena, Visitor
+from neso.backends.python.response import RequestTrace
 from neso.server.datatypes import DataType
 from neso.server.errors import ErrorCode, InternalError, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse
+from neso.server.request_fields import FIELDS
 from neso.server.tensor import Tensor
+
+_LENGTH = 4
+_KINDS = frozenset(MESSAGES.values())
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in _KINDS or value in _KINDS:
+            return NotImplemented  # as pickle does it
+        raise TypeError(f"{type(value).__name__} objects cannot be passed to the server: {value!r}")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = MESSAGES.get(name) if module == messages.__name__ else None
+        if found is None:
+            raise pickle.UnpicklingError(f"{module}.{name} must not be in a message")
+        return found
+
+
+def encode(message: Message) -> bytes:
+    """Raises `TypeError` for values that are no plain data."""
+    buffer = io.BytesIO()
+    buffer.write(bytes(_LENGTH))
+    _Pickler(buffer, protocol=4).dump(message)
+    data = buffer.getbuffer()
+    data[:_LENGTH] = (len(data) - _LENGTH).to_bytes(_LENGTH, "little")
+    return data.tobytes()
+
+
+class Decoder:
+    """Puts messages together from the pieces that a stream socket gives."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are complete now. Raises `pickle.UnpicklingError` for what is none."""
+        self._buffer += data
+        start = 0
+        try:
+            while (message := self._next(start)) is not None:
+                start, content = message
+                yield _Unpickler(io.BytesIO(content)).load()
+        finally:
+            del self._buffer[:start]
+
+    def _next(self, start: int) -> tuple[int, bytes] | None:
+        body = start + _LENGTH
+        if len(self._buffer) < body:
+            return None
+        end = body + int.from_bytes(self._buffer[start:body], "little")
+        return (end, bytes(self._buffer[body:end])) if len(self._buffer) >= end else None
+
 
 INLINE_BYTES = 8192
 """Up to here, a copy through the socket costs less than the books of shared memory."""
@@ -141,3 +213,36 @@ def _plain_value(value: ParameterValue) -> ParameterValue:
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(f"{type(value).__name__} is no type for a parameter")
+
+
+class ServerLog(logging.Handler):
+    """The process's side: sends each record, with its traceback as text."""
+
+    def __init__(self, send: Callable[[Log], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            fields = {name: str(getattr(record, name)) for name in FIELDS if hasattr(record, name)}
+            name, level = str(record.name), int(record.levelno)
+            self._send(Log(name, level, text, record.pathname, record.lineno, fields))
+        except Exception:
+            self.handleError(record)
+
+
+def log_level() -> int:
+    """The lowest level that the server's log takes of models."""
+    return logging.getLogger("neso.model").getEffectiveLevel()
+
+
+def write_log_record(line: Log) -> None:
+    """The server's side: as if the line had been logged here."""
+    logger = logging.getLogger(line.logger)
+    if logger.isEnabledFor(line.level):
+        logger.handle(
+            logger.makeRecord(
+                line.logger, line.level, line.path, line.line, "%s", (line.message,), None, extra=line.fields
+            )
+        )
