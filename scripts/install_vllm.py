@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints-vllm.txt"
-# Requirements of the wheel that text generation on a CPU does not need. torch is installed first, in the pinned version.
+# Requirements of the wheel that text generation on a CPU does not need. torch comes first, in the pinned version.
 _EXCLUDED = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
 
 
