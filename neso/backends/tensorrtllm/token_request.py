@@ -11,7 +11,7 @@ from neso.backends.llm.adapter_request import adapter_of_task
 from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
 from neso.backends.tensorrtllm.settings import Settings
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
-from neso.generation.cache_retention import DEFAULT_PRIORITY, CacheRetention, RetainedRange
+from neso.generation.request import DEFAULT_PRIORITY, CacheRetention, RetainedRange
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 

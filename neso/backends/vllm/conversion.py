@@ -10,7 +10,7 @@ import orjson
 
 from neso.engine.vision.image_processor import open_image
 from neso.generation import (
-    CompletionDelta,
+    Completion,
     FinishReason,
     GenerationOutput,
     GenerationRequest,
@@ -68,7 +68,7 @@ class OutputConverter:
         scheduled = getattr(metrics, "scheduled_ts", 0.0) if first and metrics is not None else 0.0
         return GenerationOutput(
             request_id=output.request_id,
-            deltas=deltas,
+            outputs=deltas,
             usage=Usage(len(prompt_ids), self._num_tokens, output.num_cached_tokens or 0),
             finished=output.finished,
             num_sequences=self._sampling.n,
@@ -77,7 +77,7 @@ class OutputConverter:
             scheduled_ns=int((scheduled or 0.0) * 1e9),
         )
 
-    def _delta(self, completion: Any) -> CompletionDelta:
+    def _delta(self, completion: Any) -> Completion:
         token_ids = list(completion.token_ids)
         logprobs = None
         if self._sampling.logprobs is not None and completion.logprobs is not None:
@@ -86,7 +86,7 @@ class OutputConverter:
                 for token, position in zip(token_ids, completion.logprobs, strict=False)
             ]
         reason = completion.finish_reason
-        return CompletionDelta(
+        return Completion(
             index=completion.index,
             text=completion.text,
             token_ids=token_ids,

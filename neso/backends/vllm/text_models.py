@@ -32,7 +32,7 @@ from neso.generation import (
     PoolingInfo,
     PoolingRequest,
     SamplingDefaults,
-    TextTools,
+    TokenizerLike,
     check_prompt_length,
     encode_text,
 )
@@ -41,10 +41,10 @@ from neso.server.errors import NotFound
 
 
 class VllmLanguageModel:
-    """`LanguageModel` and `AdaptableModel` of `neso.generation`."""
+    """`LanguageModel` and `SupportsLora` of `neso.generation`."""
 
     def __init__(
-        self, engine: VllmEngine, text: TextTools, adapters: Adapters, default_sampling: SamplingDefaults
+        self, engine: VllmEngine, text: TokenizerLike, adapters: Adapters, default_sampling: SamplingDefaults
     ) -> None:
         self._engine = engine
         self._adapters = adapters
@@ -88,7 +88,7 @@ class VllmLanguageModel:
         except UnknownAdapter as error:
             raise InvalidParameter("lora_name", str(error)) from None
 
-    # -- adapters: neso.generation.AdaptableModel ---------------------------------------------------------------
+    # -- adapters: neso.generation.SupportsLora ---------------------------------------------------------------
 
     @property
     def allows_runtime_lora(self) -> bool:
@@ -97,11 +97,11 @@ class VllmLanguageModel:
         return self._adapters.enabled and switch.strip().lower() in ("1", "true")
 
     def list_loras(self) -> dict[str, str | None]:
-        """See `AdaptableModel.list_loras`."""
+        """See `SupportsLora.list_loras`."""
         return dict(self._adapters.paths())
 
     async def load_lora(self, lora: LoraRequest) -> None:
-        """See `AdaptableModel.load_lora`."""
+        """See `SupportsLora.load_lora`."""
         before = self._adapters.paths().get(lora.name)
         old = self._adapters.find(lora.name) if before is not None else None
         new = self._adapters.put(lora.name, lora.path or "")
@@ -117,7 +117,7 @@ class VllmLanguageModel:
             await self._engine.remove_lora(old.lora_int_id)
 
     async def unload_lora(self, name: str) -> None:
-        """See `AdaptableModel.unload_lora`."""
+        """See `SupportsLora.unload_lora`."""
         try:
             removed = self._adapters.remove(name)
         except KeyError:
@@ -128,7 +128,7 @@ class VllmLanguageModel:
 class VllmPoolingModel:
     """`PoolingModel` of `neso.generation`."""
 
-    def __init__(self, engine: VllmEngine, text: TextTools) -> None:
+    def __init__(self, engine: VllmEngine, text: TokenizerLike) -> None:
         self._engine = engine
         self.text = text
         config = engine.model_config
@@ -193,7 +193,7 @@ def vector_of(output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.asarray(output.outputs.data.float().cpu().numpy(), np.float32).reshape(-1)
 
 
-def text_tools(model: str, revision: str | None, tokenizer: Any) -> TextTools:
+def text_tools(model: str, revision: str | None, tokenizer: Any) -> TokenizerLike:
     """Neso's tokenizer of a checkpoint, where it has files that that reads; else vLLM's `tokenizer`. Blocks."""
     try:
         return Tokenizer.from_model(resolve_model(model, revision))
@@ -202,7 +202,7 @@ def text_tools(model: str, revision: str | None, tokenizer: Any) -> TextTools:
 
 
 class TransformersText:
-    """`TextTools` over a tokenizer with transformers' interface."""
+    """`TokenizerLike` over a tokenizer with transformers' interface."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -214,16 +214,16 @@ class TransformersText:
 
     @property
     def chat_template_source(self) -> str:
-        """See `TextTools.chat_template_source`."""
+        """See `TokenizerLike.chat_template_source`."""
         source = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(map(str, source.values())) if isinstance(source, Mapping) else str(source)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `TextTools.encode`."""
+        """See `TokenizerLike.encode`."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """See `TextTools.decode`."""
+        """See `TokenizerLike.decode`."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
@@ -235,7 +235,7 @@ class TransformersText:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """See `TextTools.apply_chat_template`."""
+        """See `TokenizerLike.apply_chat_template`."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
