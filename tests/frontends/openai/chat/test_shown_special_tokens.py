@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from neso.backends.vllm.sampling import from_params
-from neso.frontends.openai.tensor_models.json_sampling import sampling_json
+from neso.frontends.openai.tensor_models.input_tensors import sampling_json
 from neso.generation import SamplingParams
 
 
