@@ -21,7 +21,7 @@ from neso.frontends.openai.logprobs import prompt_logprobs
 from neso.frontends.openai.request_params import Prompt
 from neso.frontends.openai.schemas import GenerationFields
 from neso.generation import (
-    CompletionDelta,
+    Completion,
     FinishReason,
     GenerationOutput,
     GenerationRequest,
@@ -222,11 +222,11 @@ class Choice(ABC):
     """One choice of an answer. It is either streamed or gathered, never both."""
 
     @abstractmethod
-    def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
+    def stream(self, output: GenerationOutput, delta: Completion) -> list[dict[str, Any]]:
         """The choices of the chunks that a delta makes: none, one or several."""
 
     @abstractmethod
-    def gather(self, output: GenerationOutput, delta: CompletionDelta) -> None:
+    def gather(self, output: GenerationOutput, delta: Completion) -> None:
         """Take a delta in."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from neso.generation import TextTools, TokenLogprobs
+from neso.generation import TokenizerLike, TokenLogprobs
 from neso.generation.language_model import TokenBytes
 
 _LOOK_AHEAD = 16
@@ -30,7 +30,7 @@ class TokenPlaces:
     part of a character, wait for it. Special tokens, which the text does not show, are placed where they would be.
     """
 
-    def __init__(self, tools: TextTools, offset: int = 0) -> None:
+    def __init__(self, tools: TokenizerLike, offset: int = 0) -> None:
         """`offset`: characters before this text."""
         self._tools = tools
         self._offset = offset
@@ -91,7 +91,7 @@ class TokenPlaces:
         return token_bytes(self._tools, text, token_id) or text.encode("utf-8", "surrogatepass")
 
 
-def token_bytes(tools: TextTools, text: str, token_id: int) -> bytes | None:
+def token_bytes(tools: TokenizerLike, text: str, token_id: int) -> bytes | None:
     """Bytes of a token that is shown as `text`. None if it is a part of a character, and nothing says which."""
     if "\ufffd" not in text:
         return text.encode("utf-8", "surrogatepass")
@@ -109,7 +109,7 @@ class CompletionLogprobs:
     goes on from chunk to chunk. A token comes with the chunk that has its text.
     """
 
-    def __init__(self, tools: TextTools, top: int, *, by_number: bool) -> None:
+    def __init__(self, tools: TokenizerLike, top: int, *, by_number: bool) -> None:
         """`top` entries a token, -1 for all there are; `by_number` tells tokens by their ids."""
         self._tools = tools
         self._top_number = top
@@ -208,7 +208,7 @@ def _by_id(entry: TokenLogprobs, top: int) -> dict[str, Any]:
 
 
 def chat_logprobs(
-    logprobs: Sequence[TokenLogprobs], tools: TextTools, *, by_number: bool = False
+    logprobs: Sequence[TokenLogprobs], tools: TokenizerLike, *, by_number: bool = False
 ) -> list[dict[str, Any]]:
     """The entries of `logprobs.content` of a chat. `tools` know the bytes of tokens that are parts of characters."""
 

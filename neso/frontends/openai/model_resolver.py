@@ -27,9 +27,9 @@ from neso.frontends.openai.tensor_models import (
     takes_adapter_number,
 )
 from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
-from neso.generation import AdaptableModel, LanguageModel, PoolingModel, TextTools
-from neso.generation.lora import TASK_PREFIX
-from neso.generation.pooling_batch import pool_together
+from neso.generation import LanguageModel, PoolingModel, SupportsLora, TokenizerLike
+from neso.generation.pooling import pool_all
+from neso.generation.request import TASK_PREFIX
 from neso.server.errors import NotFound, Unavailable
 from neso.server.metadata import ModelState
 
@@ -68,7 +68,7 @@ class AdapterNames:
     def of(self, model: Model) -> list[Adapter]:
         """Those that are known by a name."""
         face = model.language_model
-        if isinstance(face, AdaptableModel):
+        if isinstance(face, SupportsLora):
             # One without a path is known to those who sent it, by its number.
             names = {name: name for name, path in face.list_loras().items() if path is not None}
         elif face is None and takes_adapter(model.signature) and not missing_for_text(model.signature):
@@ -82,7 +82,7 @@ class AdapterNames:
         face = model.language_model
         if not number.isdecimal():
             return None
-        if isinstance(face, AdaptableModel):
+        if isinstance(face, SupportsLora):
             told = f"{TASK_PREFIX}{number}"
             return Adapter(model, number, told) if told in face.list_loras() else None
         by_number = face is None and takes_adapter_number(model.signature)
@@ -120,7 +120,7 @@ class Target:
 
     model: Model
     language_model: LanguageModel
-    text: TextTools
+    text: TokenizerLike
     adapter: str = ""
 
     @property
@@ -146,7 +146,7 @@ class PoolingTarget:
 
     async def pool(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
         """The vectors of all of them, in their order. Raises as `Model.pool`."""
-        pooled = await pool_together(self.model.pool, requests)
+        pooled = await pool_all(self.model.pool, requests)
         tell = TOKENS_USED.get()
         if tell is not None:
             tell(sum(output.num_prompt_tokens for output in pooled))
@@ -190,7 +190,7 @@ class Targets:
         )
         return Target(model, face, text, adapter)
 
-    def _templated(self, text: TextTools) -> TextTools:
+    def _templated(self, text: TokenizerLike) -> TokenizerLike:
         return TemplatedText(text, self._template) if self._template else text
 
     def find_pooling(self, name: str) -> PoolingTarget:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from neso.engine.text.no_tokenizer import NO_TOKENIZER, NoTokenizer
 from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
-from neso.generation import InvalidParameter, TextTools
+from neso.generation import InvalidParameter, TokenizerLike
 from neso.generation.language_model import TokenBytes
 from neso.server.config.parameters import string_parameter
 from neso.server.errors import ServerError
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class TemplatedText:
-    """The `TextTools` of a model with another chat template."""
+    """The `TokenizerLike` of a model with another chat template."""
 
     has_chat_template = True
 
-    def __init__(self, tools: TextTools, source: str) -> None:
+    def __init__(self, tools: TokenizerLike, source: str) -> None:
         self._tools = tools
         self.chat_template_source = source
 
@@ -70,7 +70,7 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 class UnknownText(NoTokenizer):
-    """The `TextTools` of a model whose tokenizer nobody knows."""
+    """The `TokenizerLike` of a model whose tokenizer nobody knows."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self._refuse()
@@ -102,13 +102,13 @@ _PREPROCESSING = "preprocessing"
 class ModelTexts:
     """Looks at a model's configuration, and at the models that it calls. `default` is for models without."""
 
-    def __init__(self, core: Core, default: TextTools | None) -> None:
+    def __init__(self, core: Core, default: TokenizerLike | None) -> None:
         self._core = core
         self._default = default
-        self._found: WeakKeyDictionary[Model, TextTools] = WeakKeyDictionary()
+        self._found: WeakKeyDictionary[Model, TokenizerLike] = WeakKeyDictionary()
         self._failed: WeakSet[Model] = WeakSet()
 
-    async def tokenizer(self, model: Model) -> TextTools | None:
+    async def tokenizer(self, model: Model) -> TokenizerLike | None:
         """The model's own (`tokenizer_dir` of it or of a model that it calls), else the default one, if any."""
         found = self._found.get(model)
         if found is None:
@@ -128,7 +128,7 @@ class ModelTexts:
                 return related.language_model.max_model_len
         return NO_LIMIT
 
-    async def _find(self, model: Model) -> TextTools | None:
+    async def _find(self, model: Model) -> TokenizerLike | None:
         related = list(self._related(model))
         for other in related:
             directory = string_parameter(other.config, _TOKENIZER)
@@ -140,7 +140,7 @@ class ModelTexts:
                 return face.text
         return None
 
-    async def _load(self, model: Model, directory: str) -> TextTools | None:
+    async def _load(self, model: Model, directory: str) -> TokenizerLike | None:
         try:
             return await asyncio.to_thread(open_tokenizer, directory, model.directory)
         except ValueError as error:
@@ -161,7 +161,7 @@ class ModelTexts:
                         pending.append(self._core.model(name))
 
 
-def open_tokenizer(name: str, near: Path | None = None) -> TextTools:
+def open_tokenizer(name: str, near: Path | None = None) -> TokenizerLike:
     """The tokenizer in a directory, which may be relative to `near`, or of a name on the hub. Raises `ValueError`."""
     from neso.engine.text.tokenizer import Tokenizer
     from neso.engine.weights.errors import ModelNotFound

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.model_resolver import Adapter, Targets
 from neso.frontends.openai.routing import answer_to_body
-from neso.generation import AdaptableModel, LoraRequest
+from neso.generation import LoraRequest, SupportsLora
 from neso.server.errors import ErrorCode, ServerError
 from neso.server.metrics import CONTENT_TYPE
 from neso.server.options import ModelControlMode
@@ -204,12 +204,12 @@ class AdaptersApi:
         await model.unload_lora(name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    def _model(self, name: str | None) -> AdaptableModel:
+    def _model(self, name: str | None) -> SupportsLora:
         """The model of that name, or the only one that allows it."""
-        allowed: dict[str, AdaptableModel] = {}
+        allowed: dict[str, SupportsLora] = {}
         for model in self._targets.text_models():
             face = model.language_model
-            if isinstance(face, AdaptableModel) and face.allows_runtime_lora:
+            if isinstance(face, SupportsLora) and face.allows_runtime_lora:
                 allowed[model.name] = face
         if name is None and len(allowed) == 1:
             return next(iter(allowed.values()))

@@ -17,7 +17,7 @@ from neso.frontends.openai.model_resolver import Targets
 from neso.frontends.openai.request_params import MAX_PROMPTS
 from neso.frontends.openai.schemas import Integer, TokenIds
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
-from neso.generation.scoring import Float32Array, Scoring
+from neso.generation.pooling import Float32Array, Scoring
 
 if TYPE_CHECKING:
     from neso.server.tracing import Trace

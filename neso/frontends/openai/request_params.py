@@ -15,7 +15,7 @@ from neso.generation import (
     InvalidParameter,
     SamplingDefaults,
     SamplingParams,
-    TextTools,
+    TokenizerLike,
     encode_text,
 )
 from neso.generation.guided_decoding import NAMES, read_guided_decoding
@@ -43,7 +43,7 @@ Prompt = str | list[int] | Vectors
 
 
 async def cut_prompt(
-    prompt: Prompt, text: TextTools, keep: int | None, max_model_len: int, *, add_special_tokens: bool
+    prompt: Prompt, text: TokenizerLike, keep: int | None, max_model_len: int, *, add_special_tokens: bool
 ) -> Prompt:
     """The prompt, or its last `keep` tokens; of -1, as many as leave room for one more. Raises `ApiError`."""
     if keep is None or isinstance(prompt, np.ndarray):
@@ -59,7 +59,7 @@ async def cut_prompt(
     return ids[-(max_model_len - 1 if keep < 0 else keep) :]
 
 
-def prompt_text(prompt: Prompt, text: TextTools) -> str:
+def prompt_text(prompt: Prompt, text: TokenizerLike) -> str:
     """The prompt as `echo` gives it back."""
     if isinstance(prompt, str):
         return prompt

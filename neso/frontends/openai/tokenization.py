@@ -10,7 +10,7 @@ from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error, validation_error
 from neso.frontends.openai.model_resolver import Targets
 from neso.frontends.openai.schemas import ChatCompletionRequest, ChatMessage, Integer, TokenId, Tool
-from neso.generation import InvalidParameter, TextTools, encode_text
+from neso.generation import InvalidParameter, TokenizerLike, encode_text
 
 if TYPE_CHECKING:
     from neso.server.model import Model
@@ -96,7 +96,7 @@ class TokensApi:
         except InvalidParameter as error:
             raise to_api_error(error) from None
 
-    async def _find(self, name: str | None) -> tuple[Model, TextTools]:
+    async def _find(self, name: str | None) -> tuple[Model, TokenizerLike]:
         """The model and its tokenizer."""
         if name is None:
             known = [model.name for model in self._targets.text_models()]
@@ -113,7 +113,7 @@ class TokensApi:
         return target.model, target.text
 
 
-def _chat_text(request: TokenizeRequest, name: str, text: TextTools) -> str:
+def _chat_text(request: TokenizeRequest, name: str, text: TokenizerLike) -> str:
     fields = request.model_dump(
         include={
             "messages",

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from neso.frontends.openai.errors import invalid
 from neso.frontends.openai.schemas import ChatCompletionRequest, ChatMessage
 from neso.frontends.openai.tool_parsers import Function
-from neso.generation import TextTools
-from neso.generation.chat_images import split_images
+from neso.generation import TokenizerLike
+from neso.generation.request import split_images
 
 Mode = Literal["none", "auto", "required"]
 
@@ -97,7 +97,7 @@ _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_mes
 
 
 def chat_prompt(
-    request: ChatCompletionRequest, tool_use: ToolUse, text: TextTools
+    request: ChatCompletionRequest, tool_use: ToolUse, text: TokenizerLike
 ) -> tuple[str, tuple[Any, ...]]:
     """The chat as the model's template writes it, and its images. Raises `ApiError` and `InvalidParameter`."""
     if not text.has_chat_template:

@@ -21,7 +21,7 @@ from neso.frontends.openai.responses.schemas import (
 )
 from neso.frontends.openai.schemas import ChatCompletionRequest
 from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
-from neso.generation import TextTools
+from neso.generation import TokenizerLike
 
 Item = dict[str, Any]
 """An item as plain JSON, of one of the types in `item_schemas`."""
@@ -276,5 +276,5 @@ def _from(chat: ChatCompletionRequest, start: int) -> ChatCompletionRequest:
     return chat.model_copy(update={"messages": kept + chat.messages[start:]})
 
 
-def _length(prompt: str, text: TextTools) -> int:
+def _length(prompt: str, text: TokenizerLike) -> int:
     return len(text.encode(prompt, add_special_tokens=False))

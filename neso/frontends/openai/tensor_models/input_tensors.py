@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
-from neso.generation.parameter_values import ALIASES
+from neso.generation.sampling_params import ALIASES
 from neso.server.datatypes import DataType
 from neso.server.signature import Signature, TensorSpec
 from neso.server.tensor import Tensor

@@ -12,11 +12,11 @@ import orjson
 
 from neso.engine.text.stop_strings import StopChecker
 from neso.generation import (
-    CompletionDelta,
+    Completion,
     FinishReason,
     GenerationOutput,
     SamplingParams,
-    TextTools,
+    TokenizerLike,
     TokenLogprobs,
     Usage,
 )
@@ -96,7 +96,7 @@ class PieceLogprobs:
     as one token, whose log probability is the sum. Numbers without a text wait for it; those of end tokens have none.
     """
 
-    def __init__(self, tokenizer: TextTools | None) -> None:
+    def __init__(self, tokenizer: TokenizerLike | None) -> None:
         self._tokenizer = tokenizer
         self._waiting: list[float] = []
 
@@ -121,7 +121,7 @@ class PieceLogprobs:
 class TokenLimit:
     """Cuts the text of one sequence off, as tokens of its model's tokenizer count."""
 
-    def __init__(self, tokenizer: TextTools, max_tokens: int) -> None:
+    def __init__(self, tokenizer: TokenizerLike, max_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._left = max_tokens
 
@@ -235,7 +235,7 @@ class OutputSequence:
         num_prompt_tokens: int,
         sampling: SamplingParams,
         text: AnswerText,
-        tokenizer: TextTools | None,
+        tokenizer: TokenizerLike | None,
         limit: TokenLimit | None = None,
     ) -> None:
         self._request_id = request_id
@@ -311,7 +311,7 @@ class OutputSequence:
         return [replace(entry, top=entry.top[:wanted]) for entry in entries] if wanted >= 0 else entries
 
     def _output(self, text: str, logprobs: list[TokenLogprobs] | None) -> GenerationOutput:
-        delta = CompletionDelta(0, text, [], logprobs=logprobs)
+        delta = Completion(0, text, [], logprobs=logprobs)
         if self.done:
             delta = replace(delta, finish_reason=self._reason(), stop_reason=self._stop_reason)
         usage = Usage(self._num_prompt_tokens, self._num_tokens)
