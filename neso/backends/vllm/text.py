@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from neso.engine.text.errors import TokenizerError
 from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.tokenizer_files import TokenizerError
 from neso.engine.weights.errors import CheckpointError, ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.generation import InvalidParameter, TokenizerLike

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
-from neso.engine.text.no_tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import NO_TOKENIZER
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TokenizerLike
 from neso.server.config.parameters import string_parameter

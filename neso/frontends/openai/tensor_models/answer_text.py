@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from neso.engine.text.stop_strings import StopChecker
+from neso.engine.text.sequence_text import StopChecker
 
 _PART_OF_CHARACTER = "\ufffd"
 
