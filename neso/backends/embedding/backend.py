@@ -11,17 +11,15 @@ import msgspec
 import numpy as np
 
 from neso.backends.embedding import signature
-from neso.backends.llm.engine_backend import EngineBackend
-from neso.backends.llm.options import engine_config
+from neso.backends.llm.engine_backend import EngineBackend, engine_config
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 from neso.generation.pooling_batch import pool_together
 from neso.generation.scoring import Scoring
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 Value = TypeVar("Value", bool, int)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from neso.backends.tensor_fields import TensorField, add_inputs, add_outputs
+from neso.backends.request_tensors import TensorField, add_inputs, add_outputs
 
 INPUTS = (
     TensorField("text_input", "TYPE_STRING", (-1,)),

@@ -15,9 +15,8 @@ from neso.backends.onnxruntime.validation import validate
 from neso.backends.tensor import Instance, InstanceKind, TensorModel
 from neso.backends.tensor.model import Arrays
 from neso.server.backend import ModelContext
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 BFLOAT16 = 16
 """Its number in ONNX."""

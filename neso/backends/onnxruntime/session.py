@@ -12,8 +12,8 @@ import onnxruntime
 
 from neso.backends.onnxruntime.providers import find_providers
 from neso.backends.tensor import Instance, Parameters
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 

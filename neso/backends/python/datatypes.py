@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.backends.python.errors import TritonModelException
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 # The numbers of `DataType` in model_config.proto, which is not there in a model's own environment.
 _BY_NUMBER = dict(

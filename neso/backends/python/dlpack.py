@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.server.datatypes import DataType
+from neso.server.tensor import DataType
 
 CPU, CUDA_HOST = 1, 3  # DLDeviceType, what a CPU can read
 _UINT, _BFLOAT = 1, 4  # DLDataTypeCode

@@ -19,7 +19,7 @@ from neso.backends.python.loop_calls import LoopCalls
 from neso.backends.python.model_description import ModelDescription
 from neso.backends.python.response_sender import ModelOutputs
 from neso.backends.python.server_access import ServerAccess
-from neso.server.config.instances import InstanceSpec
+from neso.server.config.scheduling import InstanceSpec
 from neso.server.errors import InternalError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from neso.backends.python import dlpack
 from neso.backends.python.datatypes import numpy_to_triton_type
 from neso.backends.python.errors import TritonModelException
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
+from neso.server.tensor import DataType
 from neso.server.tensor import Tensor as ServerTensor
 
 

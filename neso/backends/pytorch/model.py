@@ -16,8 +16,8 @@ from neso.backends.pytorch.tensors import to_numpy, to_strings, to_torch
 from neso.backends.tensor import Instance, TensorModel
 from neso.backends.tensor.model import Arrays
 from neso.server.backend import ModelContext
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from neso.server.datatypes import DataType
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 # Requests are read-only, which torch cannot express; programs that write to their inputs get copies.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from neso.backends.tensorrtllm.token_request import TokenRequest
 from neso.generation import CompletionDelta, FinishReason, GenerationOutput, Usage
 from neso.generation.output import FloatRows
-from neso.server.datatypes import DataType
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 NO_TOKEN = -1
 """Behind the shorter of several sequences, if the client names no `pad_id`."""

@@ -21,9 +21,9 @@ from neso.backends.tensorrtllm.token_request import RequestReader, TokenRequest,
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter
 from neso.server.backend import ModelContext
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_response import ResponseStream
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from neso.backends.near_path import near_path
+from neso.backends.option_files import resolve_relative
 from neso.engine.weights.errors import ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.server.errors import InvalidArgument
@@ -22,7 +22,7 @@ def model_files(path: str | None, version_directory: Path, model_directory: Path
     if path is None:
         found = version_directory
     else:
-        found = near_path(Path(path).expanduser(), version_directory, model_directory) or Path(path)
+        found = resolve_relative(Path(path).expanduser(), version_directory, model_directory) or Path(path)
     _refuse_foreign_engine(found)
     try:
         resolved = resolve_model(found)

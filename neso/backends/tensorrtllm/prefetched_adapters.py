@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.backends.llm.adapter_request import adapter_of_task
+from neso.backends.llm.tensor_request import adapter_of_task
 from neso.generation import LoraRequest
 from neso.server.errors import InvalidArgument
 

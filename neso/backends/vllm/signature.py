@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from neso.backends.tensor_fields import TensorField, add_inputs, add_outputs
+from neso.backends.request_tensors import TensorField, add_inputs, add_outputs
 
 WANTED = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
 """Outputs that an input `return_…` asks for."""

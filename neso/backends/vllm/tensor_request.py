@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from neso.backends.request_values import flag, json_object, text, want_logprobs
+from neso.backends.request_tensors import bool_input, json_input, request_logprobs, text_input
 from neso.backends.vllm.signature import WANTED
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
@@ -37,21 +37,21 @@ class EmbeddingRequest:
 
 def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
     """Raises `InvalidArgument` that names what is wrong."""
-    wanted = frozenset(name for name in WANTED if flag(request, f"return_{name}", default=False))
+    wanted = frozenset(name for name in WANTED if bool_input(request, f"return_{name}", default=False))
     if "embedding_request" in request.inputs:
         return _embedding(request, wanted)
-    stream = flag(request, "stream", default=False)
-    prepend_prompt = not flag(request, "exclude_input_in_output", default=stream)
+    stream = bool_input(request, "stream", default=False)
+    prepend_prompt = not bool_input(request, "exclude_input_in_output", default=stream)
     if stream and prepend_prompt:
         raise InvalidArgument(STREAM_WITH_PROMPT)
     values = _sampling_values(request)
     lora = values.pop("lora_name", None)
     if lora is not None and not isinstance(lora, str):
         raise InvalidArgument("lora_name: must be a string")
-    want_logprobs(values, wanted)
+    request_logprobs(values, wanted)
     images = request.inputs.get("image")
     return TextRequest(
-        prompt=text(request, "text_input"),
+        prompt=text_input(request, "text_input"),
         images=() if images is None else tuple(images.strings()),
         stream=stream,
         prepend_prompt=prepend_prompt,
@@ -62,7 +62,7 @@ def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
 
 
 def _embedding(request: InferenceRequest, wanted: frozenset[str]) -> EmbeddingRequest:
-    body = json_object(request, "embedding_request")
+    body = json_input(request, "embedding_request")
     prompt: Any = body.get("input")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not isinstance(prompt, str):
@@ -79,5 +79,5 @@ def _embedding(request: InferenceRequest, wanted: frozenset[str]) -> EmbeddingRe
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
     """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
     if "sampling_parameters" in request.inputs:
-        return json_object(request, "sampling_parameters")
+        return json_input(request, "sampling_parameters")
     return dict(request.parameters)

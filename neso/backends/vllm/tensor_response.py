@@ -9,8 +9,7 @@ import numpy as np
 import orjson
 
 from neso.backends.vllm.tensor_request import TextRequest
-from neso.server.datatypes import DataType
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say; the same number as in vLLM's server."""

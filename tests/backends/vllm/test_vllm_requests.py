@@ -13,10 +13,9 @@ from neso.backends.vllm.model_files import ModelFiles
 from neso.backends.vllm.sampling import from_loose, from_params
 from neso.backends.vllm.tensor_request import EmbeddingRequest, TextRequest, read_request
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 TYPES: dict[str, Any] = {
     "n": int,

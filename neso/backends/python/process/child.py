@@ -42,11 +42,11 @@ from neso.backends.python.process.messages import (
 from neso.backends.python.process.remote_server import RemoteServer
 from neso.backends.python.process.server_log import ServerLog
 from neso.backends.python.response_sender import ModelOutputs
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
 from neso.server.statistics import Timeline
+from neso.server.tensor import DataType
 
 _PR_SET_PDEATHSIG = 1
 

@@ -11,11 +11,10 @@ import numpy as np
 from neso.backends.python.process.arena import Arena, Visitor
 from neso.backends.python.process.messages import RequestData, ResponseData, TensorData, TraceData
 from neso.backends.python.trace import RequestTrace
-from neso.server.datatypes import DataType
 from neso.server.errors import ErrorCode, InternalError, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 INLINE_BYTES = 8192
 """Up to here, a copy through the socket costs less than the books of shared memory."""

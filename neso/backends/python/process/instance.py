@@ -15,7 +15,7 @@ from neso.backends.python.model_description import ModelDescription
 from neso.backends.python.process.environment import Interpreter
 from neso.backends.python.process.running_model import RunningModel
 from neso.backends.python.settings import PythonSettings
-from neso.server.config.instances import InstanceSpec
+from neso.server.config.scheduling import InstanceSpec
 from neso.server.errors import ServerError, Unavailable
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from neso.backends.python.process.messages import Log
-from neso.server.request_fields import FIELDS
+from neso.server.log.settings import FIELDS
 
 
 class ServerLog(logging.Handler):

@@ -16,7 +16,7 @@ from neso.frontends.openai.reasoning_parsers import (
     find_reasoning_parser,
 )
 from neso.frontends.openai.tool_parsers import ToolParser, detect_tool_parser, find_tool_parser
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from neso.frontends.openai.parser_registry import AUTO
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 from neso.server.errors import InvalidArgument
 
 TOOL_PARAMETER, REASONING_PARAMETER = "tool_call_parser", "reasoning_parser"

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from neso.engine.text.no_tokenizer import NO_TOKENIZER
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
 from neso.generation import TextTools
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 from neso.server.errors import ServerError
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from neso.generation import InvalidParameter
-from neso.server.datatypes import DataType
 from neso.server.signature import Signature, TensorSpec
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 Value = str | bool | int | float
 

@@ -7,9 +7,8 @@ from neso.frontends.openai.tensor_models.input_tensors import InputTensors
 from neso.frontends.openai.tensor_models.json_sampling import sampling_json
 from neso.generation import GenerationRequest, InvalidParameter, SamplingParams
 from neso.generation.lora import TASK_PREFIX
-from neso.server.datatypes import DataType
 from neso.server.signature import Signature
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 TEXT_INPUT, TEXT_OUTPUT = "text_input", "text_output"
 SAMPLING_PARAMETERS = "sampling_parameters"
