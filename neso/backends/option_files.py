@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from neso.generation import SamplingDefaults
-from neso.generation.sampling_defaults import AUTO, NAMES, NOWHERE
+from neso.generation.sampling_params import AUTO, DEFAULT_NAMES, NO_DEFAULTS
 from neso.server.errors import InvalidArgument
 
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def resolve_generation_config(source: str, *places: Path) -> str:
     """The option `generation_config`: a path may be relative to `places`."""
-    if source in (AUTO, NOWHERE):
+    if source in (AUTO, NO_DEFAULTS):
         return source
     return str(resolve_relative(Path(source).expanduser(), *places) or source)
 
@@ -46,7 +46,7 @@ def log_default_sampling(
     model: str, defaults: SamplingDefaults, source: str, override: Mapping[str, Any]
 ) -> None:
     """Say which there are; `source` and `override`: the options `generation_config`, `override_generation_config`."""
-    names = {name for name in NAMES if getattr(defaults, name) is not None}
+    names = {name for name in DEFAULT_NAMES if getattr(defaults, name) is not None}
     if not names:
         return
     places = []

@@ -14,8 +14,7 @@ from neso.backends.embedding import signature
 from neso.backends.llm.engine_backend import EngineBackend, engine_config
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
-from neso.generation.pooling_batch import pool_together
-from neso.generation.scoring import Scoring
+from neso.generation.pooling import Scoring, pool_all
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
@@ -79,7 +78,7 @@ class EmbeddingBackend(EngineBackend):
             PoolingRequest(prompt, params, priority=request.priority, truncate_prompt_tokens=cut)
             for prompt in prompts
         ]
-        return await pool_together(self.pool, requests)
+        return await pool_all(self.pool, requests)
 
 
 def _params(request: InferenceRequest) -> PoolingParams:

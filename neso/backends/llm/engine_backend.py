@@ -79,7 +79,9 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
     try:
         directory = resolve_model(resolve_relative(model, version_directory) or model)
         if isinstance(draft, str) and draft:
-            options["speculative_model"] = str(resolve_model(resolve_relative(draft, version_directory) or draft))
+            options["speculative_model"] = str(
+                resolve_model(resolve_relative(draft, version_directory) or draft)
+            )
         engine = EngineConfig.from_options(str(directory), options)
         paths = {
             name: str(resolve_relative(path, version_directory) or path)
@@ -196,7 +198,7 @@ class EngineBackend(Backend):
         kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
         return kind(f"model '{self.context.name}': {error}")
 
-    # -- adapters: neso.generation.AdaptableModel ---------------------------------------------------------------
+    # -- adapters: neso.generation.SupportsLora ---------------------------------------------------------------
 
     @property
     def allows_runtime_lora(self) -> bool:

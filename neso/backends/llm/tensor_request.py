@@ -27,7 +27,7 @@ from neso.generation import (
     LoraTensors,
     SamplingParams,
 )
-from neso.generation.lora import TASK_PREFIX, FloatType
+from neso.generation.request import TASK_PREFIX, FloatType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.backends.tensorrtllm.token_request import TokenRequest
-from neso.generation import CompletionDelta, FinishReason, GenerationOutput, Usage
+from neso.generation import Completion, FinishReason, GenerationOutput, Usage
 from neso.generation.output import FloatRows
 from neso.server.tensor import DataType, Tensor
 
@@ -61,7 +61,7 @@ class _Gained:
     cum_log_prob: float = 0.0
     answered: bool = False
 
-    def add(self, delta: CompletionDelta, end_id: int) -> None:
+    def add(self, delta: Completion, end_id: int) -> None:
         """Without the token that ends the sequence: it is not part of the output."""
         tokens, count = delta.token_ids, len(delta.token_ids)
         if delta.finish_reason is FinishReason.STOP and count and tokens[-1] == end_id:

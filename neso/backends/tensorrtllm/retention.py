@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from neso.generation.cache_retention import DEFAULT_PRIORITY, CacheRetention, RetainedRange
+from neso.generation.request import DEFAULT_PRIORITY, CacheRetention, RetainedRange
 from neso.server.errors import InvalidArgument
 
 RANGES = tuple(f"retention_token_range_{what}" for what in ("starts", "ends", "priorities", "durations_ms"))

@@ -12,7 +12,7 @@ from neso.backends.tensorrtllm.retention import RANGES, read_retention
 from neso.backends.tensorrtllm.settings import Settings
 from neso.backends.tensorrtllm.word_list import read_words
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
-from neso.generation.cache_retention import CacheRetention
+from neso.generation.request import CacheRetention
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 

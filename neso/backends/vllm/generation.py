@@ -7,7 +7,7 @@ from typing import Any
 
 from neso.engine.vision.image_processor import open_image
 from neso.generation import (
-    CompletionDelta,
+    Completion,
     FinishReason,
     GenerationOutput,
     GenerationRequest,
@@ -64,7 +64,7 @@ class Outputs:
         scheduled = getattr(metrics, "scheduled_ts", 0.0) if first and metrics is not None else 0.0
         return GenerationOutput(
             request_id=output.request_id,
-            deltas=deltas,
+            outputs=deltas,
             usage=Usage(len(prompt_ids), self._num_tokens, output.num_cached_tokens or 0),
             finished=output.finished,
             num_sequences=self._sampling.n,
@@ -73,7 +73,7 @@ class Outputs:
             scheduled_ns=int((scheduled or 0.0) * 1e9),
         )
 
-    def _delta(self, completion: Any) -> CompletionDelta:
+    def _delta(self, completion: Any) -> Completion:
         token_ids = list(completion.token_ids)
         logprobs = None
         if self._sampling.logprobs is not None and completion.logprobs is not None:
@@ -82,7 +82,7 @@ class Outputs:
                 for token, position in zip(token_ids, completion.logprobs, strict=False)
             ]
         reason = completion.finish_reason
-        return CompletionDelta(
+        return Completion(
             index=completion.index,
             text=completion.text,
             token_ids=token_ids,

@@ -18,7 +18,7 @@ from neso.generation import (
     InvalidParameter,
     LoraRequest,
     SamplingDefaults,
-    TextTools,
+    TokenizerLike,
     check_prompt_length,
     encode_text,
 )
@@ -26,10 +26,10 @@ from neso.server.errors import NotFound
 
 
 class VllmLanguageModel:
-    """`LanguageModel` and `AdaptableModel` of `neso.generation`."""
+    """`LanguageModel` and `SupportsLora` of `neso.generation`."""
 
     def __init__(
-        self, engine: VllmEngine, text: TextTools, adapters: Adapters, default_sampling: SamplingDefaults
+        self, engine: VllmEngine, text: TokenizerLike, adapters: Adapters, default_sampling: SamplingDefaults
     ) -> None:
         self._engine = engine
         self._adapters = adapters
@@ -73,7 +73,7 @@ class VllmLanguageModel:
         except UnknownAdapter as error:
             raise InvalidParameter("lora_name", str(error)) from None
 
-    # -- adapters: neso.generation.AdaptableModel ---------------------------------------------------------------
+    # -- adapters: neso.generation.SupportsLora ---------------------------------------------------------------
 
     @property
     def allows_runtime_lora(self) -> bool:
@@ -82,11 +82,11 @@ class VllmLanguageModel:
         return self._adapters.enabled and switch.strip().lower() in ("1", "true")
 
     def list_loras(self) -> dict[str, str | None]:
-        """See `AdaptableModel.list_loras`."""
+        """See `SupportsLora.list_loras`."""
         return dict(self._adapters.paths())
 
     async def load_lora(self, lora: LoraRequest) -> None:
-        """See `AdaptableModel.load_lora`."""
+        """See `SupportsLora.load_lora`."""
         before = self._adapters.paths().get(lora.name)
         old = self._adapters.find(lora.name) if before is not None else None
         new = self._adapters.put(lora.name, lora.path or "")
@@ -102,7 +102,7 @@ class VllmLanguageModel:
             await self._engine.remove_lora(old.lora_int_id)
 
     async def unload_lora(self, name: str) -> None:
-        """See `AdaptableModel.unload_lora`."""
+        """See `SupportsLora.unload_lora`."""
         try:
             removed = self._adapters.remove(name)
         except KeyError:

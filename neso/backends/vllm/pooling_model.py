@@ -13,7 +13,7 @@ from neso.generation import (
     PooledOutput,
     PoolingInfo,
     PoolingRequest,
-    TextTools,
+    TokenizerLike,
     encode_text,
 )
 from neso.generation.pooling import PoolingKind, PoolingTask
@@ -22,7 +22,7 @@ from neso.generation.pooling import PoolingKind, PoolingTask
 class VllmPoolingModel:
     """`PoolingModel` of `neso.generation`."""
 
-    def __init__(self, engine: VllmEngine, text: TextTools) -> None:
+    def __init__(self, engine: VllmEngine, text: TokenizerLike) -> None:
         self._engine = engine
         self.text = text
         config = engine.model_config

@@ -9,10 +9,10 @@ from neso.engine.text.errors import TokenizerError
 from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.weights.errors import CheckpointError, ModelNotFound
 from neso.engine.weights.hub import resolve_model
-from neso.generation import InvalidParameter, TextTools
+from neso.generation import InvalidParameter, TokenizerLike
 
 
-def text_tools(model: str, revision: str | None, tokenizer: Any) -> TextTools:
+def text_tools(model: str, revision: str | None, tokenizer: Any) -> TokenizerLike:
     """Neso's tokenizer of a checkpoint, where it has files that that reads; else vLLM's `tokenizer`. Blocks."""
     try:
         return Tokenizer.from_model(resolve_model(model, revision))
@@ -21,7 +21,7 @@ def text_tools(model: str, revision: str | None, tokenizer: Any) -> TextTools:
 
 
 class LibraryText:
-    """`TextTools` over a tokenizer with transformers' interface."""
+    """`TokenizerLike` over a tokenizer with transformers' interface."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -33,16 +33,16 @@ class LibraryText:
 
     @property
     def chat_template_source(self) -> str:
-        """See `TextTools.chat_template_source`."""
+        """See `TokenizerLike.chat_template_source`."""
         source = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(map(str, source.values())) if isinstance(source, Mapping) else str(source)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """See `TextTools.encode`."""
+        """See `TokenizerLike.encode`."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """See `TextTools.decode`."""
+        """See `TokenizerLike.decode`."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
@@ -54,7 +54,7 @@ class LibraryText:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """See `TextTools.apply_chat_template`."""
+        """See `TokenizerLike.apply_chat_template`."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(

@@ -1,7 +1,7 @@
 """Triton's in-process Python API, on Neso's.
 
-Names, arguments and defaults are those of Triton's package `tritonserver`; docs/tritonserver-shim.md says what is
-different.
+Names, arguments and defaults are those of the Python package `tritonserver`; docs/guides/tritonserver-shim.md lists
+the differences.
 """
 
 from neso import __version__ as __version__

@@ -11,7 +11,7 @@ from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error, validation_error
 from neso.frontends.openai.models.targets import Targets
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest, ChatMessage, Integer, TokenId, Tool
-from neso.generation import InvalidParameter, TextTools, encode_text
+from neso.generation import InvalidParameter, TokenizerLike, encode_text
 
 if TYPE_CHECKING:
     from neso.server.model import Model
@@ -97,7 +97,7 @@ class TokensApi:
         except InvalidParameter as error:
             raise to_api_error(error) from None
 
-    async def _find(self, name: str | None) -> tuple[Model, TextTools]:
+    async def _find(self, name: str | None) -> tuple[Model, TokenizerLike]:
         """The model and its tokenizer."""
         if name is None:
             known = [model.name for model in self._targets.text_models()]
@@ -114,7 +114,7 @@ class TokensApi:
         return target.model, target.text
 
 
-def _chat_text(request: TokenizeRequest, name: str, text: TextTools) -> str:
+def _chat_text(request: TokenizeRequest, name: str, text: TokenizerLike) -> str:
     fields = request.model_dump(
         include={
             "messages",

@@ -178,7 +178,7 @@ def test_an_answer_in_a_form_or_calls(tokens: Any) -> None:
     """OpenAI's way with both; an extension's form is for every answer."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     for field, may_call in (("response_format", True), ("guided_json", False)):
-        asked = GuidedDecoding(json=schema, asked_as=field)
+        asked = GuidedDecoding(json=schema, source_field=field)
         form = format_of("hermes", "auto", asked=asked).guided_decoding
         assert fits(tokens, form, '{"a": 1}') and not fits(tokens, form, "words")
         assert fits(tokens, form, CALLS["hermes"].replace("@", "{}")) == may_call

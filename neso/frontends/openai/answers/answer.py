@@ -23,7 +23,7 @@ from neso.frontends.openai.models.targets import Target
 from neso.frontends.openai.requests.prompts import Prompt
 from neso.frontends.openai.requests.schemas import GenerationFields
 from neso.generation import (
-    CompletionDelta,
+    Completion,
     FinishReason,
     GenerationOutput,
     GenerationRequest,
@@ -51,11 +51,11 @@ class Choice(ABC):
     """One choice of an answer. It is either streamed or gathered, never both."""
 
     @abstractmethod
-    def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
+    def stream(self, output: GenerationOutput, delta: Completion) -> list[dict[str, Any]]:
         """The choices of the chunks that a delta makes: none, one or several."""
 
     @abstractmethod
-    def gather(self, output: GenerationOutput, delta: CompletionDelta) -> None:
+    def gather(self, output: GenerationOutput, delta: Completion) -> None:
         """Take a delta in."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from neso.frontends.openai.answers.token_places import PlacedToken, TokenPlaces, token_bytes
-from neso.generation import TextTools, TokenLogprobs
+from neso.generation import TokenizerLike, TokenLogprobs
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say; the same number as in other servers."""
@@ -20,7 +20,7 @@ class CompletionLogprobs:
     goes on from chunk to chunk. A token comes with the chunk that has its text.
     """
 
-    def __init__(self, tools: TextTools, top: int, *, by_number: bool) -> None:
+    def __init__(self, tools: TokenizerLike, top: int, *, by_number: bool) -> None:
         """`top` entries a token, -1 for all there are; `by_number` tells tokens by their ids."""
         self._tools = tools
         self._top_number = top
@@ -119,7 +119,7 @@ def _by_id(entry: TokenLogprobs, top: int) -> dict[str, Any]:
 
 
 def chat_logprobs(
-    logprobs: Sequence[TokenLogprobs], tools: TextTools, *, by_number: bool = False
+    logprobs: Sequence[TokenLogprobs], tools: TokenizerLike, *, by_number: bool = False
 ) -> list[dict[str, Any]]:
     """The entries of `logprobs.content` of a chat. `tools` know the bytes of tokens that are parts of characters."""
 

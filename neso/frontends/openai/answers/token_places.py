@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from neso.generation import TextTools, TokenLogprobs
+from neso.generation import TokenizerLike, TokenLogprobs
 from neso.generation.language_model import TokenBytes
 
 _LOOK_AHEAD = 16
@@ -28,7 +28,7 @@ class TokenPlaces:
     part of a character, wait for it. Special tokens, which the text does not show, are placed where they would be.
     """
 
-    def __init__(self, tools: TextTools, offset: int = 0) -> None:
+    def __init__(self, tools: TokenizerLike, offset: int = 0) -> None:
         """`offset`: characters before this text."""
         self._tools = tools
         self._offset = offset
@@ -89,7 +89,7 @@ class TokenPlaces:
         return token_bytes(self._tools, text, token_id) or text.encode("utf-8", "surrogatepass")
 
 
-def token_bytes(tools: TextTools, text: str, token_id: int) -> bytes | None:
+def token_bytes(tools: TokenizerLike, text: str, token_id: int) -> bytes | None:
     """Bytes of a token that is shown as `text`. None if it is a part of a character, and nothing says which."""
     if "\ufffd" not in text:
         return text.encode("utf-8", "surrogatepass")

@@ -10,14 +10,14 @@ from neso.frontends.openai.answers.logprobs import chat_logprobs
 from neso.frontends.openai.chat.message_reader import Message, MessageEvent, MessageReader, Reasoning
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart
-from neso.generation import CompletionDelta, FinishReason, GenerationOutput, TextTools
+from neso.generation import Completion, FinishReason, GenerationOutput, TokenizerLike
 
 
 class ChatChoice(Choice):
     """Its text is read by `reader`. `text` knows the bytes of the model's tokens."""
 
     def __init__(
-        self, index: int, request: ChatCompletionRequest, reader: MessageReader, text: TextTools
+        self, index: int, request: ChatCompletionRequest, reader: MessageReader, text: TokenizerLike
     ) -> None:
         self._index = index
         self._reader = reader
@@ -44,7 +44,7 @@ class ChatChoice(Choice):
     def has_ended(self) -> bool:
         return self._finish_reason is not None
 
-    def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
+    def stream(self, output: GenerationOutput, delta: Completion) -> list[dict[str, Any]]:
         if self.cut_off:
             return []
         pieces = [piece for event in self._read(delta) if (piece := self._piece(event)) is not None]
@@ -64,7 +64,7 @@ class ChatChoice(Choice):
             chunks[-1]["token_ids"], self._token_ids = self._token_ids, []
         return chunks
 
-    def gather(self, output: GenerationOutput, delta: CompletionDelta) -> None:
+    def gather(self, output: GenerationOutput, delta: Completion) -> None:
         self._message.add(self._read(delta))
 
     def gathered(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class ChatChoice(Choice):
             choice["token_ids"] = self._token_ids
         return choice
 
-    def _read(self, delta: CompletionDelta) -> list[MessageEvent]:
+    def _read(self, delta: Completion) -> list[MessageEvent]:
         """Take note of a delta; what it makes known of the message."""
         if self._logprobs is not None and delta.logprobs:
             self._logprobs += chat_logprobs(delta.logprobs, self._text_tools, by_number=self._by_number)

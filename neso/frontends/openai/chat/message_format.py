@@ -58,19 +58,19 @@ class MessageFormat:
         if calls is not None and self.asked is not None and self.tool_use.mode == "required":
             raise invalid("tool_choice", "'tool_choice' is given, and another form of the answer, too.")
         if self.asked is not None:
-            asked_as = self.asked.field
-            may_call = self.tool_use.mode == "auto" and asked_as == "response_format"
+            source_field = self.asked.field
+            may_call = self.tool_use.mode == "auto" and source_field == "response_format"
             if self.asked.kind == "grammar" or not (may_call or self.dialect.reasoning):
                 return self.asked
             form = _form_of(self.asked)
             if may_call:  # as with OpenAI, an answer has the form, and a call that of calls
                 form = either(form, self._forced_calls())
         elif calls is not None:
-            form, asked_as = calls, "tools"
+            form, source_field = calls, "tools"
         else:
             return None
         tag = {"type": "structural_tag", "format": self._behind_reasoning(form)}
-        return GuidedDecoding(structural_tag=tag, asked_as=asked_as)
+        return GuidedDecoding(structural_tag=tag, source_field=source_field)
 
     @property
     def _may_reason(self) -> bool:

@@ -7,14 +7,14 @@ from typing import Any
 from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.errors import invalid
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest, ChatMessage
-from neso.generation import TextTools
-from neso.generation.chat_images import split_images
+from neso.generation import TokenizerLike
+from neso.generation.request import split_images
 
 _OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 def chat_prompt(
-    request: ChatCompletionRequest, tool_use: ToolUse, text: TextTools
+    request: ChatCompletionRequest, tool_use: ToolUse, text: TokenizerLike
 ) -> tuple[str, tuple[Any, ...]]:
     """The chat as the model's template writes it, and its images. Raises `ApiError` and `InvalidParameter`."""
     if not text.has_chat_template:

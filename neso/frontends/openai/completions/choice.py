@@ -8,13 +8,15 @@ from neso.frontends.openai.answers.answer import Choice, finish_name
 from neso.frontends.openai.answers.logprobs import CompletionLogprobs
 from neso.frontends.openai.answers.prompt_record import PromptRecord
 from neso.frontends.openai.requests.schemas import CompletionRequest
-from neso.generation import CompletionDelta, GenerationOutput, TextTools
+from neso.generation import Completion, GenerationOutput, TokenizerLike
 
 
 class CompletionChoice(Choice):
     """A choice shows its echo, then what was generated; with `max_tokens` 0 not the latter."""
 
-    def __init__(self, index: int, request: CompletionRequest, prompt: PromptRecord, text: TextTools) -> None:
+    def __init__(
+        self, index: int, request: CompletionRequest, prompt: PromptRecord, text: TokenizerLike
+    ) -> None:
         self._index = index
         self._request = request
         self._prompt = prompt
@@ -34,14 +36,14 @@ class CompletionChoice(Choice):
     def has_ended(self) -> bool:
         return self._finish_reason is not None
 
-    def stream(self, output: GenerationOutput, delta: CompletionDelta) -> list[dict[str, Any]]:
+    def stream(self, output: GenerationOutput, delta: Completion) -> list[dict[str, Any]]:
         self.gather(output, delta)
         nothing_new = not any(self._text) and (self._logprobs is None or self._logprobs.is_empty)
         if nothing_new and self._finish_reason is None:
             return []  # a part of a character, or of what may become a stop string
         return [self.gathered()]
 
-    def gather(self, output: GenerationOutput, delta: CompletionDelta) -> None:
+    def gather(self, output: GenerationOutput, delta: Completion) -> None:
         self._prompt.note(output)
         if not self._begun:
             self._begun = True

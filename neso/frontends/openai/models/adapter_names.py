@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from neso.frontends.openai.tensor_models import missing_for_text, takes_adapter, takes_adapter_number
-from neso.generation import AdaptableModel
-from neso.generation.lora import TASK_PREFIX
+from neso.generation import SupportsLora
+from neso.generation.request import TASK_PREFIX
 
 if TYPE_CHECKING:
     from neso.server.model import Model
@@ -44,7 +44,7 @@ class AdapterNames:
     def of(self, model: Model) -> list[Adapter]:
         """Those that are known by a name."""
         face = model.language_model
-        if isinstance(face, AdaptableModel):
+        if isinstance(face, SupportsLora):
             # One without a path is known to those who sent it, by its number.
             names = {name: name for name, path in face.list_loras().items() if path is not None}
         elif face is None and takes_adapter(model.signature) and not missing_for_text(model.signature):
@@ -58,7 +58,7 @@ class AdapterNames:
         face = model.language_model
         if not number.isdecimal():
             return None
-        if isinstance(face, AdaptableModel):
+        if isinstance(face, SupportsLora):
             told = f"{TASK_PREFIX}{number}"
             return Adapter(model, number, told) if told in face.list_loras() else None
         by_number = face is None and takes_adapter_number(model.signature)

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.models.targets import Targets
-from neso.generation import AdaptableModel, LoraRequest
+from neso.generation import LoraRequest, SupportsLora
 
 
 class LoadAdapterRequest(BaseModel):
@@ -56,12 +56,12 @@ class AdaptersApi:
         await model.unload_lora(name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    def _model(self, name: str | None) -> AdaptableModel:
+    def _model(self, name: str | None) -> SupportsLora:
         """The model of that name, or the only one that allows it."""
-        allowed: dict[str, AdaptableModel] = {}
+        allowed: dict[str, SupportsLora] = {}
         for model in self._targets.text_models():
             face = model.language_model
-            if isinstance(face, AdaptableModel) and face.allows_runtime_lora:
+            if isinstance(face, SupportsLora) and face.allows_runtime_lora:
                 allowed[model.name] = face
         if name is None and len(allowed) == 1:
             return next(iter(allowed.values()))

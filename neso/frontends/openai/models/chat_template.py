@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from neso.engine.text.no_tokenizer import NoTokenizer
-from neso.generation import InvalidParameter, TextTools
+from neso.generation import InvalidParameter, TokenizerLike
 from neso.generation.language_model import TokenBytes
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class TemplatedText:
-    """The `TextTools` of a model with another chat template."""
+    """The `TokenizerLike` of a model with another chat template."""
 
     has_chat_template = True
 
-    def __init__(self, tools: TextTools, source: str) -> None:
+    def __init__(self, tools: TokenizerLike, source: str) -> None:
         self._tools = tools
         self.chat_template_source = source
 
@@ -59,7 +59,7 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 class UnknownText(NoTokenizer):
-    """The `TextTools` of a model whose tokenizer nobody knows."""
+    """The `TokenizerLike` of a model whose tokenizer nobody knows."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self._refuse()

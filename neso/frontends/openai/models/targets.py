@@ -13,8 +13,8 @@ from neso.frontends.openai.models.chat_template import UNKNOWN_TEXT, TemplatedTe
 from neso.frontends.openai.models.texts import ModelTexts, open_tokenizer
 from neso.frontends.openai.tensor_models import TensorLanguageModel, missing_for_text
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
-from neso.generation import LanguageModel, PoolingModel, TextTools
-from neso.generation.pooling_batch import pool_together
+from neso.generation import LanguageModel, PoolingModel, TokenizerLike
+from neso.generation.pooling import pool_all
 from neso.server.errors import NotFound, Unavailable
 from neso.server.metadata import ModelState
 
@@ -32,7 +32,7 @@ class Target:
 
     model: Model
     language_model: LanguageModel
-    text: TextTools
+    text: TokenizerLike
     adapter: str = ""
 
     @property
@@ -58,7 +58,7 @@ class PoolingTarget:
 
     async def pool(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
         """The vectors of all of them, in their order. Raises as `Model.pool`."""
-        pooled = await pool_together(self.model.pool, requests)
+        pooled = await pool_all(self.model.pool, requests)
         tell = TOKENS_USED.get()
         if tell is not None:
             tell(sum(output.num_prompt_tokens for output in pooled))
@@ -102,7 +102,7 @@ class Targets:
         )
         return Target(model, face, text, adapter)
 
-    def _templated(self, text: TextTools) -> TextTools:
+    def _templated(self, text: TokenizerLike) -> TokenizerLike:
         return TemplatedText(text, self._template) if self._template else text
 
     def find_pooling(self, name: str) -> PoolingTarget:

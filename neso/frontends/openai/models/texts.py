@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from neso.engine.text.no_tokenizer import NO_TOKENIZER
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
-from neso.generation import TextTools
+from neso.generation import TokenizerLike
 from neso.server.config.model_config import string_parameter
 from neso.server.errors import ServerError
 
@@ -32,13 +32,13 @@ _PREPROCESSING = "preprocessing"
 class ModelTexts:
     """Looks at a model's configuration, and at the models that it calls. `default` is for models without."""
 
-    def __init__(self, core: Core, default: TextTools | None) -> None:
+    def __init__(self, core: Core, default: TokenizerLike | None) -> None:
         self._core = core
         self._default = default
-        self._found: WeakKeyDictionary[Model, TextTools] = WeakKeyDictionary()
+        self._found: WeakKeyDictionary[Model, TokenizerLike] = WeakKeyDictionary()
         self._failed: WeakSet[Model] = WeakSet()
 
-    async def tokenizer(self, model: Model) -> TextTools | None:
+    async def tokenizer(self, model: Model) -> TokenizerLike | None:
         """The model's own (`tokenizer_dir` of it or of a model that it calls), else the default one, if any."""
         found = self._found.get(model)
         if found is None:
@@ -58,7 +58,7 @@ class ModelTexts:
                 return related.language_model.max_model_len
         return NO_LIMIT
 
-    async def _find(self, model: Model) -> TextTools | None:
+    async def _find(self, model: Model) -> TokenizerLike | None:
         related = list(self._related(model))
         for other in related:
             directory = string_parameter(other.config, _TOKENIZER)
@@ -70,7 +70,7 @@ class ModelTexts:
                 return face.text
         return None
 
-    async def _load(self, model: Model, directory: str) -> TextTools | None:
+    async def _load(self, model: Model, directory: str) -> TokenizerLike | None:
         try:
             return await asyncio.to_thread(open_tokenizer, directory, model.directory)
         except ValueError as error:
@@ -91,7 +91,7 @@ class ModelTexts:
                         pending.append(self._core.model(name))
 
 
-def open_tokenizer(name: str, near: Path | None = None) -> TextTools:
+def open_tokenizer(name: str, near: Path | None = None) -> TokenizerLike:
     """The tokenizer in a directory, which may be relative to `near`, or of a name on the hub. Raises `ValueError`."""
     from neso.engine.text.tokenizer import Tokenizer
     from neso.engine.weights.errors import ModelNotFound

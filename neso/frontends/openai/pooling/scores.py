@@ -15,7 +15,7 @@ from neso.frontends.openai.pooling.answer import json_response, pooling_usage
 from neso.frontends.openai.pooling.schemas import PoolingFields, RerankRequest, ScoreRequest, as_document
 from neso.frontends.openai.requests.prompts import MAX_PROMPTS
 from neso.generation import InvalidParameter, PooledOutput, PoolingRequest
-from neso.generation.scoring import Float32Array, Scoring
+from neso.generation.pooling import Float32Array, Scoring
 
 if TYPE_CHECKING:
     from neso.server.tracing import Trace

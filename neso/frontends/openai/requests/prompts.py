@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.frontends.openai.errors import invalid
-from neso.generation import TextTools, encode_text
+from neso.generation import TokenizerLike, encode_text
 
 MAX_PROMPTS = 2048
 """As with OpenAI. Each prompt is a request to the engine, so one body must not bring any number of them."""
@@ -19,7 +19,7 @@ Prompt = str | list[int] | Vectors
 
 
 async def cut_prompt(
-    prompt: Prompt, text: TextTools, keep: int | None, max_model_len: int, *, add_special_tokens: bool
+    prompt: Prompt, text: TokenizerLike, keep: int | None, max_model_len: int, *, add_special_tokens: bool
 ) -> Prompt:
     """The prompt, or its last `keep` tokens; of -1, as many as leave room for one more. Raises `ApiError`."""
     if keep is None or isinstance(prompt, np.ndarray):
@@ -35,7 +35,7 @@ async def cut_prompt(
     return ids[-(max_model_len - 1 if keep < 0 else keep) :]
 
 
-def prompt_text(prompt: Prompt, text: TextTools) -> str:
+def prompt_text(prompt: Prompt, text: TokenizerLike) -> str:
     """The prompt as `echo` gives it back."""
     if isinstance(prompt, str):
         return prompt

@@ -14,7 +14,7 @@ from neso.frontends.openai.models.targets import Target
 from neso.frontends.openai.responses.output import Event
 from neso.frontends.openai.responses.response import Response
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart
-from neso.generation import CompletionDelta, GenerationOutput, GenerationRequest, InvalidParameter
+from neso.generation import Completion, GenerationOutput, GenerationRequest, InvalidParameter
 from neso.server.tracing import Trace
 
 
@@ -84,7 +84,7 @@ class ResponseRun:
         events = [event for delta in output.deltas for event in self._add(delta)]
         return events + self._end(output.deltas) if output.finished or self._reader.cut_off else events
 
-    def _end(self, deltas: list[CompletionDelta]) -> list[Event]:
+    def _end(self, deltas: list[Completion]) -> list[Event]:
         reason = next((finish_name(delta.finish_reason) for delta in deltas if delta.finish_reason), "stop")
         is_cut = reason == "length" or self._reader.cut_off
         events = self.response.output.finish(complete=not is_cut)
@@ -94,7 +94,7 @@ class ResponseRun:
         self.response.complete()
         return [*events, self._state("completed")]
 
-    def _add(self, delta: CompletionDelta) -> list[Event]:
+    def _add(self, delta: Completion) -> list[Event]:
         if delta.logprobs:
             self._logprobs += chat_logprobs(delta.logprobs, self._target.language_model.text)
         read = self._reader.feed(delta.text, len(delta.token_ids))

@@ -10,7 +10,7 @@ from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.models.targets import Target
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.tensor_models.model import NO_LIMIT
-from neso.generation import TextTools
+from neso.generation import TokenizerLike
 
 
 def truncated_prompt(
@@ -50,5 +50,5 @@ def _from(chat: ChatCompletionRequest, start: int) -> ChatCompletionRequest:
     return chat.model_copy(update={"messages": kept + chat.messages[start:]})
 
 
-def _length(prompt: str, text: TextTools) -> int:
+def _length(prompt: str, text: TokenizerLike) -> int:
     return len(text.encode(prompt, add_special_tokens=False))

@@ -24,7 +24,7 @@ from neso.generation import (
     PromptTooLong,
     SamplingDefaults,
     SamplingParams,
-    TextTools,
+    TokenizerLike,
     Usage,
     encode_text,
 )
@@ -60,8 +60,8 @@ class TensorLanguageModel:
     def __init__(
         self,
         model: Model,
-        text: TextTools,
-        tokenizer: TextTools | None,
+        text: TokenizerLike,
+        tokenizer: TokenizerLike | None,
         max_model_len: int,
         default_max_tokens: int,
     ) -> None:
@@ -98,7 +98,7 @@ class TensorLanguageModel:
                 usages[index], ended[index] = output.usage, output.finished
                 yield replace(
                     output,
-                    deltas=[replace(delta, index=index) for delta in output.deltas],
+                    outputs=[replace(delta, index=index) for delta in output.deltas],
                     usage=_sum(usages),
                     finished=all(ended),
                     num_sequences=len(runs),

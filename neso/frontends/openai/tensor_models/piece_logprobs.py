@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from neso.generation import TextTools, TokenLogprobs
+from neso.generation import TokenizerLike, TokenLogprobs
 
 
 class PieceLogprobs:
@@ -14,7 +14,7 @@ class PieceLogprobs:
     as one token, whose log probability is the sum. Numbers without a text wait for it; those of end tokens have none.
     """
 
-    def __init__(self, tokenizer: TextTools | None) -> None:
+    def __init__(self, tokenizer: TokenizerLike | None) -> None:
         self._tokenizer = tokenizer
         self._waiting: list[float] = []
 

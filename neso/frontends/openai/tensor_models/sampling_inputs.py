@@ -9,7 +9,7 @@ import msgspec
 
 from neso.frontends.openai.tensor_models.input_tensors import InputTensors, Value
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
-from neso.generation.parameter_values import ALIASES
+from neso.generation.sampling_params import ALIASES
 from neso.server.signature import Signature
 
 NO_INPUT = "the model has no input for it"

@@ -9,11 +9,11 @@ from neso.frontends.openai.tensor_models.piece_logprobs import PieceLogprobs
 from neso.frontends.openai.tensor_models.response import TextResponse
 from neso.frontends.openai.tensor_models.token_limit import TokenLimit
 from neso.generation import (
-    CompletionDelta,
+    Completion,
     FinishReason,
     GenerationOutput,
     SamplingParams,
-    TextTools,
+    TokenizerLike,
     TokenLogprobs,
     Usage,
 )
@@ -32,7 +32,7 @@ class Sequence:
         num_prompt_tokens: int,
         sampling: SamplingParams,
         text: AnswerText,
-        tokenizer: TextTools | None,
+        tokenizer: TokenizerLike | None,
         limit: TokenLimit | None = None,
     ) -> None:
         self._request_id = request_id
@@ -108,7 +108,7 @@ class Sequence:
         return [replace(entry, top=entry.top[:wanted]) for entry in entries] if wanted >= 0 else entries
 
     def _output(self, text: str, logprobs: list[TokenLogprobs] | None) -> GenerationOutput:
-        delta = CompletionDelta(0, text, [], logprobs=logprobs)
+        delta = Completion(0, text, [], logprobs=logprobs)
         if self.done:
             delta = replace(delta, finish_reason=self._reason(), stop_reason=self._stop_reason)
         usage = Usage(self._num_prompt_tokens, self._num_tokens)

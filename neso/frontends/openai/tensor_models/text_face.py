@@ -6,7 +6,7 @@ from neso.frontends.openai.tensor_models import sampling_inputs
 from neso.frontends.openai.tensor_models.input_tensors import InputTensors
 from neso.frontends.openai.tensor_models.json_sampling import sampling_json
 from neso.generation import GenerationRequest, InvalidParameter, SamplingParams
-from neso.generation.lora import TASK_PREFIX
+from neso.generation.request import TASK_PREFIX
 from neso.server.signature import Signature
 from neso.server.tensor import DataType, Tensor
 

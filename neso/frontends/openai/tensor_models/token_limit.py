@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from neso.generation import TextTools
+from neso.generation import TokenizerLike
 
 
 class TokenLimit:
     """Cuts the text of one sequence off, as tokens of its model's tokenizer count."""
 
-    def __init__(self, tokenizer: TextTools, max_tokens: int) -> None:
+    def __init__(self, tokenizer: TokenizerLike, max_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._left = max_tokens
 
