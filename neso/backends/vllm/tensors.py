@@ -84,7 +84,9 @@ class EmbeddingRequest:
 
 def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
     """Raises `InvalidArgument` that names what is wrong."""
-    wanted = frozenset(name for name in REQUESTABLE_OUTPUTS if bool_input(request, f"return_{name}", default=False))
+    wanted = frozenset(
+        name for name in REQUESTABLE_OUTPUTS if bool_input(request, f"return_{name}", default=False)
+    )
     if "embedding_request" in request.inputs:
         return _read_embedding_request(request, wanted)
     stream = bool_input(request, "stream", default=False)
