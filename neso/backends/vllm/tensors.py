@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from neso.backends.request_tensors import (
+from neso.backends.request_tensors import TensorField, add_inputs, add_outputs, bool_input, json_input, request_logprobs, text_input
     TensorField,
     add_inputs,
     add_outputs,
