@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import orjson
 
-from neso.backends.request_tensors import TensorField, add_inputs, add_outputs, bool_input, json_input, request_logprobs, text_input
+from neso.backends.request_tensors import (
     TensorField,
     add_inputs,
     add_outputs,
+    bool_input,
+    json_input,
+    request_logprobs,
+    text_input,
 )
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
