@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from neso.engine.text.tokenizer import Tokenizer, load_tokenizer
     from neso.frontends.inprocess import KServeGrpc, KServeHttp, Metrics
     from neso.generation import SamplingParams
-    from neso.server.datatypes import DataType
     from neso.server.errors import (
         AlreadyExists,
         Cancelled,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         Tensor,
     )
     from neso.server.options import ModelControlMode
+    from neso.server.tensor import DataType
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ _MODULES = {
     "neso.engine.text.tokenizer": ("Tokenizer", "load_tokenizer"),
     "neso.frontends.inprocess": ("KServeGrpc", "KServeHttp", "Metrics"),
     "neso.generation": ("SamplingParams",),
-    "neso.server.datatypes": ("DataType",),
+    "neso.server.tensor": ("DataType",),
     "neso.server.errors": (
         "AlreadyExists",
         "Cancelled",

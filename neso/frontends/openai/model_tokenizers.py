@@ -15,7 +15,7 @@ from neso.engine.text.tokenizer import NO_TOKENIZER, NoTokenizer
 from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
 from neso.generation import InvalidParameter, TokenizerLike
 from neso.generation.language_model import TokenBytes
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 from neso.server.errors import ServerError
 
 if TYPE_CHECKING:

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from neso.server.errors import Unsupported
-from neso.server.tracing.config import OtelConfig
-from neso.server.tracing.model_trace import ModelTrace
-from neso.server.tracing.setting import TraceLevel
-from neso.server.tracing.trace import Trace
-from neso.server.tracing.trace_sink import TraceSink
+from neso.server.tracing.settings import OtelConfig, TraceLevel
+from neso.server.tracing.trace import ModelTrace, Trace, TraceSink
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -1,14 +1,63 @@
-"""The check of what a configuration says of batches, sequences and instances, in Triton's words."""
+"""Instances and scheduling options of a model configuration."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import TYPE_FP32, TYPE_INT32
 
 from neso.server.errors import InvalidArgument
-from neso.server.schedulers.control_inputs import ControlInputs
-from neso.server.schedulers.sequence_state import SequenceStates
+from neso.server.schedulers.sequence_inputs import ControlInputs, SequenceStates
+
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def available_gpus() -> list[int]:
+    """The numbers that CUDA gives the GPUs of this machine, as the driver and CUDA_VISIBLE_DEVICES tell."""
+    count = len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        chosen = [entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]
+        count = min(count, len(chosen))
+    return list(range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One instance of a model.
+
+    - name: that of its group, and its number in it
+    - kind: "CPU", "GPU", "MODEL" or "AUTO"
+    - device: number of the GPU; 0 for other kinds
+    - passive: loaded, but never given a request
+    - group: its `ModelInstanceGroup` message
+    """
+
+    name: str
+    kind: str
+    device: int
+    passive: bool
+    group: Any
+
+
+def instances_of(config: Any) -> list[InstanceSpec]:
+    """`count` instances of each group, on each of its GPUs; those that are passive last.
+
+    So the instances that a scheduler knows are the first ones, by the same numbers.
+    """
+    specs = []
+    for group in config.instance_group:
+        kind = group.Kind.Name(group.kind).removeprefix("KIND_")
+        devices = (list(group.gpus) or [0]) if kind == "GPU" else [0]
+        placed = [device for device in devices for _ in range(group.count)]
+        specs += [
+            InstanceSpec(f"{group.name}_{number}", kind, device, group.passive, group)
+            for number, device in enumerate(placed)
+        ]
+    return sorted(specs, key=lambda spec: spec.passive)
 
 
 def check_scheduling(config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Defaults of sampling that a language model comes with: where they are, and that people are told of them."""
+"""Option files beside a model, and paths in them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from neso.backends.near_path import near_path
+import orjson
+
 from neso.generation import SamplingDefaults
 from neso.generation.sampling_params import AUTO, DEFAULT_NAMES, NO_DEFAULTS
+from neso.server.errors import InvalidArgument
+
+
+def resolve_relative(path: str | Path, *places: Path) -> Path | None:
+    """A file or directory: absolute, or relative to the first of `places` that has it; None if there is none."""
+    return next((found for place in places if (found := place / path).exists()), None)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no such file. Raises `InvalidArgument`."""
+    if not path.is_file():
+        return {}
+    try:
+        content = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"{path.name}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{path.name}: must hold a JSON object")
+    return content
+
 
 logger = logging.getLogger(__name__)
 
 
-def near_generation_config(source: str, *places: Path) -> str:
+def resolve_generation_config(source: str, *places: Path) -> str:
     """The option `generation_config`: a path may be relative to `places`."""
     if source in (AUTO, NO_DEFAULTS):
         return source
-    return str(near_path(Path(source).expanduser(), *places) or source)
+    return str(resolve_relative(Path(source).expanduser(), *places) or source)
 
 
 def log_default_sampling(

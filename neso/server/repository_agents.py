@@ -1,7 +1,8 @@
-"""The contract of a repository agent."""
+"""Repository agents: check or change a model's folder before it is loaded."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 from abc import ABC, abstractmethod
@@ -9,11 +10,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from neso.server.errors import InvalidArgument, ServerError
+from neso.server.errors import InvalidArgument, ServerError, Unsupported
+from neso.server.repository.names import stays_inside
 
 logger = logging.getLogger(__name__)
 
-BUILTIN = {"checksum": "neso.server.repository_agents.checksum:ChecksumAgent"}
+BUILTIN = {"checksum": "neso.server.repository_agents:ChecksumAgent"}
 ENTRY_POINT_GROUP = "neso.repository_agents"
 
 
@@ -60,3 +62,34 @@ def _find_agent(name: str) -> type[RepositoryAgent]:
     raise InvalidArgument(
         f"unable to find repository agent '{name}', built in are {', '.join(sorted(BUILTIN))}"
     )
+
+
+class ChecksumAgent(RepositoryAgent):
+    """Parameters: `MD5:<file, relative to the model's folder>` to the file's hash, in hexadecimal."""
+
+    def load(self, directory: Path) -> Path:
+        for key, expected in sorted(self.parameters.items()):
+            algorithm, colon, filename = key.partition(":")
+            if not colon:
+                raise InvalidArgument(f"failed to parse key: {key}, expected MD5:<file>")
+            if algorithm.lower() != "md5":
+                raise Unsupported(f"Unsupported checksum algorithm: {algorithm}")
+            found = _md5(directory, filename)
+            if found != expected.strip().lower():
+                raise InvalidArgument(
+                    f"Mismatched MD5 hash for file {filename}, expect: {expected}, got: {found}"
+                )
+        return directory
+
+
+def _md5(directory: Path, filename: str) -> str:
+    if not stays_inside(filename):
+        raise InvalidArgument(f"file '{filename}' must stay inside the model's folder")
+    digest = hashlib.md5(usedforsecurity=False)
+    try:
+        with open(directory / filename, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    except OSError as error:
+        raise InvalidArgument(f"failed to open file for read {filename}: {error.strerror}") from None
+    return digest.hexdigest()

@@ -1,15 +1,66 @@
-"""How the one who starts the server wants it traced."""
+"""Trace settings: --trace-config at start, and updates by clients."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum, IntFlag
 from typing import Any
 from urllib.parse import urlsplit
 
-from neso.server.errors import InvalidArgument
-from neso.server.tracing.setting import TraceLevel, TraceMode, TraceSetting
+from neso.server.errors import InvalidArgument, Unsupported
+
+
+class TraceMode(str, Enum):
+    """Where traces go: to a file in Triton's format, or to a collector by OpenTelemetry's protocol."""
+
+    TRITON = "triton"
+    OPENTELEMETRY = "opentelemetry"
+
+
+class TraceLevel(IntFlag):
+    """What a trace holds; the names are those of the trace extension."""
+
+    OFF = 0
+    TIMESTAMPS = 1
+    TENSORS = 2
+
+    def names(self) -> list[str]:
+        """As the trace extension lists them."""
+        return [
+            level.name or "" for level in (TraceLevel.TIMESTAMPS, TraceLevel.TENSORS) if level in self
+        ] or ["OFF"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSetting:
+    """One of `rate` requests is traced, `count` of them in all (-1: no limit).
+
+    `log_frequency`: traces to a file of their own, in mode `triton`; 0 is one file for all.
+    """
+
+    level: TraceLevel = TraceLevel.OFF
+    rate: int = 1000
+    count: int = -1
+    log_frequency: int = 0
+
+    def fault(self, mode: TraceMode, file: str) -> str:
+        """Why nothing can be traced by this, "" if something can."""
+        if not self.level:
+            return "tracing is disabled"
+        if mode is TraceMode.TRITON and not self.rate:
+            return "sample rate must be non-zero"
+        if mode is TraceMode.TRITON and not file:
+            return "trace file name is not given"
+        return ""
+
+    def check(self, mode: TraceMode, file: str) -> None:
+        """Raises `InvalidArgument` for a setting that asks for traces which cannot be taken."""
+        if self.level and (fault := self.fault(mode, file)):
+            raise InvalidArgument(f"Attempting to set invalid trace setting :{fault}")
+
 
 TRACES_PATH = "/v1/traces"
 
@@ -213,3 +264,93 @@ def _from_environment(name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise InvalidArgument(f"OTEL_{name}: expected a number, got '{text}'") from None
+
+
+_INTEGER_TEXT = re.compile(r"\s*[+-]?\d+\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class _NumberField:
+    """A number among the settings; Triton tells its range when it is exceeded."""
+
+    name: str
+    low: int
+    high: int
+
+
+_NUMBERS = {
+    "trace_rate": _NumberField("rate", 0, 2**32 - 1),
+    "trace_count": _NumberField("count", -1, 2**31 - 1),
+    "log_frequency": _NumberField("log_frequency", 0, 2**32 - 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What was set explicitly; None is not."""
+
+    level: TraceLevel | None = None
+    rate: int | None = None
+    count: int | None = None
+    log_frequency: int | None = None
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, field.name) is not None for field in fields(self))
+
+    def over(self, base: TraceSetting) -> TraceSetting:
+        """The setting that results where this does not say otherwise than `base`."""
+        return TraceSetting(
+            *(
+                getattr(base, field.name) if (value := getattr(self, field.name)) is None else value
+                for field in fields(self)
+            )
+        )
+
+
+def read_update(values: Mapping[str, Sequence[str]], mode: TraceMode) -> dict[str, Any]:
+    """The fields of `Overrides` that change. No text for a setting clears it. Raises `ServerError`."""
+    changes: dict[str, Any] = {}
+    for name, texts in values.items():
+        if name == "trace_file":
+            raise Unsupported("trace file location can not be updated through network protocol")
+        if name == "trace_level":
+            changes["level"] = _updated_level(texts) if texts else None
+        elif name in _NUMBERS:
+            field = _NUMBERS[name]
+            changes[field.name] = _updated_number(name, field, texts) if texts else None
+        elif name == "trace_mode":
+            if list(texts) != [mode.value]:
+                raise Unsupported("trace mode can not be updated through network protocol")
+        else:
+            known = ", ".join(("trace_level", *_NUMBERS))
+            raise InvalidArgument(f"unknown trace setting '{name}', expected one of {known}")
+    return changes
+
+
+def _updated_level(texts: Sequence[str]) -> TraceLevel:
+    level = TraceLevel.OFF
+    for text in texts:
+        if text not in TraceLevel.__members__:
+            raise InvalidArgument(
+                f"unknown trace level '{text}', expected one of {', '.join(TraceLevel.__members__)}"
+            )
+        if text == "OFF" and len(texts) > 1:
+            raise InvalidArgument("Expect only one trace level 'OFF' is specified")
+        level |= TraceLevel[text]
+    return level
+
+
+def _updated_number(name: str, field: _NumberField, texts: Sequence[str]) -> int:
+    if len(texts) != 1:
+        raise InvalidArgument(f"expect only 1 value for '{name}'")
+    (text,) = texts
+    if not _INTEGER_TEXT.fullmatch(text):
+        raise InvalidArgument(f"Unable to parse '{name}', got: {text}")
+    value = int(text)
+    if name == "trace_count" and -(2**31) <= value < field.low:
+        raise InvalidArgument(f"Unable to parse '{name}'. Expecting value >= {field.low}, got: {text}")
+    if not field.low <= value <= field.high:
+        raise InvalidArgument(
+            f"Unable to parse '{name}', value is out of range [ {field.low}, {field.high} ], got: {text}"
+        )
+    return value
