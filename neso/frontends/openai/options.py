@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from neso.frontends.openai.access.options import AccessOptions
-from neso.frontends.restrictions import Restrictions
+from neso.frontends.security import Restrictions
 
 
 @dataclass(frozen=True, slots=True)

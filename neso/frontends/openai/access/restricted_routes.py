@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from neso.frontends.openai.endpoint import error_response
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.restrictions import RequiredHeader
+from neso.frontends.security import RequiredHeader
 
 
 def restrict(routes: list[Route], group: str, options: OpenAIOptions) -> list[Route]:
