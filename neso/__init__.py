@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from neso.engine.text.tokenizer import Tokenizer
     from neso.frontends.inprocess import KServeGrpc, KServeHttp, Metrics
     from neso.generation import SamplingParams
-    from neso.server.datatypes import DataType
     from neso.server.errors import (
         AlreadyExists,
         Cancelled,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         Tensor,
     )
     from neso.server.options import ModelControlMode
+    from neso.server.tensor import DataType
 
 __version__ = "0.1.0"
 
@@ -75,7 +75,7 @@ _MODULES = {
     "neso.engine.text.tokenizer": ("Tokenizer",),
     "neso.frontends.inprocess": ("KServeGrpc", "KServeHttp", "Metrics"),
     "neso.generation": ("SamplingParams",),
-    "neso.server.datatypes": ("DataType",),
+    "neso.server.tensor": ("DataType",),
     "neso.server.errors": (
         "AlreadyExists",
         "Cancelled",

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/command-line.md from the options that there are: `python scripts/command_line_docs.py`."""
+"""Write the option tables of docs/reference/command-line.md: `python scripts/command_line_docs.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from neso.cli.options import TOPICS
 from neso.cli.options.option import Option, Topic
 
-PAGE = Path(__file__).parents[1] / "docs" / "command-line.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
 BEGIN = "<!-- The tables are written by scripts/command_line_docs.py. -->\n"
 
 

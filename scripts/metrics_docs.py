@@ -1,4 +1,4 @@
-"""Writes docs/metrics-reference.md from the metrics that the code defines: `python scripts/metrics_docs.py`."""
+"""Write docs/reference/metrics-reference.md from the metrics in the code: `python scripts/metrics_docs.py`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from neso.server.metrics.model_families import describe_model_families
 from neso.server.metrics.system import PINNED_MEMORY_FAMILIES
 from neso.server.statistics import FailureReason
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics-reference.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics-reference.md"
 HEAD = """\
 # Metrics reference
 
 Every metric that the server can export, as its code defines it: this page is written by `scripts/metrics_docs.py`.
-[Metrics](metrics.md) is the guide: how to switch them on, what they mean, queries and a dashboard.
+[Metrics](../guides/metrics.md) is the guide: how to switch them on, what they mean, queries and a dashboard.
 
 Histograms have the samples `…_bucket` (with the label `le`), `…_sum` and `…_count`; summaries have quantiles (label
 `quantile`), `…_sum` and `…_count`. Models add a label `_KEY` for each of their `metric_tags` to the families of the

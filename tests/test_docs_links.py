@@ -1,4 +1,4 @@
-"""Links between the pages of the documentation lead somewhere, and its index has every page."""
+"""Links between the pages of the documentation resolve, and the index lists every page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\]\(([^()\s]+(?:\([^()\s]*\))?)\)")
@@ -19,13 +19,13 @@ HEADING = re.compile(r"^#+ +(.+?)\s*$", re.MULTILINE)
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code, in which brackets are no links."""
+    """Return a page without its code blocks, whose brackets are not links."""
     return FENCE.sub("", page.read_text())
 
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """Those that GitHub makes of the headings of a page."""
+    """Return the anchors that GitHub generates for the headings of a page."""
     found: set[str] = set()
     seen: Counter[str] = Counter()
     for heading in HEADING.findall(prose(page)):
@@ -36,8 +36,8 @@ def anchors(page: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page.parent == DOCS else "/README.md")
-def test_links_lead_somewhere(page):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
     dead = []
     for target in LINK.findall(INLINE_CODE.sub("", prose(page))):
         if target.startswith(("http://", "https://", "mailto:")):
@@ -49,7 +49,7 @@ def test_links_lead_somewhere(page):
     assert not dead
 
 
-def test_the_index_has_every_page():
+def test_index_lists_every_page():
     index = set(LINK.findall((DOCS / "README.md").read_text()))
-    missing = {page.name for page in DOCS.glob("*.md")} - index - {"README.md"}
-    assert not missing, "docs/README.md has a line for each page"
+    missing = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - index - {"README.md"}
+    assert not missing, "docs/README.md must link every page"

@@ -52,7 +52,7 @@ def _texts(entries: list[Entry]) -> list[str]:
         example = make_example(rng)
         texts += [json.dumps(example.tools), json.dumps(example.messages), example.answer]
     # The project's own pages give the tokenizer words that the corpus lacks.
-    pages = [path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.glob("*.md"))]
+    pages = [path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.rglob("*.md"))]
     return [*texts, *pages, TEMPLATE.read_text(encoding="utf-8")]
 
 

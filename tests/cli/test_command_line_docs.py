@@ -1,4 +1,4 @@
-"""docs/command-line.md tells of every option as it is."""
+"""docs/reference/command-line.md tells of every option as it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_tables_are_up_to_date():
 
 
 def test_the_file_of_options(tmp_path):
-    text = (ROOT / "docs" / "command-line.md").read_text()
+    text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     found = re.search(r"```yaml\n(.*?)```", text, re.S)
     assert found is not None
     (tmp_path / "serve.yaml").write_text(found[1])

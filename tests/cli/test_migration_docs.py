@@ -22,19 +22,26 @@ def columns(name: str) -> list[list[str]]:
 
 
 def test_options_for_those_of_vllm_serve_are_there():
-    named = [flag for _, ours, *_ in columns("from-vllm-serve.md") for flag in FLAG.findall(ours)]
+    named = [flag for _, ours, *_ in columns("guides/from-vllm-serve.md") for flag in FLAG.findall(ours)]
     assert len(named) > 20 and set(named) <= FLAGS
 
 
 def test_options_of_the_engine_are_there():
-    settings = ENGINE_CONFIG.findall((DOCS / "from-vllm-serve.md").read_text())
+    settings = ENGINE_CONFIG.findall((DOCS / "guides" / "from-vllm-serve.md").read_text())
     assert len(settings) > 5
     for name, value in settings:
         EngineConfig.from_options("model", {name: "4" if value == "N" else value})
 
 
 @pytest.mark.parametrize(
-    "name", ["from-tritonserver.md", "security.md", "metrics.md", "logging.md", "tracing.md"]
+    "name",
+    [
+        "guides/from-tritonserver.md",
+        "guides/security.md",
+        "guides/metrics.md",
+        "guides/logging.md",
+        "guides/tracing.md",
+    ],
 )
 def test_all_options_that_a_page_names_are_there(name):
     named = set(FLAG.findall((DOCS / name).read_text()))

@@ -16,15 +16,15 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
     "docs/quickstart.md",
-    "docs/openai.md",
-    "docs/responses.md",
-    "docs/tool-calling.md",
-    "docs/reasoning.md",
-    "docs/kserve-http.md",
-    "docs/kserve-grpc.md",
-    "docs/guided-decoding.md",
-    "docs/embeddings.md",
-    "docs/prompt-embeddings.md",
+    "docs/reference/openai.md",
+    "docs/reference/responses.md",
+    "docs/guides/tool-calling.md",
+    "docs/guides/reasoning.md",
+    "docs/reference/kserve-http.md",
+    "docs/reference/kserve-grpc.md",
+    "docs/guides/guided-decoding.md",
+    "docs/guides/embeddings.md",
+    "docs/guides/prompt-embeddings.md",
 )
 
 IDENTITY_CONFIG = """

@@ -16,14 +16,14 @@ sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
-    "quick-deployment.md",
-    "lora.md",
-    "speculative-decoding.md",
-    "metrics.md",
-    "from-tritonserver.md",
-    "from-vllm-serve.md",
-    "tensorrtllm-layout.md",
-    "openai-access.md",
+    "guides/quick-deployment.md",
+    "guides/lora.md",
+    "guides/speculative-decoding.md",
+    "guides/metrics.md",
+    "guides/from-tritonserver.md",
+    "guides/from-vllm-serve.md",
+    "guides/tensorrtllm-layout.md",
+    "guides/openai-access.md",
 )
 OPTIONAL = {"torch", "transformers", "peft", "onnx", "onnxruntime", "PIL", "vllm"}
 """Packages without which a section cannot be followed."""

@@ -1,4 +1,4 @@
-"""The backend of docs/backends.md, installed as a package of its own and served."""
+"""The backend of docs/guides/backends.md, installed as a package of its own and served."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from server_process import ServerProcess
 
-PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "backends.md"
 FILE = re.compile(r"^`([^`\n]+)`:\n\n^```\w+\n(.*?)^```$", re.M | re.S)
 PROGRAM = re.compile(r"(?<!`:\n\n)^```python\n(.*?)^```$", re.M | re.S)
 ENTRY_POINT = re.compile(r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"$', re.M)

@@ -626,7 +626,7 @@ def test_openai_refusals(api):
 
 # -- the guide ------------------------------------------------------------------------------------------------------
 
-GUIDE = Path(__file__).parents[2] / "docs" / "vllm-backend.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "vllm-backend.md"
 
 
 def guide_examples() -> list[tuple[str, str]]:

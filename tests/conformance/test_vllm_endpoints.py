@@ -1,4 +1,4 @@
-"""The endpoints that docs/from-vllm-serve.md tells of are where it says."""
+"""The endpoints that docs/guides/from-vllm-serve.md tells of are where it says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-vllm-serve.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-vllm-serve.md"
 PORTS = {"8000": "http", "9000": "openai", "8002": "metrics"}
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/decoding.md, run as they stand."""
+"""The examples of docs/guides/decoding.md, run as they stand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "decoding.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "decoding.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 

@@ -14,9 +14,8 @@ from neso.frontends.kserve_grpc.tracing import begin_trace, end_with_reply
 from neso.frontends.transport.grpc import CallbackCall
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unavailable, Unsupported
-from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.model import Model
-from neso.server.single_response import SingleResponse
 from neso.server.tracing import Trace
 
 

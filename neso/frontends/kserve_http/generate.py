@@ -15,12 +15,12 @@ from neso.frontends.kserve_http.tracing import PROTOCOL
 from neso.frontends.transport.http1 import Request, Response, StreamingResponse
 from neso.frontends.transport.http1.messages import error_body
 from neso.server.core import Core
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
+from neso.server.tensor import DataType
 
 NOT_ONE_RESPONSE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates "

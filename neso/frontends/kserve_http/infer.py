@@ -21,8 +21,7 @@ from neso.frontends.kserve_http.load_metrics import LOAD_FORMAT, load_headers
 from neso.frontends.transport.http1 import PendingResponse, Request, Response
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unsupported
-from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.single_response import SingleResponse
+from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 
 _SPECIAL = frozenset({b"content-encoding", b"accept-encoding", LOAD_FORMAT})
 

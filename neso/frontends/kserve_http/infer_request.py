@@ -20,14 +20,12 @@ from neso.frontends.kserve_http.parameters import (
 )
 from neso.frontends.kserve_http.shared_memory import read_window
 from neso.frontends.transport.http1 import Request
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
-from neso.server.shared_memory.manager import SharedMemory
-from neso.server.shared_memory.window import REGION, SharedMemoryWindow
-from neso.server.tensor import Tensor
+from neso.server.shared_memory.regions import REGION, SharedMemory, SharedMemoryWindow
+from neso.server.tensor import DataType, Tensor
 
 PlainInfer = tuple[
     str,

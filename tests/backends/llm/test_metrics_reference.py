@@ -1,4 +1,4 @@
-"""docs/metrics-reference.md tells of every metric as it is, and deploy/grafana asks for no others."""
+"""docs/reference/metrics-reference.md tells of every metric as it is, and deploy/grafana asks for no others."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there(families):
 
 
 def test_the_queries_of_the_guide_ask_for_metrics_that_are_there(families):
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "guides" / "metrics.md").read_text()
     queries = "\n".join(re.findall(r"^```promql\n(.*?)^```", page, re.M | re.S))
     names = queried(queries, families)
     assert len(names) > 5 and all(names.values()), names

@@ -1,4 +1,4 @@
-"""docs/tensorrtllm-backend.md: its tables say what the code says, its example runs."""
+"""docs/guides/tensorrtllm-backend.md: its tables say what the code says, its example runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neso.backends.tensorrtllm.parameters import PARAMETERS
 sys.path.append(str(Path(__file__).parents[2] / "conformance"))
 from server_process import ServerProcess
 
-PAGE = (Path(__file__).parents[3] / "docs" / "tensorrtllm-backend.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "tensorrtllm-backend.md").read_text()
 
 
 def section(title: str) -> str:

@@ -391,7 +391,7 @@ def test_parsers_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     parser_registry.entry_point_parsers.cache_clear()
 
 
-PAGE = Path(__file__).parents[3] / "docs" / "tool-calling.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "tool-calling.md"
 
 
 def test_the_page_has_all_parsers() -> None:
