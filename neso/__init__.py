@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from neso.engine.llm import LLM
-    from neso.engine.text.loading import load_tokenizer
-    from neso.engine.text.tokenizer import Tokenizer
+    from neso.engine.text.tokenizer import Tokenizer, load_tokenizer
     from neso.frontends.inprocess import KServeGrpc, KServeHttp, Metrics
     from neso.generation import SamplingParams
     from neso.server.errors import (
@@ -71,8 +70,7 @@ __all__ = [
 # Imported when they are first used, so that `import neso` costs nothing.
 _MODULES = {
     "neso.engine.llm": ("LLM",),
-    "neso.engine.text.loading": ("load_tokenizer",),
-    "neso.engine.text.tokenizer": ("Tokenizer",),
+    "neso.engine.text.tokenizer": ("Tokenizer", "load_tokenizer"),
     "neso.frontends.inprocess": ("KServeGrpc", "KServeHttp", "Metrics"),
     "neso.generation": ("SamplingParams",),
     "neso.server.tensor": ("DataType",),

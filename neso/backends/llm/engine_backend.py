@@ -26,7 +26,7 @@ from neso.engine.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
 from neso.engine.open_tokenizer import EngineText
-from neso.engine.text.no_tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import NO_TOKENIZER
 from neso.engine.weights.errors import ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.generation import (
