@@ -15,7 +15,7 @@ import uvloop
 from neso.cli.options.errors import OptionError
 from neso.cli.ready import show_ready
 from neso.cli.serve_options import ModelArgument, ServeOptions
-from neso.frontends.http import AsgiApp, AsgiServer, BindError
+from neso.frontends.transport.http1 import AsgiApp, AsgiServer, BindError
 from neso.server.core import Core
 from neso.server.errors import ServerError
 from neso.server.log import configure_log

@@ -12,7 +12,7 @@ from neso.cli.options.values import Values
 
 if TYPE_CHECKING:
     from neso.frontends.openai.access import AccessOptions, ApiKeys
-    from neso.frontends.restrictions import Restrictions
+    from neso.frontends.security import Restrictions
 
 KEY_VARIABLE = "NESO_API_KEY"
 _RESTRICTED = "openai-restricted-api"
@@ -109,7 +109,7 @@ def _warn_of_others(values: Values) -> None:
 def openai_restrictions(values: Values) -> Restrictions:
     """Of OpenAI's API alone. Raises `OptionError`."""
     from neso.frontends.openai.options import RESTRICTED_GROUPS
-    from neso.frontends.restrictions import Restrictions
+    from neso.frontends.security import Restrictions
 
     with about(f"--{_RESTRICTED}"):
         return Restrictions.parse(values[_RESTRICTED], known=RESTRICTED_GROUPS)

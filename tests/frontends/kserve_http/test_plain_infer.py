@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neso._wire import parse_plain_infer
-from neso.frontends.http import Request
 from neso.frontends.kserve_http import infer_request
+from neso.frontends.transport.http1 import Request
 from neso.server.errors import ServerError
 from neso.server.shared_memory.regions import SharedMemory
 from neso.server.tensor import DataType

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neso._wire import write_plain_infer
-from neso.frontends.http import Response
 from neso.frontends.kserve_http import infer_response
 from neso.frontends.kserve_http.infer_request import OutputFormat
+from neso.frontends.transport.http1 import Response
 from neso.server.errors import ServerError
 from neso.server.inference_response import InferenceResponse
 from neso.server.tensor import DataType, Tensor
