@@ -44,7 +44,6 @@ from neso.generation.sampling_params import (
     AUTO,
     DEFAULT_NAMES,
     NO_DEFAULTS,
-    SamplingDefaults,
     max_new_tokens_is_limit,
 )
 
