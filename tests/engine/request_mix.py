@@ -11,10 +11,10 @@ import numpy as np
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.input_processor import InputProcessor
 from neso.engine.loader import load_engine
+from neso.engine.loop.engine_core import EngineCore
 from neso.engine.output_processor import RequestState, stopped_by_text
 from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState

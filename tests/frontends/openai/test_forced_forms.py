@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 from llguidance import LLTokenizer
+from neso.engine.guided.matcher import make_matcher
 
 from neso.engine.guided.grammar import grammar_text
-from neso.engine.guided.matcher import make_matcher
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.llm import LLM
 from neso.engine.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Draws tokens from filtered distributions, all rows of a batch at once: what every runner's `choose` must equal."""
+"""SamplingBatch tokens from filtered distributions for all rows of a batch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,40 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.sampling.row_masks import RowMasks
 from neso.generation.sampling_params import SamplingParams
 
-FloatRows = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
-BROKEN = -1
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMasks:
+    """In row rows[i], token t may be chosen if bit t % 32 of bits[i, t // 32] is set; other rows are free.
+
+    rows int32[G], bits int32[G, W] in C order, with at least a bit for each token.
+    """
+
+    rows: Int32Array
+    bits: Int32Array
+
+    def allowed(self, index: int, vocab_size: int) -> npt.NDArray[np.bool_]:
+        """What row rows[index] may choose, bool[vocab_size]."""
+        return np.unpackbits(self.bits[index].view(np.uint8), count=vocab_size, bitorder="little").view(
+            np.bool_
+        )
+
+    def apply(self, logits: npt.NDArray[np.float32]) -> None:
+        """Set what may not be chosen to -inf in float32[R, V], in place."""
+        for index, row in enumerate(self.rows):
+            np.copyto(logits[row], np.float32(-np.inf), where=~self.allowed(index, logits.shape[1]))
+
+
+FloatRows = npt.NDArray[np.float32]
+INVALID_TOKEN = -1
 """The token of a row whose logits hold NaN, or -inf alone: no choice is right, or none is left."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draws:
+class SamplingBatch:
     """How to choose a token from each of R rows; all arrays have shape [R].
 
     temperature 0 takes the largest logit. top_k 0, top_p 1 and min_p 0 filter nothing. uniforms in [0, 1) decide.
@@ -39,7 +61,7 @@ class Draws:
         uniforms: npt.NDArray[np.float64],
         masks: RowMasks | None = None,
         top_p: list[float] | None = None,
-    ) -> Draws:
+    ) -> SamplingBatch:
         """`top_p`: in place of those that the parameters begin with."""
         return cls(
             temperature=np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
@@ -53,9 +75,9 @@ class Draws:
     def __len__(self) -> int:
         return len(self.uniforms)
 
-    def rows(self, wanted: npt.NDArray[np.intp]) -> Draws:
+    def rows(self, wanted: npt.NDArray[np.intp]) -> SamplingBatch:
         """Those of some rows, whose masks are applied."""
-        return Draws(
+        return SamplingBatch(
             self.temperature[wanted],
             self.top_k[wanted],
             self.top_p[wanted],
@@ -64,8 +86,8 @@ class Draws:
         )
 
 
-def choose(logits: FloatRows, draws: Draws) -> Int32Array:
-    """A token for each row of float32[R, V], int32[R]; BROKEN where there is none. Masks change the logits."""
+def choose(logits: FloatRows, draws: SamplingBatch) -> Int32Array:
+    """A token for each row of float32[R, V], int32[R]; INVALID_TOKEN where there is none. Masks change the logits."""
     if draws.masks is not None:
         draws.masks.apply(logits)
     tokens: Int32Array = logits.argmax(axis=1).astype(np.int32)
@@ -77,7 +99,7 @@ def choose(logits: FloatRows, draws: Draws) -> Int32Array:
         weights = exponentials(logits[random], chosen.temperature)
         kept = filter_weights(weights, chosen.top_k, chosen.top_p, chosen.min_p)
         tokens[random] = draw(kept, chosen.uniforms)
-    tokens[broken] = BROKEN
+    tokens[broken] = INVALID_TOKEN
     return tokens
 
 

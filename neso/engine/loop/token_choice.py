@@ -8,12 +8,12 @@ from neso.engine.core.request import SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.stats import DraftStats
-from neso.engine.guided.grammar_error import GuideError, refused
+from neso.engine.guided.grammar import GuideError, refused
 from neso.engine.guided.guides import Guides
 from neso.engine.runners.base import Logits
-from neso.engine.sampling.random_choice import BROKEN
 from neso.engine.sampling.sampler import SampledToken, Sampler
 from neso.engine.sampling.state import SamplingState
+from neso.engine.sampling.token_sampling import INVALID_TOKEN
 from neso.engine.spec_decode.speculator import Speculator
 from neso.engine.spec_decode.verification import verify
 from neso.generation.output import FinishReason
@@ -47,7 +47,7 @@ class TokenChoice:
     ) -> SequenceOutput:
         """Put tokens from a position on: the end, or where something stands for it. Those behind an end are lost."""
         request = sequence.request
-        if tokens[0].token_id == BROKEN:
+        if tokens[0].token_id == INVALID_TOKEN:
             self._scheduler.release(sequence)
             message = "the model gave logits that are not numbers, or nothing may come next"
             return SequenceOutput.failed(request.request_id, sequence.index, message)

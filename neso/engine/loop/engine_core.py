@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from neso.engine.beams.beam_search import BeamSearch
+from neso.engine.beams.addon import BeamSearch
 from neso.engine.core.batch import Batch, build_batch
 from neso.engine.core.block_pool import IntegrityError
 from neso.engine.core.prefill_pacer import PrefillPacer
@@ -18,21 +18,21 @@ from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.stats import EngineStats, StepCounts
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.failed_requests import fail_requests, involved
+from neso.engine.diagnostics.memory import MemoryUse
 from neso.engine.guided.guides import Guides
-from neso.engine.intake import Intake
-from neso.engine.launched_step import LaunchedStep, can_run_ahead
+from neso.engine.loop.failed_requests import fail_requests, involved
+from neso.engine.loop.intake import Intake
+from neso.engine.loop.launched_step import LaunchedStep, can_run_ahead
+from neso.engine.loop.prompt_scores import prompt_outputs
+from neso.engine.loop.step_inputs import load_adapters, load_rows
+from neso.engine.loop.token_choice import TokenChoice
 from neso.engine.lora.manager import LoraManager
-from neso.engine.memory_use import MemoryUse
 from neso.engine.pooling.decoder_pooling import DecoderPooling
 from neso.engine.pooling.pooler import Pooler
-from neso.engine.prompt_scores import prompt_outputs
 from neso.engine.runners.base import CacheLayout, Runner
-from neso.engine.sampling.random_choice import BROKEN
-from neso.engine.sampling.sampler import SampledToken, Sampler, draws_of
+from neso.engine.sampling.sampler import SampledToken, Sampler, sampling_batch
+from neso.engine.sampling.token_sampling import INVALID_TOKEN
 from neso.engine.spec_decode.speculator import Speculator
-from neso.engine.step_inputs import load_adapters, load_rows
-from neso.engine.token_choice import TokenChoice
 from neso.engine.vision.image_encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class EngineCore:
         """Start a step, then finish the one before."""
         try:
             states = [self.choice.state(sequence) for sequence in batch.sampled]
-            tokens = self.runner.launch(batch.plan, draws_of(states))
+            tokens = self.runner.launch(batch.plan, sampling_batch(states))
         except Exception as error:
             outputs = self._finish_launched()
             return outputs + self._fail(schedule.live_sequences, error, schedule)
@@ -208,7 +208,7 @@ class EngineCore:
                 launched.pending, launched.states, tokens, strict=True
             ):
                 if not sequence.released:
-                    if token != BROKEN:
+                    if token != INVALID_TOKEN:
                         state.record(token)
                     outputs.append(self.choice.take(sequence, position, [SampledToken(token)]))
         except Exception as error:

@@ -7,7 +7,7 @@ import logging
 from neso.engine.core.request import SequenceOutput
 from neso.engine.core.schedule import Schedule
 from neso.engine.core.scheduler import Scheduler
-from neso.engine.failed_requests import fail_requests
+from neso.engine.loop.failed_requests import fail_requests
 from neso.engine.lora.manager import LoraManager
 
 logger = logging.getLogger(__name__)

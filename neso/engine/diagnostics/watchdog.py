@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from neso.engine.config import EngineConfig
+from neso.engine.diagnostics.replay import StepRecorder
 from neso.engine.encoders.encoder_core import EncoderCore
-from neso.engine.engine_core import EngineCore
-from neso.engine.recording import StepRecorder
+from neso.engine.loop.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
 

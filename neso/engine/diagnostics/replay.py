@@ -1,28 +1,69 @@
-"""Runs recorded steps again: `python -m neso.engine.replay FOLDER [--runner NAME] [--against NAME]`.
-
-FOLDER is what the option `record_steps` or the watchdog has written. Prints the time of each step; with --against,
-how far the logits of two runners lie apart. A recording that does not begin with the first step of its sequences
-finds an empty cache where earlier steps would have written: times are right, logits say nothing of the model.
-"""
+"""Records engine steps and runs them again."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.recording import read_engine, read_steps
 from neso.engine.runners.base import CacheLayout, Runner
 from neso.engine.runners.open_model import open_model
 from neso.engine.weights.open_source import open_source
+
+logger = logging.getLogger(__name__)
+_ENGINE = "engine.json"
+
+
+class RecordedEngine(msgspec.Struct, frozen=True):
+    """The engine that the steps are of."""
+
+    config: EngineConfig
+    num_blocks: int
+    num_host_blocks: int = 0
+
+
+class StepRecorder:
+    """Writes plans into a folder: one file a step, and `engine.json` for the engine. Making one raises `OSError`."""
+
+    def __init__(self, folder: Path, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> None:
+        self.folder = folder
+        self._failed = False
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _ENGINE).write_bytes(
+            msgspec.json.encode(RecordedEngine(config, num_blocks, num_host_blocks))
+        )
+
+    def record(self, plan: StepPlan) -> None:
+        """Write one step; the first that cannot be written, as on a full disk, is the last."""
+        if self._failed:
+            return
+        try:
+            plan.dump(self.folder / f"step-{plan.step:09}.npz")
+        except OSError as error:
+            self._failed = True
+            logger.error("steps are not recorded any more: %s", error)
+
+
+def read_engine(folder: Path) -> RecordedEngine:
+    """The engine of a recording. Raises `OSError`, `msgspec.DecodeError`."""
+    return msgspec.json.decode((folder / _ENGINE).read_bytes(), type=RecordedEngine)
+
+
+def read_steps(folder: Path) -> Iterator[StepPlan]:
+    """The steps of a recording in their order."""
+    for path in sorted(folder.glob("step-*.npz")):
+        yield StepPlan.load(path)
+
 
 Float32Array = npt.NDArray[np.float32]
 

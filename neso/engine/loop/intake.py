@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from neso.engine.core.admission import QueueFull
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
-from neso.engine.core.waiting_queue import QueueFull
-from neso.engine.failed_requests import fail_requests
-from neso.engine.guided.grammar_error import GrammarError, refused
+from neso.engine.guided.grammar import GrammarError, refused
 from neso.engine.guided.guides import Guides
-from neso.engine.lora.errors import AdapterError
+from neso.engine.loop.failed_requests import fail_requests
+from neso.engine.lora.config import AdapterError
 from neso.engine.lora.manager import LoraManager
 from neso.engine.spec_decode.request_draft import draft_of
 from neso.engine.vision.image_encoder import ImageEncoder

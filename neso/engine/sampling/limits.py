@@ -1,11 +1,51 @@
-"""What of a model's scores one request may ask for: log probabilities and whole rows of logits."""
+"""Limits of the sampling parameters of one request."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+
 import msgspec
+import numpy as np
 
 from neso.generation import InvalidParameter, SamplingParams
-from neso.generation.sampling_params import ALL_LOGPROBS
+from neso.generation.sampling_params import ALL_LOGPROBS, MAX_BIAS
+
+
+def check_sampling(
+    params: SamplingParams, bad_words: Iterable[tuple[int, ...]], *, max_num_seqs: int, vocab_size: int
+) -> None:
+    """Raises `InvalidParameter` for too many sequences, and for tokens outside the vocabulary."""
+    for field in ("n", "best_of", "beam_width"):
+        number = getattr(params, field)
+        if number is not None and number > max_num_seqs:
+            raise InvalidParameter(field, f"is {number}, this engine runs at most {max_num_seqs} sequences")
+    check_tokens("logit_bias", params.logit_bias, vocab_size)
+    check_tokens("stop_token_ids", params.stop_token_ids, vocab_size)
+    check_tokens("stop_words", chain.from_iterable(params.stop_words), vocab_size)
+    check_tokens("bad_words", chain.from_iterable(bad_words), vocab_size)
+    check_tokens("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    if params.embedding_bias:
+        _check_dense_bias(params.embedding_bias, vocab_size)
+
+
+def _check_dense_bias(values: bytes, vocab_size: int) -> None:
+    if len(values) != 4 * vocab_size:
+        raise InvalidParameter(
+            "embedding_bias", f"has {len(values) // 4} values, the vocabulary has {vocab_size} tokens"
+        )
+    bias = np.frombuffer(values, np.float32)
+    # A NaN is within no bounds.
+    if not (np.abs(bias) <= MAX_BIAS).all():
+        raise InvalidParameter("embedding_bias", f"has values that are NaN or beyond {MAX_BIAS:g}")
+
+
+def check_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises `InvalidParameter` for a token that the model does not have."""
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidParameter(field, f"token {token} is not in the vocabulary of {vocab_size}")
+
 
 MAX_LOGPROBS = 20
 MAX_LOGITS_BYTES = 64 << 20
