@@ -19,11 +19,11 @@ from neso.cli.options.rate_limiter import rate_limiter_options
 from neso.cli.options.repository import repository_options
 from neso.cli.options.tracing import trace_config
 from neso.cli.options.values import Values
-from neso.frontends.http import HttpServerOptions
 from neso.frontends.kserve_grpc import GrpcOptions
 from neso.frontends.kserve_http import HttpOptions
 from neso.frontends.metrics import MetricsOptions
 from neso.frontends.openai import OpenAIOptions
+from neso.frontends.transport.http1 import HttpServerOptions
 from neso.server.errors import ServerError
 from neso.server.log import LogOptions
 from neso.server.options import ServerOptions

@@ -14,7 +14,7 @@ from neso.server.metrics.config import MetricsConfig
 from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
 from neso.server.repository.names import stays_inside
 from neso.server.response_cache.options import RedisOptions
-from neso.server.tracing.config import TraceConfig
+from neso.server.tracing.settings import TraceConfig
 
 
 class ModelControlMode(str, Enum):

@@ -12,7 +12,7 @@ from neso.cli.options.values import Values
 
 if TYPE_CHECKING:
     from neso.frontends.openai.access import AccessOptions, ApiKeys
-    from neso.frontends.restrictions import Restrictions
+    from neso.frontends.security import Restrictions
 
 KEY_VARIABLE = "NESO_API_KEY"
 _RESTRICTED = "openai-restricted-api"
@@ -69,7 +69,7 @@ ACCESS = Topic(
 def access_options(values: Values) -> AccessOptions:
     """Raises `OptionError`."""
     from neso.frontends.openai.access import AccessOptions, Quota
-    from neso.frontends.openai.access.options import OPEN_GROUPS, UNLIMITED
+    from neso.frontends.openai.options import OPEN_GROUPS, UNLIMITED
 
     open_groups = tuple(name for name in values["api-key-open"].split(",") if name not in ("", "nothing"))
     for name in open_groups:
@@ -108,11 +108,11 @@ def _warn_of_others(values: Values) -> None:
 
 def openai_restrictions(values: Values) -> Restrictions:
     """Of OpenAI's API alone. Raises `OptionError`."""
-    from neso.frontends.openai.access.restricted_groups import GROUPS
-    from neso.frontends.restrictions import Restrictions
+    from neso.frontends.openai.options import RESTRICTED_GROUPS
+    from neso.frontends.security import Restrictions
 
     with about(f"--{_RESTRICTED}"):
-        return Restrictions.parse(values[_RESTRICTED], known=GROUPS)
+        return Restrictions.parse(values[_RESTRICTED], known=RESTRICTED_GROUPS)
 
 
 def _keys(values: Values) -> ApiKeys | None:

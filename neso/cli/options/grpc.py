@@ -12,8 +12,7 @@ from neso.cli.options.values import Values
 
 if TYPE_CHECKING:
     from neso.frontends.kserve_grpc import GrpcOptions
-    from neso.frontends.restrictions import Restrictions
-    from neso.frontends.tls import TlsFiles
+    from neso.frontends.security import Restrictions, TlsFiles
 
 _NO_POOLS = "requests and responses are not pooled"
 
@@ -138,7 +137,7 @@ def grpc_options(values: Values) -> GrpcOptions | None:
 
 
 def _tls_files(values: Values) -> TlsFiles | None:
-    from neso.frontends.tls import TlsFiles
+    from neso.frontends.security import TlsFiles
 
     certificate, key, root = (values[f"grpc-{name}"] for name in ("server-cert", "server-key", "root-cert"))
     mutual = values["grpc-use-ssl-mutual"]
@@ -161,7 +160,7 @@ def _tls_files(values: Values) -> TlsFiles | None:
 
 def _restrictions(values: Values) -> Restrictions:
     from neso.frontends.kserve_grpc.restricted import HEADER_PREFIX
-    from neso.frontends.restrictions import Restrictions
+    from neso.frontends.security import Restrictions
 
     with about("--grpc-restricted-protocol"):
         return Restrictions.parse(values["grpc-restricted-protocol"], HEADER_PREFIX)

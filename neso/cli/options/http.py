@@ -12,8 +12,7 @@ from neso.cli.options.values import Values
 if TYPE_CHECKING:
     from neso.frontends.header_forwarding import HeaderForwarding
     from neso.frontends.kserve_http import HttpOptions
-    from neso.frontends.restrictions import Restrictions
-    from neso.frontends.tls import TlsFiles
+    from neso.frontends.security import Restrictions, TlsFiles
 
 HTTP = Topic(
     "HTTP",
@@ -87,7 +86,7 @@ def http_address(values: Values) -> str:
 
 def tls_files(values: Values, prefix: str = "http") -> TlsFiles | None:
     """Of the options that begin with `prefix`. Raises `OptionError`."""
-    from neso.frontends.tls import TlsFiles
+    from neso.frontends.security import TlsFiles
 
     certificate, key, root = (
         values[f"{prefix}-{name}"] for name in ("server-cert", "server-key", "root-cert")
@@ -104,7 +103,7 @@ def tls_files(values: Values, prefix: str = "http") -> TlsFiles | None:
 
 def restrictions(values: Values) -> Restrictions:
     """Of HTTP and of OpenAI's API. Raises `OptionError`."""
-    from neso.frontends.restrictions import Restrictions
+    from neso.frontends.security import Restrictions
 
     with about("--http-restricted-api"):
         return Restrictions.parse(values["http-restricted-api"])

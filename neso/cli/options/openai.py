@@ -12,8 +12,8 @@ from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
 
 if TYPE_CHECKING:
-    from neso.frontends.http import HttpServerOptions
     from neso.frontends.openai import OpenAIOptions
+    from neso.frontends.transport.http1 import HttpServerOptions
 
 OPENAI = Topic(
     "OpenAI",
@@ -129,8 +129,8 @@ def _separator(text: str) -> str:
 
 def openai_http_options(values: Values) -> HttpServerOptions:
     """Of the server on the port that OpenAI's API has for itself."""
-    from neso.frontends.http import HttpServerOptions
     from neso.frontends.openai.errors import refusal_body
+    from neso.frontends.transport.http1 import HttpServerOptions
 
     tls = tls_files(values, "openai") or tls_files(values)
     return HttpServerOptions(
@@ -139,5 +139,5 @@ def openai_http_options(values: Values) -> HttpServerOptions:
         max_body=values["http-max-input-size"],
         reuse_port=values["reuse-http-port"],
         tls=None if tls is None else tls.context("http/1.1"),
-        refusal_body=refusal_body,
+        rejection_body=refusal_body,
     )

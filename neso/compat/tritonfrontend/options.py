@@ -15,7 +15,7 @@ from neso.frontends.kserve_grpc import GrpcOptions
 from neso.frontends.kserve_grpc.options import INT_MAX, ResponseCompression
 from neso.frontends.kserve_http import HttpOptions
 from neso.frontends.metrics import MetricsOptions
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import TlsFiles
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Natural = Annotated[int, Field(ge=0)]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from neso.engine.lora.config import AdapterError
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.tensor_roles import layer_shapes
-from neso.generation.lora import LoraTensors
+from neso.generation.request import LoraTensors
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")

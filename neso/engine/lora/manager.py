@@ -18,7 +18,7 @@ from neso.engine.lora.adapter_cache import AdapterCache, CacheFull
 from neso.engine.lora.config import AdapterError, LoraConfig
 from neso.engine.lora.peft_checkpoint import read_peft_checkpoint
 from neso.engine.runners.base import PackedAdapter, SpecRunner
-from neso.generation.lora import TASK_PREFIX, LoraRequest
+from neso.generation.request import TASK_PREFIX, LoraRequest
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from neso.frontends.grpc import GrpcServerOptions
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.http2 import Http2Options
-from neso.frontends.restrictions import Restrictions
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import Restrictions, TlsFiles
+from neso.frontends.transport.grpc import GrpcServerOptions
+from neso.frontends.transport.http2 import Http2Options
 
 INT_MAX = 2**31 - 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from neso.frontends.restrictions import RequiredHeader, Restrictions
+from neso.frontends.security import RequiredHeader, Restrictions
 
 HEADER_PREFIX = "triton-grpc-protocol-"
 

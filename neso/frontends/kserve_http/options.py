@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.http import HttpServerOptions
-from neso.frontends.restrictions import Restrictions
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import Restrictions, TlsFiles
+from neso.frontends.transport.http1 import HttpServerOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,70 @@
-"""What the OpenAI front end can be told."""
+"""Options of the OpenAI frontend and of its access control."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from neso.frontends.openai.access.options import AccessOptions
-from neso.frontends.restrictions import Restrictions
+from neso.frontends.security import Restrictions
+
+if TYPE_CHECKING:
+    from neso.frontends.openai.access.api_keys import ApiKeys
+
+RESTRICTED_GROUPS = ("inference", "model-repository", "metrics", "health")
+"""Groups of routes that `--openai-restricted-api` can restrict, named as in Triton's OpenAI frontend."""
+UNLIMITED = 0
+OPEN_GROUPS = {
+    "health": ("/health", "/ping"),
+    "metrics": ("/metrics",),
+    "docs": ("/docs", "/openapi.json", "/redoc"),
+}
+"""Groups of paths, with their sub-paths, that can be exempted from API keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Requests and tokens per minute; 0 is unlimited."""
+
+    requests: int = UNLIMITED
+    tokens: int = UNLIMITED
+
+    def __bool__(self) -> bool:
+        """Whether either is limited."""
+        return bool(self.requests or self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class AccessOptions:
+    """Access control.
+
+    keys: accepted API keys; None disables authentication.
+    open_groups: groups of `OPEN_GROUPS` that need no key.
+    quota: default of each key; of each client address if there are no keys.
+    origins: allowed CORS origins, ("*",) for all.
+    """
+
+    keys: ApiKeys | None = None
+    open_groups: tuple[str, ...] = ("health",)
+    quota: Quota = field(default_factory=Quota)
+    origins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAIOptions:
-    """Options of the OpenAI front end.
+    """Options of the OpenAI frontend.
 
-    `default_max_tokens` is for completions that name no `max_tokens` (chats go on to the model's limit, as
-    with OpenAI), and for chats with models of unknown context length. `tokenizer`, a directory or a name on the hub, is
-    that of models which take text as tensors and have none of their own. `chat_template`: jinja2, in place of those of
-    all models. `lora_separator` stands between the name of a model and that of an adapter.
-    `tool_call_parser` and `reasoning_parser` name the formats in which the models write tool calls and reasoning,
-    "auto": their chat templates tell. `max_tool_call_parse_bytes`: the longest call that is read.
-    The last `max_stored_responses` of the Responses API are kept, as long as they take no more than
-    `max_stored_response_bytes`.
-    Images are fetched from `allowed_media_domains` ("*": any).
-    `restrictions` are those of the whole of HTTP, `openai_restrictions` those of this API (`restricted.GROUPS`).
-    `metrics`: `GET /metrics` is answered.
+    max_body_size: bytes of a request body.
+    default_max_tokens: `max_tokens` of completions that set none, and of chats with a model of unknown context length.
+        Other chats generate up to the context length, as with OpenAI.
+    tool_call_parser, reasoning_parser: parser names; "auto" selects by the chat template.
+    max_tool_call_parse_bytes: longest tool call that is parsed.
+    allowed_media_domains: domains that images are fetched from, ("*",) for any.
+    tokenizer: directory or hub name; for models with text tensors that have no tokenizer of their own.
+    chat_template: Jinja2 source or file that replaces the chat templates of all models.
+    lora_separator: separates model and adapter in the names of adapters.
+    max_stored_responses, max_stored_response_bytes: capacity of the Responses API's store.
+    restrictions: restricted groups of all HTTP APIs; openai_restrictions: of this API (`RESTRICTED_GROUPS`).
+    metrics: whether `GET /metrics` is served.
     """
 
     max_body_size: int = 64 * 1024 * 1024

@@ -17,8 +17,8 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from neso.server.errors import InvalidArgument
+from neso.server.response_cache.cache import CachedResponse
 from neso.server.response_cache.options import RedisOptions
-from neso.server.response_cache.response import CachedResponse
 
 logger = logging.getLogger(__name__)
 
