@@ -14,11 +14,11 @@ import time
 import numpy as np
 
 from neso.engine.beams.beam_search import BeamGroup
+from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
-from neso.engine.llm import LLM
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
-from neso.engine.sampling.token_sampling import INVALID_TOKEN
+from neso.engine.sampling.token_sampling import BROKEN
 from neso.generation import SamplingParams
 from neso.models import SHIPPED_MODELS
 
@@ -92,7 +92,7 @@ def microseconds_a_token(llm: LLM, vocabulary: int, name: str, options: dict[str
         started = time.perf_counter()
         for row in rows:
             (token,) = sampler.sample(row, [state])
-            assert token.token_id != INVALID_TOKEN
+            assert token.token_id != BROKEN
         best = min(best, (time.perf_counter() - started) / len(rows))
     return 1e6 * best
 

@@ -15,7 +15,7 @@ from eventually import until
 
 import neso.engine.diagnostics.watchdog as watchdog
 import neso.engine.runners.reference.runner as reference
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.diagnostics.replay import read_engine, read_steps
 from neso.engine.errors import EngineDead
