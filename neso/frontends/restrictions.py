@@ -1,4 +1,4 @@
-"""Groups of a protocol's requests that are answered only to who knows a secret."""
+"""Groups of requests that require a secret header."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ GROUPS = (
     "trace",
     "logging",
 )
+"""Groups of the KServe protocols."""
+GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
+"""Prefix of the metadata key that a restricted gRPC call requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequiredHeader:
-    """A request must have this header (its name in lower case) with this value."""
+    """Header that a request must have; `name` is in lower case."""
 
     name: str
     value: bytes = field(repr=False)
 
     def matches(self, value: bytes | None) -> bool:
-        """Whether that is the value; takes as long for a wrong one as for the right one."""
+        """Compare in constant time."""
         return value is not None and hmac.compare_digest(self.value, value)
 
 
 class Restrictions:
-    """The header that each group requires, if it requires one."""
+    """Required header of each restricted group."""
 
     def __init__(self, required: dict[str, RequiredHeader] | None = None) -> None:
         self._required = required or {}
@@ -43,16 +46,16 @@ class Restrictions:
     def parse(
         cls, settings: list[str], header_prefix: str = "", known: Sequence[str] = GROUPS
     ) -> Restrictions:
-        """From texts like `GROUP,GROUP:KEY=VALUE`; the header is `header_prefix` and KEY. `known` are the groups.
+        """Parse settings `GROUP[,GROUP…]:KEY=VALUE`; the required header is `header_prefix` + KEY.
 
-        Raises `InvalidArgument` for an unknown group, and for one that is in several settings.
+        Raises `InvalidArgument` for a group that is not in `known` or is in several settings.
         """
         required: dict[str, RequiredHeader] = {}
         for setting in settings:
             groups, colon, pair = setting.partition(":")
             key, equals, value = pair.partition("=")
             if not (groups and colon and key and equals and value):
-                # The text itself is not shown: it holds the secret.
+                # The text is not shown because it contains the secret.
                 raise InvalidArgument("expected GROUP[,GROUP…]:KEY=VALUE")
             for group in groups.split(","):
                 if group not in known:
@@ -69,5 +72,5 @@ class Restrictions:
         return bool(self._required)
 
     def get(self, group: str) -> RequiredHeader | None:
-        """None for a group that everybody may use."""
+        """The header that a group requires, None if it is not restricted."""
         return self._required.get(group)

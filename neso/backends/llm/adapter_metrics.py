@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from neso.engine.lora.config import LoraConfig
 from neso.generation import GenerationRequest
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 _LABELS = ("model", "version", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
 

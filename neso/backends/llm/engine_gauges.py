@@ -9,9 +9,9 @@ from functools import partial
 from neso.backends.generation_metrics import ENGINE_FAMILIES
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
-from neso.server.metrics import MetricsRegistry
 from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
 from neso.server.metrics.kv_cache import LABEL as KV_CACHE_LABEL
+from neso.server.metrics.registry import MetricsRegistry
 
 Read = Callable[[EngineStats], float]
 

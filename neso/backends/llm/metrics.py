@@ -11,7 +11,7 @@ from neso.backends.llm.engine_gauges import EngineGauges
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.generation import FinishReason, GenerationOutput, GenerationRequest
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
 """TensorRT-LLM's, of tokens."""

@@ -1,5 +1,5 @@
 """Prometheus metrics over HTTP."""
 
-from neso.frontends.metrics.frontend import MetricsHttp, MetricsOptions
+from neso.frontends.metrics.frontend import MetricsHttp
 
-__all__ = ["MetricsHttp", "MetricsOptions"]
+__all__ = ["MetricsHttp"]

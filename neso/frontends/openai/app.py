@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import neso
-from neso.frontends.openai.access.options import AccessOptions
 from neso.frontends.openai.access.protection import limit_rates, protect
 from neso.frontends.openai.access.restricted_routes import restrict
 from neso.frontends.openai.chat.api import ChatApi
@@ -28,7 +27,6 @@ from neso.frontends.openai.models.adapters import AdaptersApi, LoadAdapterReques
 from neso.frontends.openai.models.listing import ModelsApi
 from neso.frontends.openai.models.routes import control_routes, metrics_route
 from neso.frontends.openai.models.targets import Targets
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.pooling.embeddings import EmbeddingsApi
 from neso.frontends.openai.pooling.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from neso.frontends.openai.pooling.scores import ScoresApi
@@ -36,6 +34,7 @@ from neso.frontends.openai.requests.schemas import ChatCompletionRequest, Comple
 from neso.frontends.openai.responses import ResponsesApi
 from neso.frontends.openai.responses.routes import response_routes
 from neso.frontends.openai.tokens import DetokenizeRequest, TokenizeRequest, TokensApi
+from neso.frontends.openai_options import AccessOptions, OpenAIOptions
 
 if TYPE_CHECKING:
     from neso.server.core import Core

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from neso.server.log.options import LogFormat
+from neso.server.options import LogFormat
 from neso.server.request_fields import FIELDS
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from neso.server.errors import InvalidArgument, Unavailable, Unsupported
 from neso.server.log.formats import make_formatter
-from neso.server.log.options import LogFormat, LogOptions
+from neso.server.options import LogFormat, LogOptions
 
 OTHERS = ("asyncio", "grpc", "filelock", "urllib3", "httpcore", "httpx", "opentelemetry")
 """Libraries whose messages below a warning come at verbose level 2 only."""

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Any
 
 from neso.server.config.instances import instances_of
-from neso.server.rate_limiter.options import ResourceLimit
+from neso.server.options import ResourceLimit
 from neso.server.rate_limiter.resources import Needs, ResourceKey, Resources, needs_of
 from neso.server.schedulers.dispatcher import Dispatcher
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from neso.server.config.instances import InstanceSpec
 from neso.server.errors import InvalidArgument
-from neso.server.rate_limiter.options import ResourceLimit
+from neso.server.options import ResourceLimit
 
 ResourceKey = tuple[str, int | None]
 """A resource's name and its device; None: it is global."""

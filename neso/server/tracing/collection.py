@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from neso.server.tracing.setting import TraceSetting
+from neso.server.trace_config import TraceSetting
 from neso.server.tracing.trace import Trace
 from neso.server.tracing.trace_file import TraceFile
 from neso.server.tracing.trace_sink import TraceSink

@@ -6,7 +6,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from neso.server.tracing.setting import TraceLevel
+from neso.server.trace_config import TraceLevel
 from neso.server.tracing.tensor_activity import TensorActivity
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from neso.server.errors import Unsupported
-from neso.server.tracing.config import OtelConfig
+from neso.server.trace_config import OtelConfig, TraceLevel
 from neso.server.tracing.model_trace import ModelTrace
-from neso.server.tracing.setting import TraceLevel
 from neso.server.tracing.trace import Trace
 from neso.server.tracing.trace_sink import TraceSink
 

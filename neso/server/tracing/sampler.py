@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from neso.server.tracing.setting import TraceSetting
+from neso.server.trace_config import TraceSetting
 from neso.server.tracing.trace import Trace
 from neso.server.tracing.trace_sink import TraceSink
 

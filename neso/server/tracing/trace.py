@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from neso.server.trace_config import TraceLevel
 from neso.server.tracing.model_trace import Activity, ModelTrace, next_id
-from neso.server.tracing.setting import TraceLevel
 from neso.server.tracing.trace_sink import TraceSink
 
 if TYPE_CHECKING:

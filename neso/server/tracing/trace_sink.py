@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neso.server.tracing.setting import TraceLevel
+from neso.server.trace_config import TraceLevel
 
 if TYPE_CHECKING:
     from neso.server.tracing.model_trace import ModelTrace

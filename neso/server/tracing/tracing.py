@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from neso.server.trace_config import OtelConfig, TraceConfig, TraceMode, TraceSetting
 from neso.server.tracing.collection import Collection
-from neso.server.tracing.config import OtelConfig, TraceConfig
 from neso.server.tracing.sampler import Sampler
-from neso.server.tracing.setting import TraceMode, TraceSetting
 from neso.server.tracing.trace import Trace
 from neso.server.tracing.trace_file import TraceFile
 from neso.server.tracing.trace_sink import TraceSink

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from neso.server.errors import InvalidArgument, Unsupported
-from neso.server.tracing.setting import TraceLevel, TraceMode, TraceSetting
+from neso.server.trace_config import TraceLevel, TraceMode, TraceSetting
 
 _INTEGER = re.compile(r"\s*[+-]?\d+\s*")
 

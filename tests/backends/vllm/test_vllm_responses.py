@@ -14,7 +14,7 @@ from neso.backends.vllm.signature import WANTED
 from neso.backends.vllm.tensor_request import TextRequest
 from neso.backends.vllm.tensor_response import ResponseTensors, embedding_tensors
 from neso.generation import FinishReason, SamplingParams
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 
 def logprob(value: float, rank: int, text: str) -> SimpleNamespace:

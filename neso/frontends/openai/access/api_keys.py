@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neso.frontends.openai.access.key_file import KeyEntry, read_key_file
-from neso.frontends.openai.access.options import Quota
+from neso.frontends.openai_options import Quota
 from neso.server.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import logging
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from neso.frontends.openai.access.api_keys import ApiKey, ApiKeys
-from neso.frontends.openai.access.options import OPEN_GROUPS
 from neso.frontends.openai.endpoint import error_response
 from neso.frontends.openai.errors import ApiError
+from neso.frontends.openai_options import OPEN_GROUPS
 
 logger = logging.getLogger(__name__)
 

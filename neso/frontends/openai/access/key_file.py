@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from neso.frontends.openai.access.options import UNLIMITED
+from neso.frontends.openai_options import UNLIMITED
 from neso.server.errors import InvalidArgument
 
 

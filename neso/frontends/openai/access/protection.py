@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from starlette.routing import Route
 
 from neso.frontends.openai.access.authentication import Authentication
-from neso.frontends.openai.access.options import AccessOptions
 from neso.frontends.openai.access.request_ids import RequestIds
+from neso.frontends.openai_options import AccessOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

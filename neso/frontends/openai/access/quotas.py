@@ -9,8 +9,8 @@ from limits import RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 
-from neso.frontends.openai.access.options import Quota
 from neso.frontends.openai.access.standing import Standing
+from neso.frontends.openai_options import Quota
 
 
 class Quotas:

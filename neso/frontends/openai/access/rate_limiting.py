@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neso.frontends.openai.access.authentication import key_of
-from neso.frontends.openai.access.options import Quota
 from neso.frontends.openai.access.standing import Standing, duration
 from neso.frontends.openai.access.token_meter import TOKENS_USED
 from neso.frontends.openai.endpoint import error_response
 from neso.frontends.openai.errors import ApiError
+from neso.frontends.openai_options import Quota
 
 if TYPE_CHECKING:
     from neso.frontends.openai.access.quotas import Quotas

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from neso.frontends.openai.endpoint import error_response
 from neso.frontends.openai.errors import ApiError
-from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai_options import OpenAIOptions
 from neso.frontends.restrictions import RequiredHeader
 
 

@@ -15,10 +15,10 @@ from neso.frontends.openai.chat.sampling import chat_names, chat_sampling
 from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.errors import ApiError, invalid, renamed, too_long
 from neso.frontends.openai.models.targets import Target, Targets
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.prompts import cut_prompt
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import InvalidParameter, PromptTooLong
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from functools import lru_cache
 from neso.frontends.openai.chat.parser_parameters import REASONING_PARAMETER, TOOL_PARAMETER
 from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.models.targets import Target
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.parser_registry import AUTO
 from neso.frontends.openai.reasoning_parsers import (
     ReasoningParser,
@@ -16,6 +15,7 @@ from neso.frontends.openai.reasoning_parsers import (
     find_reasoning_parser,
 )
 from neso.frontends.openai.tool_parsers import ToolParser, detect_tool_parser, find_tool_parser
+from neso.frontends.openai_options import OpenAIOptions
 from neso.server.config.parameters import string_parameter
 
 

@@ -6,9 +6,9 @@ from neso.frontends.openai.chat.dialects import Dialects
 from neso.frontends.openai.chat.message_format import MessageFormat
 from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.models.targets import Target
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.guided import wanted_form
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
+from neso.frontends.openai_options import OpenAIOptions
 
 
 class MessageFormats:

@@ -11,10 +11,10 @@ from neso.frontends.openai.completions.prompts import completion_prompts
 from neso.frontends.openai.completions.sampling import completion_names, completion_sampling
 from neso.frontends.openai.errors import ApiError, renamed, too_long
 from neso.frontends.openai.models.targets import Target, Targets
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.prompts import Prompt, cut_prompt, prompt_text
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.requests.schemas import CompletionRequest
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import InvalidParameter, PromptTooLong
 
 if TYPE_CHECKING:

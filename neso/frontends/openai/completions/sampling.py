@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.guided import wanted_form
 from neso.frontends.openai.requests.sampling import common_values, make_sampling
 from neso.frontends.openai.requests.schemas import CompletionRequest
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import SamplingDefaults, SamplingParams
 
 

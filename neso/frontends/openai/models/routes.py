@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from neso.frontends.openai.endpoint import answer_to_body
 from neso.frontends.openai.models.control import LoadModelRequest, ModelControlApi, UnloadModelRequest
-from neso.server.metrics import CONTENT_TYPE
+from neso.server.metrics.text import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from neso.server.core import Core

@@ -20,7 +20,6 @@ from neso.frontends.openai.chat.sampling import chat_sampling
 from neso.frontends.openai.chat.tool_use import ToolUse
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.models.targets import Target, Targets
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
 from neso.frontends.openai.requests.schemas import ChatCompletionRequest
 from neso.frontends.openai.responses.chat_request import chat_request, renamed_here
@@ -33,6 +32,7 @@ from neso.frontends.openai.responses.run import ResponseRun
 from neso.frontends.openai.responses.schemas import ResponseRequest
 from neso.frontends.openai.responses.store import EventLog, ResponseStore, StoredResponse
 from neso.frontends.openai.responses.truncation import truncated_prompt
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import InvalidParameter, encode_text
 
 if TYPE_CHECKING:

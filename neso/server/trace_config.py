@@ -1,15 +1,66 @@
-"""How the one who starts the server wants it traced."""
+"""Trace settings, and their command-line form `--trace-config`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, IntFlag
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from neso.flags import Flag, integer
 from neso.server.errors import InvalidArgument
-from neso.server.tracing.setting import TraceLevel, TraceMode, TraceSetting
+
+
+class TraceMode(str, Enum):
+    """Trace output: a file in Triton's format, or an OpenTelemetry collector."""
+
+    TRITON = "triton"
+    OPENTELEMETRY = "opentelemetry"
+
+
+class TraceLevel(IntFlag):
+    """Contents of a trace, by the names of the trace extension."""
+
+    OFF = 0
+    TIMESTAMPS = 1
+    TENSORS = 2
+
+    def names(self) -> list[str]:
+        """Names as the trace extension lists them."""
+        return [
+            level.name or "" for level in (TraceLevel.TIMESTAMPS, TraceLevel.TENSORS) if level in self
+        ] or ["OFF"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSetting:
+    """Trace one of `rate` requests, up to `count` traces (-1 = no limit).
+
+    `log_frequency`: number of traces per file in mode `triton`; 0 writes all traces to one file.
+    """
+
+    level: TraceLevel = TraceLevel.OFF
+    rate: int = 1000
+    count: int = -1
+    log_frequency: int = 0
+
+    def fault(self, mode: TraceMode, file: str) -> str:
+        """Reason why this setting produces no traces, "" if it produces some."""
+        if not self.level:
+            return "tracing is disabled"
+        if mode is TraceMode.TRITON and not self.rate:
+            return "sample rate must be non-zero"
+        if mode is TraceMode.TRITON and not file:
+            return "trace file name is not given"
+        return ""
+
+    def check(self, mode: TraceMode, file: str) -> None:
+        """Raises `InvalidArgument` if tracing is enabled and cannot produce traces."""
+        if self.level and (fault := self.fault(mode, file)):
+            raise InvalidArgument(f"Attempting to set invalid trace setting :{fault}")
+
 
 TRACES_PATH = "/v1/traces"
 
@@ -19,7 +70,7 @@ _LEVELS = {
     "tensors": TraceLevel.TENSORS,
 }
 _GLOBAL = ("rate", "level", "count", "mode")
-_OF_MODE = {
+_MODE_SETTINGS = {
     TraceMode.TRITON: ("file", "log-frequency"),
     TraceMode.OPENTELEMETRY: (
         "url",
@@ -33,10 +84,11 @@ _OF_MODE = {
 
 @dataclass(frozen=True, slots=True)
 class OtelConfig:
-    """Where and how spans are exported. The defaults are those of OpenTelemetry's environment variables.
+    """Export of spans; the defaults are those of OpenTelemetry's environment variables.
 
-    `resource`: attributes of the server. The batch processor holds `bsp_max_queue_size` spans at most and sends them
-    every `bsp_schedule_delay` ms, or as soon as there are `bsp_max_export_batch_size`. Raises `InvalidArgument`.
+    `resource`: resource attributes of the server. The batch span processor queues up to `bsp_max_queue_size` spans and
+    exports them every `bsp_schedule_delay` ms, or when `bsp_max_export_batch_size` are queued.
+    Raises `InvalidArgument`.
     """
 
     url: str = field(default_factory=lambda: _default_url())
@@ -57,7 +109,7 @@ class OtelConfig:
             raise InvalidArgument(f"bsp_schedule_delay must be positive, got {self.bsp_schedule_delay}")
 
     def describe(self) -> dict[str, str | list[str]]:
-        """As the trace extension tells it."""
+        """Settings as the trace extension reports them."""
         described: dict[str, str | list[str]] = {"url": self.url}
         if self.resource:
             described["resource"] = [f"{key}={value}" for key, value in self.resource]
@@ -68,8 +120,9 @@ class OtelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """The settings at start, and what no client can change: `mode`, `file` (of mode `triton`) and `otel`, whose
-    default is that of the environment.
+    """Initial trace setting, and what clients cannot change: `mode`, `file` (mode `triton`) and `otel`.
+
+    `otel` None takes the defaults of the environment.
     """
 
     setting: TraceSetting = field(default_factory=TraceSetting)
@@ -80,18 +133,39 @@ class TraceConfig:
     @classmethod
     def parse(
         cls,
-        settings: Iterable[str] = (),
+        settings: Annotated[
+            Iterable[str],
+            Flag(
+                "trace-config",
+                "mode=triton|opentelemetry, level=OFF|TIMESTAMPS|TENSORS, rate=N, count=N, triton,file=PATH, "
+                "triton,log-frequency=N, opentelemetry,url=URL, opentelemetry,resource=KEY=VALUE.",
+                metavar="[MODE,]KEY=VALUE",
+                repeated=True,
+            ),
+        ] = (),
         *,
-        file: str | None = None,
-        level: Iterable[str] = (),
-        rate: str | int | None = None,
-        count: str | int | None = None,
-        log_frequency: str | int | None = None,
+        file: Annotated[
+            str | None, Flag("trace-file", "Deprecated: --trace-config triton,file=PATH.", metavar="FILE")
+        ] = None,
+        level: Annotated[
+            Iterable[str],
+            Flag("trace-level", "Deprecated: --trace-config level=OFF|TIMESTAMPS|TENSORS.", repeated=True),
+        ] = (),
+        rate: Annotated[
+            str | int | None, Flag("trace-rate", "Deprecated: --trace-config rate=N.", integer(0))
+        ] = None,
+        count: Annotated[
+            str | int | None, Flag("trace-count", "Deprecated: --trace-config count=N.", integer())
+        ] = None,
+        log_frequency: Annotated[
+            str | int | None,
+            Flag("trace-log-frequency", "Deprecated: --trace-config triton,log-frequency=N.", integer(0)),
+        ] = None,
     ) -> TraceConfig:
-        """From the values of `--trace-config`: `SETTING=VALUE` or `MODE,SETTING=VALUE`.
+        """Parse the values of `--trace-config`, `SETTING=VALUE` or `MODE,SETTING=VALUE`, and of the deprecated flags.
 
-        The others are `--trace-file`, `--trace-level` and so on, which Triton has deprecated; `--trace-config` wins.
-        Settings of the mode that is not chosen are checked and have no effect. Raises `InvalidArgument`.
+        `--trace-config` takes precedence. Settings of the mode that is not selected are checked and have no effect.
+        Raises `InvalidArgument`.
         """
         pairs = [
             *([(TraceMode.TRITON, "file", file)] if file is not None else []),
@@ -103,7 +177,7 @@ class TraceConfig:
         if not any(name == "level" for _, name, _ in given):
             pairs += [(None, "level", one) for one in level]
         pairs += given
-        # The last one counts, but for those that may be given several times.
+        # The last value counts, except for settings that may be given several times.
         values = {(mode, name): value for mode, name, value in pairs}
         base, mode = TraceSetting(), _mode(values.get((None, "mode"), "triton"))
         of_otel = [(name, value) for of_mode, name, value in pairs if of_mode is TraceMode.OPENTELEMETRY]
@@ -136,7 +210,7 @@ def _otel(pairs: list[tuple[str, str]]) -> OtelConfig:
 
 
 def _split(text: str) -> tuple[TraceMode | None, str, str]:
-    """`[MODE,]SETTING=VALUE`; a value may hold commas and equals signs."""
+    """Split `[MODE,]SETTING=VALUE`; the value may contain commas and equals signs."""
     name, equals, value = text.partition("=")
     mode_name, comma, setting = name.rpartition(",")
     if comma and not mode_name:
@@ -147,7 +221,7 @@ def _split(text: str) -> tuple[TraceMode | None, str, str]:
     if not (equals and setting and value):
         raise InvalidArgument(f"--trace-config option format is '<trace mode>,<setting>=<value>'. Got {text}")
     mode = _mode(mode_name) if comma else None
-    known = _GLOBAL if mode is None else _OF_MODE[mode]
+    known = _GLOBAL if mode is None else _MODE_SETTINGS[mode]
     if setting not in known:
         raise InvalidArgument(f"--trace-config '{text}': unknown setting, expected one of {', '.join(known)}")
     return mode, setting, value
@@ -163,7 +237,7 @@ def _mode(text: str) -> TraceMode:
 
 
 def _level(texts: list[str]) -> TraceLevel:
-    """All that are named; one OFF switches everything off."""
+    """Union of the levels; OFF among them disables all."""
     found = TraceLevel.OFF
     off = False
     for text in texts:
@@ -193,7 +267,7 @@ def _resource(text: str) -> tuple[str, str]:
 
 
 def _url(text: str) -> str:
-    """`host:port` alone will do: scheme and path are the protocol's then."""
+    """The URL; for `host:port` alone, with the scheme and path of OTLP over HTTP."""
     url = text if "://" in text else f"http://{text}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
