@@ -9,14 +9,14 @@ from typing import Any
 
 from neso.backends.near_path import near_path
 from neso.generation import SamplingDefaults
-from neso.generation.sampling_defaults import AUTO, NAMES, NOWHERE
+from neso.generation.sampling_params import AUTO, DEFAULT_NAMES, NO_DEFAULTS
 
 logger = logging.getLogger(__name__)
 
 
 def near_generation_config(source: str, *places: Path) -> str:
     """The option `generation_config`: a path may be relative to `places`."""
-    if source in (AUTO, NOWHERE):
+    if source in (AUTO, NO_DEFAULTS):
         return source
     return str(near_path(Path(source).expanduser(), *places) or source)
 
@@ -25,7 +25,7 @@ def log_default_sampling(
     model: str, defaults: SamplingDefaults, source: str, override: Mapping[str, Any]
 ) -> None:
     """Say which there are; `source` and `override`: the options `generation_config`, `override_generation_config`."""
-    names = {name for name in NAMES if getattr(defaults, name) is not None}
+    names = {name for name in DEFAULT_NAMES if getattr(defaults, name) is not None}
     if not names:
         return
     places = []

@@ -9,7 +9,7 @@ from neso.engine.weights.errors import CheckpointError, ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.engine.weights.json_file import read_json_object
 from neso.generation import InvalidParameter, SamplingDefaults
-from neso.generation.sampling_defaults import AUTO, NAMES, NOWHERE, means_a_limit
+from neso.generation.sampling_params import AUTO, DEFAULT_NAMES, NO_DEFAULTS, max_new_tokens_is_limit
 
 FILE = "generation_config.json"
 
@@ -20,14 +20,14 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
     Raises `CheckpointError` that names file and field.
     """
     override = config.override_generation_config
-    unknown = sorted(override.keys() - set(NAMES))
+    unknown = sorted(override.keys() - set(DEFAULT_NAMES))
     if unknown:
         raise CheckpointError(
-            f"override_generation_config: '{unknown[0]}' is no default of sampling, known are {', '.join(NAMES)}"
+            f"override_generation_config: unknown parameter '{unknown[0]}', known are {', '.join(DEFAULT_NAMES)}"
         )
     file = _file(config)
     said = {} if file is None else read_json_object(file)
-    limits = means_a_limit(config.generation_config, override)
+    limits = max_new_tokens_is_limit(config.generation_config, override)
     try:
         return SamplingDefaults.from_mapping({**said, **override}, limits_tokens=limits)
     except InvalidParameter as error:
@@ -38,7 +38,7 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
 def _file(config: EngineConfig) -> Path | None:
     """The file that the options mean; None for none."""
     source, model = config.generation_config, Path(config.model)
-    if source == NOWHERE:
+    if source == NO_DEFAULTS:
         return None
     if source == AUTO:
         file = model / FILE  # beside a GGUF file there is none

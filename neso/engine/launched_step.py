@@ -39,8 +39,8 @@ def can_run_ahead(params: SamplingParams) -> bool:
     """Whether a token can be chosen before those ahead of it are known to the host, and needs nothing but a choice."""
     return (
         params.num_sequences == 1
-        and not params.wants_scores
-        and not params.wants_prompt_scores
+        and not params.needs_token_scores
+        and not params.needs_prompt_scores
         and params.guided_decoding is None
         and params.repetition_penalty == 1.0
         and params.top_p_decay == 1.0

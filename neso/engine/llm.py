@@ -30,9 +30,7 @@ from neso.engine.prompts import Prompt, as_batch, request_for
 from neso.engine.vision.open_images import open_image_prompt
 from neso.engine.weights.hub import resolve_model
 from neso.generation import (
-    CompletionDelta,
     DraftTokens,
-    FinishReason,
     GenerationOutput,
     GenerationRequest,
     InvalidParameter,
@@ -41,67 +39,15 @@ from neso.generation import (
     PoolingParams,
     PoolingRequest,
     SamplingParams,
-    TokenLogprobs,
 )
-from neso.generation.chat_images import split_images
-from neso.generation.output import FloatRows
-from neso.generation.scoring import Scoring
+from neso.generation.pooling import Scoring
+from neso.generation.request import split_images
 
 PoolingPrompt = str | list[int] | tuple[str, str]
 """Text, token ids that are taken as they are, or a pair of texts."""
 
 Lora = str | LoraRequest | None
 """An adapter by its name, or by a request that also says where it is."""
-
-
-@dataclass(slots=True)
-class Completion:
-    """One finished sequence."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    _logits: list[FloatRows] = field(default_factory=list, repr=False)
-
-    @property
-    def generation_logits(self) -> FloatRows | None:
-        """float32[tokens, vocabulary]: the logits that each token was chosen from, where asked for."""
-        return np.concatenate(self._logits) if self._logits else None
-
-    def extend(self, delta: CompletionDelta) -> None:
-        """Append what a step has added."""
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
-        self.cumulative_logprob = delta.cumulative_logprob
-        if delta.logprobs:
-            self.logprobs = [*(self.logprobs or []), *delta.logprobs]
-        if delta.generation_logits is not None:
-            self._logits.append(delta.generation_logits)
-
-
-@dataclass(slots=True)
-class Result:
-    """All sequences of one prompt, by index. `context_logits`: float32[prompt, vocabulary], where asked for. Of
-    `draft_tokens` guessed ones `accepted_draft_tokens` became output."""
-
-    prompt: Prompt
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    context_logits: FloatRows | None = None
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-
-    @property
-    def text(self) -> str:
-        """Text of the first sequence."""
-        return self.outputs[0].text
 
 
 class LLM:
@@ -133,8 +79,8 @@ class LLM:
         lora: Lora | Sequence[Lora] = None,
         progress: bool = True,
         drafts: Sequence[DraftTokens | None] | None = None,
-    ) -> list[Result]:
-        """Continue all prompts, batched in flight; results in the order of the prompts.
+    ) -> list[GenerationOutput]:
+        """Continue all prompts, batched in flight; outputs in the order of the prompts.
 
         One `SamplingParams` for all, or one each; None: see `get_default_sampling_params`. The same for `lora`, names
         of adapters or `LoraRequest`. `drafts`: what may follow each prompt. Raises `InvalidParameter` before anything
@@ -142,16 +88,18 @@ class LLM:
         already.
         """
         batch = as_batch(prompts)
-        results = [Result(prompt, [], []) for prompt in batch]
         requests = self._requests_for(batch, sampling, lora)
         if drafts is not None:
             requests = [replace(r, draft=draft) for r, draft in zip(requests, drafts, strict=True)]
-        by_name = {request.request_id: result for request, result in zip(requests, results, strict=True)}
+        messages: dict[str, list[GenerationOutput]] = {request.request_id: [] for request in requests}
         with _progress_bar(len(batch), shown=progress) as advance:
             for output in self._run(requests):
-                _collect(by_name[output.request_id], output)
-                advance(len(output.deltas), output.finished)
-        return results
+                messages[output.request_id].append(output)
+                advance(len(output.outputs), output.finished)
+        return [
+            GenerationOutput.joined(parts, prompt)
+            for parts, prompt in zip(messages.values(), batch, strict=True)
+        ]
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, lora: Lora = None
@@ -166,7 +114,7 @@ class LLM:
         *,
         lora: Lora = None,
         **template: Any,
-    ) -> Result:
+    ) -> GenerationOutput:
         """Answer a conversation, by the model's chat template.
 
         Images are content parts of type "image_url" (with a data: URL) or "image" (with what a request takes).
@@ -175,8 +123,7 @@ class LLM:
         prompt = self.tokenizer.apply_chat_template(messages, **template)
         ids = self.tokenizer.encode(prompt, add_special_tokens=False)
         (result,) = self.generate([{"prompt": ids, "images": images}], sampling, lora=lora, progress=False)
-        result.prompt = ids
-        return result
+        return replace(result, prompt=ids)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What prompts without any have: the values of the checkpoint's generation_config.json, where it has some."""
@@ -344,18 +291,6 @@ def _pooling_batch(prompts: PoolingPrompt | Sequence[PoolingPrompt]) -> list[Poo
     if prompts and isinstance(prompts[0], int):
         return [cast(list[int], list(prompts))]
     return cast(list[PoolingPrompt], list(prompts))
-
-
-def _collect(result: Result, output: GenerationOutput) -> None:
-    if not result.outputs:
-        result.outputs = [Completion(i, "", []) for i in range(output.num_sequences)]
-        result.prompt_token_ids = output.prompt_token_ids
-        result.prompt_logprobs = output.prompt_logprobs
-        result.context_logits = output.context_logits
-    result.draft_tokens = output.usage.draft_tokens
-    result.accepted_draft_tokens = output.usage.accepted_draft_tokens
-    for delta in output.deltas:
-        result.outputs[delta.index].extend(delta)
 
 
 @contextmanager

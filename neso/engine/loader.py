@@ -38,7 +38,7 @@ from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.open_source import open_source
 from neso.engine.weights.source import WeightSource
 from neso.generation.pooling import PoolingInfo
-from neso.generation.sampling_defaults import SamplingDefaults
+from neso.generation.sampling_params import SamplingDefaults
 
 Core = EngineCore | EncoderCore
 """What an engine's loop steps."""

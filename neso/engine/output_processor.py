@@ -13,7 +13,7 @@ from neso.engine.open_tokenizer import EngineText
 from neso.engine.text.sequence_text import SequenceText
 from neso.engine.text.stop_words import StopWordFilter, StopWords
 from neso.generation import (
-    CompletionDelta,
+    Completion,
     FinishReason,
     GenerationOutput,
     InvalidParameter,
@@ -112,7 +112,7 @@ class RequestState:
         first, self._started = not self._started, True
         return GenerationOutput(
             request_id=self.request.request_id,
-            deltas=deltas,
+            outputs=deltas,
             usage=Usage(
                 prompt_tokens=len(self.request.prompt_token_ids),
                 completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
@@ -135,7 +135,7 @@ class RequestState:
         rows, self._context_logits = b"".join(self._context_logits), []
         return _rows(rows, len(self.request.prompt_token_ids))
 
-    def _delta(self, output: SequenceOutput) -> CompletionDelta:
+    def _delta(self, output: SequenceOutput) -> Completion:
         state = self.sequences[output.index]
         params = self.request.sampling
         reason, token_ids = output.finish_reason, output.token_ids
@@ -157,7 +157,7 @@ class RequestState:
             state.cumulative_logprob = (state.cumulative_logprob or 0.0) + sum(e.logprob for e in entries)
         asked = bool(entries) and params.logprobs is not None
         logits = output.generation_logits
-        return CompletionDelta(
+        return Completion(
             index=output.index,
             text=text,
             token_ids=token_ids,

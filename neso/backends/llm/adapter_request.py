@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.generation import LoraRequest, LoraTensors
-from neso.generation.lora import TASK_PREFIX, FloatType
+from neso.generation.request import TASK_PREFIX, FloatType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 

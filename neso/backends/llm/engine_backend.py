@@ -143,7 +143,7 @@ class EngineBackend(Backend):
         kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
         return kind(f"model '{self.context.name}': {error}")
 
-    # -- adapters: neso.generation.AdaptableModel ---------------------------------------------------------------
+    # -- adapters: neso.generation.SupportsLora ---------------------------------------------------------------
 
     @property
     def allows_runtime_lora(self) -> bool:

@@ -7,7 +7,7 @@ from bisect import insort
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 
-from neso.generation.cache_retention import DEFAULT_PRIORITY
+from neso.generation.request import DEFAULT_PRIORITY
 
 _EMPTY = -1
 """The queue of blocks without content that may be asked for again."""

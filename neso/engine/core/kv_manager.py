@@ -178,7 +178,7 @@ class KVCacheManager:
             return
         for i in places:
             block = sequence.block_table[i]
-            wanted = retention.of(i * self.block_size, sequence.num_prompt_tokens)
+            wanted = retention.at(i * self.block_size, sequence.num_prompt_tokens)
             if wanted is not None and block != NO_BLOCK:
                 priority, milliseconds = wanted
                 self.pool.retain(block, priority, None if milliseconds is None else milliseconds / 1000)

@@ -148,7 +148,7 @@ class Sequence:
     def wants_prompt_scores(self) -> bool:
         """Whether logits of positions of the prompt are asked for that nobody has been told yet."""
         return (
-            self.request.sampling.wants_prompt_scores
+            self.request.sampling.needs_prompt_scores
             and self.num_scored_positions < self.num_scorable_positions
         )
 

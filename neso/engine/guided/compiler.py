@@ -70,7 +70,7 @@ class GrammarCompiler:
         Raises `GrammarError` when too many are waiting.
         """
         # By what is asked for, whichever field it is asked in.
-        key = tuple(v for n, v in msgspec.structs.asdict(guided).items() if n != "asked_as")
+        key = tuple(v for n, v in msgspec.structs.asdict(guided).items() if n != "source_field")
         known = self._cache.get(key)
         if known is not None and not known.failed_before(time.monotonic() - _REMEMBER_ERRORS):
             self._cache.move_to_end(key)

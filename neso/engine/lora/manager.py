@@ -20,7 +20,7 @@ from neso.engine.lora.errors import AdapterError
 from neso.engine.lora.peft_checkpoint import read_peft_checkpoint
 from neso.engine.lora.tensor_adapter import read_tensors
 from neso.engine.runners.base import PackedAdapter, SpecRunner
-from neso.generation.lora import TASK_PREFIX, LoraRequest
+from neso.generation.request import TASK_PREFIX, LoraRequest
 
 logger = logging.getLogger(__name__)
 

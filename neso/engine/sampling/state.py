@@ -64,7 +64,7 @@ class SamplingState:
             counts_tokens=counts_tokens,
             follows_tokens=counts_tokens or bans is not None or params.top_p_decay < 1,
             changes_always=bool(counts_tokens or params.logit_bias or bias is not None or bans is not None),
-            wants_scores=params.wants_scores,
+            wants_scores=params.needs_token_scores,
             top_p=params.top_p,
         )
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """The tokenizer of a model (`TextTools` of `neso.generation`). Safe to share between threads.
+    """The tokenizer of a model (`TokenizerLike` of `neso.generation`). Safe to share between threads.
 
     It gives the token ids that `transformers.AutoTokenizer` gives. As there (from version 5), tokenizer.json
     says which special tokens are put around a text; `add_bos_token` and `add_eos_token` in

@@ -27,8 +27,8 @@ from torch_models import (
     trace,
 )
 
-from neso.backends.pytorch import model as model_module
-from neso.backends.pytorch import settings
+from neso.backends.pytorch import backend as model_module
+from neso.backends.pytorch import backend as settings
 from neso.server.datatypes import DataType
 from neso.server.inference_request import InferenceRequest
 from neso.server.tensor import Tensor

@@ -1,4 +1,4 @@
-"""Who may ask, how much, and from where: API keys, rate limits, origins, and the ids of requests."""
+"""Access control of the OpenAI API: API keys, rate limits, CORS, restricted routes, and request ids."""
 
 from neso.frontends.openai.access.api_keys import ApiKeys
 from neso.frontends.openai_options import AccessOptions, Quota
