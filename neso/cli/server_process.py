@@ -14,11 +14,11 @@ import uvloop
 
 from neso.cli.flag_values import OptionError
 from neso.cli.serve_options import ModelArgument, ServeOptions
-from neso.frontends.http import AsgiApp, AsgiServer, BindError
+from neso.frontends.transport.http1 import AsgiApp, AsgiServer, BindError
 from neso.server.core import Core
 from neso.server.errors import ServerError
 from neso.server.log import configure_log
-from neso.server.memory import settle_memory
+from neso.server.memory import freeze_gc
 from neso.server.metadata import ModelState
 from neso.server.model import Model
 
@@ -86,7 +86,7 @@ async def _serve(options: ServeOptions, started: float) -> int:
             print("\n".join(f"neso: {reason}" for reason in failed), file=sys.stderr)
             return 1
         ports = {name: front_end.port for name, front_end in front_ends.items()}
-        settle_memory()
+        freeze_gc()
         show_ready(core, ports, time.perf_counter() - started)
         await stopping.wait()
         logger.info("stopping: requests in flight have %.0f s to finish", options.server.exit_timeout)

@@ -33,8 +33,8 @@ from neso.engine.open_tokenizer import EngineText, open_tokenizer
 from neso.engine.output_processor import RequestState, stopped_by_text
 from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
-from neso.engine.text.errors import TokenizerError
-from neso.engine.text.no_tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer_files import TokenizerError
 from neso.engine.vision.image_prompt import ImagePrompt
 from neso.engine.vision.open_images import open_image_prompt
 from neso.generation import (

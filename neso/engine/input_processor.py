@@ -10,8 +10,7 @@ from neso.engine.open_tokenizer import EngineText
 from neso.engine.prompt_vectors import PromptVectors
 from neso.engine.sampling_limits import check_sampling, check_tokens
 from neso.engine.spec_decode.request_draft import checked_draft
-from neso.engine.text.bad_words import token_sequences
-from neso.engine.text.no_tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import NO_TOKENIZER
 from neso.engine.vision.image_prompt import ImagePrompt
 from neso.generation import GenerationRequest, InvalidParameter, SamplingParams, check_prompt_length
 
@@ -42,7 +41,7 @@ class InputProcessor:
         params = request.sampling
         if request.lora is not None and not self._info.lora.enabled:
             raise InvalidParameter("lora_name", LORA_DISABLED)
-        bad_words = token_sequences(params.bad_words, self._tokenizer)
+        bad_words = self._bad_word_sequences(params)
         check_sampling(params, bad_words, self._info)
         if params.guided_decoding is not None and self._tokenizer.token_bytes(0) is None:
             raise InvalidParameter(
@@ -86,6 +85,14 @@ class InputProcessor:
             draft=checked_draft(request, self._info.vocab_size),
             retention=request.retention,
         )
+
+    def _bad_word_sequences(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """Token sequences of the bad words; texts as encoded at the start of a line and after a space."""
+        given = [word for word in params.bad_words if not isinstance(word, str)]
+        words = [word.lstrip() for word in params.bad_words if isinstance(word, str)]
+        texts = [form for word in words for form in (word, " " + word)]
+        encoded = map(tuple, self._tokenizer.encode_batch(texts, add_special_tokens=False))
+        return [ids for ids in dict.fromkeys([*given, *encoded]) if ids]
 
     def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset((*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids))

@@ -10,8 +10,7 @@ from neso.engine.best_of import BestOf
 from neso.engine.core.request import EngineRequest, PositionLogprobs, SequenceOutput
 from neso.engine.errors import EngineBusy, EngineError
 from neso.engine.open_tokenizer import EngineText
-from neso.engine.text.sequence_text import SequenceText
-from neso.engine.text.stop_words import StopWordFilter, StopWords
+from neso.engine.text.sequence_text import SequenceText, StopWordFilter, StopWords
 from neso.generation import (
     Completion,
     FinishReason,

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from neso.flags import PORT, Flag, FlagGroup, integer
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.restrictions import GRPC_HEADER_PREFIX, Restrictions
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import GRPC_HEADER_PREFIX, Restrictions, TlsFiles
 from neso.server.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from neso.frontends.grpc import GrpcServerOptions
-    from neso.frontends.http import HttpServerOptions
+    from neso.frontends.transport.grpc import GrpcServerOptions
+    from neso.frontends.transport.http1 import HttpServerOptions
 
 INT_MAX = 2**31 - 1
 
@@ -140,7 +139,7 @@ class HttpOptions:
 
     def server(self) -> HttpServerOptions:
         """Options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
-        from neso.frontends.http import HttpServerOptions
+        from neso.frontends.transport.http1 import HttpServerOptions
 
         return HttpServerOptions(
             self.host,
@@ -276,8 +275,8 @@ class GrpcOptions:
 
     def server(self) -> GrpcServerOptions:
         """Options of the gRPC server. Raises `InvalidArgument` for TLS files that cannot be used."""
-        from neso.frontends.grpc import GrpcServerOptions
-        from neso.frontends.http2 import Http2Options
+        from neso.frontends.transport.grpc import GrpcServerOptions
+        from neso.frontends.transport.http2 import Http2Options
 
         return GrpcServerOptions(
             host=self.host,

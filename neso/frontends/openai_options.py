@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from neso.flags import PORT, Flag, FlagGroup, SameAs, integer
 from neso.frontends.frontend_options import tls_files
-from neso.frontends.restrictions import Restrictions
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import Restrictions, TlsFiles
 from neso.server.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from neso.frontends.http import HttpServerOptions
     from neso.frontends.openai.access.api_keys import ApiKeys
+    from neso.frontends.transport.http1 import HttpServerOptions
 
 API_KEY_VARIABLE = "NESO_API_KEY"
 RESTRICTED_GROUPS = ("inference", "model-repository", "metrics", "health")
@@ -272,8 +271,8 @@ class OpenAIOptions:
 
     def server(self) -> HttpServerOptions:
         """Options of the HTTP server of the API's own port. Raises `InvalidArgument` for unusable TLS files."""
-        from neso.frontends.http import HttpServerOptions
         from neso.frontends.openai.errors import refusal_body
+        from neso.frontends.transport.http1 import HttpServerOptions
 
         return HttpServerOptions(
             self.host,
@@ -281,5 +280,5 @@ class OpenAIOptions:
             max_body=self.max_body_size,
             reuse_port=self.reuse_port,
             tls=None if self.tls is None else self.tls.context("http/1.1"),
-            refusal_body=refusal_body,
+            rejection_body=refusal_body,
         )

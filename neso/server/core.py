@@ -24,8 +24,8 @@ from neso.server.metrics.system import SystemMetrics
 from neso.server.model import Model
 from neso.server.options import RateLimitMode, ServerOptions
 from neso.server.rate_limiter.limiter import RateLimiter
-from neso.server.response_cache.opening import open_cache
-from neso.server.shared_memory.manager import SharedMemory
+from neso.server.response_cache.cached_model import open_cache
+from neso.server.shared_memory.regions import SharedMemory
 from neso.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)

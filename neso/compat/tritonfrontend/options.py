@@ -14,7 +14,7 @@ from neso.frontends.frontend_options import INT_MAX, MetricsOptions, ResponseCom
 from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.kserve_grpc import GrpcOptions
 from neso.frontends.kserve_http import HttpOptions
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import TlsFiles
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Natural = Annotated[int, Field(ge=0)]

@@ -18,7 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
-from neso.server.response_cache.response import CachedResponse
+from neso.server.response_cache.cache import CachedResponse
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neso.backends.llm.adapter_metrics import AdapterMetrics
+from neso.backends.llm.metrics import AdapterMetrics
 from neso.engine.lora.config import LoraConfig
 from neso.server.metrics.registry import MetricsRegistry
 

@@ -15,7 +15,7 @@ from neso.frontends.openai.access.api_keys import ApiKeys, bearer_token, request
 from neso.frontends.openai.errors import REQUEST_ID, ApiError
 from neso.frontends.openai.routing import error_response
 from neso.frontends.openai_options import OPEN_GROUPS, AccessOptions, OpenAIOptions
-from neso.frontends.restrictions import RequiredHeader
+from neso.frontends.security import RequiredHeader
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

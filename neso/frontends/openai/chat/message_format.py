@@ -34,7 +34,7 @@ from neso.frontends.openai.tool_parsers import (
 from neso.frontends.openai.tool_parsers.forms import Form, const, either, json_form, sequence, text_before
 from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import GuidedDecoding
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 from neso.server.errors import InvalidArgument
 
 TOOL_PARAMETER, REASONING_PARAMETER = "tool_call_parser", "reasoning_parser"
