@@ -14,8 +14,8 @@ import time
 import numpy as np
 
 from neso.engine.beams.beam_group import BeamGroup
+from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
-from neso.engine.llm import LLM
 from neso.engine.sampling.random_choice import BROKEN
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState

@@ -22,7 +22,7 @@ from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.sequence import Sequence
 from neso.engine.engine_core import EngineCore
-from neso.engine.loader import load_engine
+from neso.engine.load.loader import load_engine
 from neso.engine.spec_decode.draft_length import DraftLength
 from neso.engine.spec_decode.proposer import Proposer
 from neso.engine.spec_decode.speculator import Speculator

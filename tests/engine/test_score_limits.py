@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from checkpoints import VOCAB_SIZE
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.engine.score_limits import ScoreLimits
 from neso.generation import InvalidParameter, SamplingParams
 

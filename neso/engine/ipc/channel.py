@@ -146,7 +146,7 @@ class ThreadChannel(EngineChannel):
         await asyncio.shield(self.dead)
 
     def _run(self, socket: zmq.Socket[bytes], config: EngineConfig) -> None:
-        from neso.engine.loader import load_engine
+        from neso.engine.load.loader import load_engine
 
         try:
             # A thread cannot be ended: a step that hangs is only told of.

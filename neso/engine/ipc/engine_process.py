@@ -15,7 +15,7 @@ import zmq
 
 from neso.engine.config import EngineConfig
 from neso.engine.ipc.engine_loop import run_engine
-from neso.engine.loader import load_engine
+from neso.engine.load.loader import load_engine
 from neso.engine.watchdog import HANG_STATUS, StepWatchdog
 
 

@@ -11,7 +11,7 @@ from beam_oracle import beam_search
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.engine_core import EngineCore
-from neso.engine.loader import load_engine
+from neso.engine.load.loader import load_engine
 from neso.generation import SamplingParams
 
 MAX_TOKENS = 14

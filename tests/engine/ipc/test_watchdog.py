@@ -15,7 +15,7 @@ from eventually import until
 
 import neso.engine.runners.reference.runner as reference
 import neso.engine.watchdog as watchdog
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineDead
 from neso.engine.recording import read_engine, read_steps

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
 from oracle import greedy
 
+from neso.engine.client.llm import LLM
 from neso.engine.core.draft import MAX_TREE_NODES
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.registry import runner_class
 from neso.engine.spec_decode.medusa_heads import MedusaHeads

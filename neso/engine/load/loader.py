@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine that is ready to step."""
+"""Loading of a checkpoint into an engine core."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import time
 from functools import partial
 from pathlib import Path
 
-from neso.engine.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
 from neso.engine.config import EngineConfig
-from neso.engine.default_sampling import read_default_sampling
 from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.encoders.text_encoder import TextEncoder
 from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.guided.guides import GrammarSource, Guides
 from neso.engine.ipc.messages import EngineInfo
+from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
 from neso.engine.lora.config import LoraConfig
 from neso.engine.lora.startup import open_adapters
 from neso.engine.pooling.pooler import Pooler
@@ -34,11 +33,19 @@ from neso.engine.vision.image_encoder import ImageEncoder
 from neso.engine.vision.image_processor import ImageProcessor
 from neso.engine.vision.image_prompt import VisionInfo
 from neso.engine.vision.language_model import language_model_of
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.errors import CheckpointError, ModelNotFound
+from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.json_file import read_json_object
 from neso.engine.weights.open_source import open_source
 from neso.engine.weights.source import WeightSource
+from neso.generation import InvalidParameter, SamplingDefaults
 from neso.generation.pooling import PoolingInfo
-from neso.generation.sampling_params import SamplingDefaults
+from neso.generation.sampling_params import (
+    AUTO,
+    DEFAULT_NAMES,
+    NO_DEFAULTS,
+    max_new_tokens_is_limit,
+)
 
 Core = EngineCore | EncoderCore
 """What an engine's loop steps."""
@@ -170,3 +177,47 @@ def _max_model_len(config: EngineConfig, max_position: int) -> int:
             f"max_model_len {config.max_model_len} must be between 2 and the model's {max_position}"
         )
     return config.max_model_len
+
+
+FILE = "generation_config.json"
+
+
+def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
+    """By the rules of vLLM: `override_generation_config` over the file that `generation_config` means.
+
+    Raises `CheckpointError` that names file and field.
+    """
+    override = config.override_generation_config
+    unknown = sorted(override.keys() - set(DEFAULT_NAMES))
+    if unknown:
+        raise CheckpointError(
+            f"override_generation_config: unknown parameter '{unknown[0]}', known are {', '.join(DEFAULT_NAMES)}"
+        )
+    file = _file(config)
+    said = {} if file is None else read_json_object(file)
+    limits = max_new_tokens_is_limit(config.generation_config, override)
+    try:
+        return SamplingDefaults.from_mapping({**said, **override}, limits_tokens=limits)
+    except InvalidParameter as error:
+        place = "override_generation_config" if error.field in override else file
+        raise CheckpointError(f"{place}: {error}") from None
+
+
+def _file(config: EngineConfig) -> Path | None:
+    """The file that the options mean; None for none."""
+    source, model = config.generation_config, Path(config.model)
+    if source == NO_DEFAULTS:
+        return None
+    if source == AUTO:
+        file = model / FILE  # beside a GGUF file there is none
+        return file if file.is_file() else None
+    given = Path(source).expanduser()
+    if given.is_file():
+        return given
+    try:
+        file = (given if given.is_dir() else resolve_model(source, wanted=(FILE,))) / FILE
+    except ModelNotFound as error:
+        raise CheckpointError(f"generation_config: {error}") from None
+    if not file.is_file():
+        raise CheckpointError(f"generation_config: {file}: there is no such file")
+    return file

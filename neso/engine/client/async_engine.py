@@ -10,11 +10,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import cast
 
+from neso.engine.client.input_processor import InputProcessor
+from neso.engine.client.output_processor import RequestState, stopped_by_text
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.errors import EngineDead, EngineError
-from neso.engine.input_processor import InputProcessor
 from neso.engine.ipc.channel import EngineChannel, Unsendable, open_channel
 from neso.engine.ipc.messages import (
     Abort,
@@ -30,7 +31,6 @@ from neso.engine.ipc.messages import (
     UnloadLora,
 )
 from neso.engine.open_tokenizer import EngineText, open_tokenizer
-from neso.engine.output_processor import RequestState, stopped_by_text
 from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.text.tokenizer import NO_TOKENIZER

@@ -14,16 +14,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.client.input_processor import InputProcessor
+from neso.engine.client.output_processor import RequestState, stopped_by_text
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import SequenceOutput
 from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
-from neso.engine.input_processor import InputProcessor
-from neso.engine.loader import load_engine
+from neso.engine.load.loader import load_engine
 from neso.engine.lora.errors import LORA_DISABLED
 from neso.engine.lora.manager import LoraManager
 from neso.engine.open_tokenizer import open_tokenizer
-from neso.engine.output_processor import RequestState, stopped_by_text
 from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.prompts import Prompt, as_batch, request_for
