@@ -1,4 +1,4 @@
-"""The table of options: complete, without clashes, and true to what it says of each."""
+"""Flags of `neso serve`: names, types, defaults, and the options that they set."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from serve_arguments import parse
 
-from neso.cli.options import OPTIONS
-from neso.cli.options.errors import OptionError
-from neso.frontends.kserve_grpc.options import ResponseCompression
-from neso.server.options import ModelControlMode
-from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
+from neso.cli.flag_values import OptionError
+from neso.cli.serve_options import FLAGS
+from neso.flags import Flag
+from neso.frontends.frontend_options import ResponseCompression
+from neso.server.options import LogFormat, LogOptions, ModelControlMode, RateLimitMode, ResourceLimit
 
-# What tritonserver's command line has.
+# All flags of tritonserver.
 TRITONSERVER = """
 allow-client-shm allow-cpu-metrics allow-gpu-metrics allow-grpc allow-http allow-metrics allow-sagemaker
 allow-vertex-ai backend-config backend-directory buffer-manager-thread-count cache-config cache-directory
@@ -36,7 +36,7 @@ sagemaker-thread-count strict-model-config strict-readiness trace-config trace-c
 trace-log-frequency trace-rate vertex-ai-default-model vertex-ai-port vertex-ai-thread-count
 """.split()
 
-# A value that each kind takes and that is not the default of any option of it.
+# A valid value of each kind that is not the default of any flag.
 SAMPLES = {
     "TEXT": "x",
     "PATH|URI": "x",
@@ -48,45 +48,58 @@ SAMPLES = {
 }
 
 
-def sample(option) -> str:
-    """The option with a value that has to have an effect."""
-    if option.kind.bare:
-        return option.flag
-    if option.kind.metavar == "true|false" and option.default is True:
-        return f"{option.flag}=false"
-    return f"{option.flag}={SAMPLES.get(option.kind.metavar) or option.kind.metavar.split('|')[-1]}"
+def sample(flag: Flag) -> str:
+    """The flag with a value other than its default."""
+    if flag.kind.bare:
+        return flag.option
+    if flag.kind.metavar == "true|false" and flag.default is True:
+        return f"{flag.option}=false"
+    return f"{flag.option}={SAMPLES.get(flag.kind.metavar) or flag.kind.metavar.split('|')[-1]}"
 
 
-def test_all_of_tritonserver_are_there():
-    flags = {flag.removeprefix("--") for option in OPTIONS for flag in option.flags}
-    assert set(TRITONSERVER) <= flags
+def described(flag: Flag) -> str:
+    """A line of serve_flags.txt: names, type of the value, default, marks."""
+    hidden = flag.default is None or flag.kind.bare or flag.default_text
+    default = "" if hidden else flag.kind.format(flag.default)
+    marks = ["repeated"] * flag.repeated + ["ignored"] * bool(flag.ignored)
+    return "; ".join([", ".join(flag.options), flag.value_name, default, " ".join(marks)]).rstrip("; ")
 
 
-def test_no_name_is_taken_twice():
-    counts = Counter(flag for option in OPTIONS for flag in option.flags)
-    assert [flag for flag, count in counts.items() if count > 1] == []
+def test_names_types_and_defaults_are_stable():
+    known = (Path(__file__).parent / "serve_flags.txt").read_text().splitlines()
+    assert sorted(map(described, FLAGS)) == known
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o.ignored], ids=lambda option: option.name)
-def test_what_has_no_effect_is_said_once(option):
-    repeats = 2 if option.repeated else 1
-    [warning] = parse(*[sample(option)] * repeats).warnings
-    assert warning == f"{option.flag} has no effect: {option.ignored}"
+def test_all_flags_of_tritonserver_are_accepted():
+    names = {name for flag in FLAGS for name in (flag.name, *flag.aliases)}
+    assert set(TRITONSERVER) <= names
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o.ignored], ids=lambda option: option.name)
-def test_the_default_may_be_written_out(option):
-    if option.default is not None:
-        assert parse(f"{option.flag}={option.kind.written(option.default)}").warnings == ()
+def test_names_are_unique():
+    counts = Counter(option for flag in FLAGS for option in flag.options)
+    assert [option for option, count in counts.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("flag", [one for one in FLAGS if one.ignored], ids=lambda flag: flag.name)
+def test_ignored_flag_warns_once(flag):
+    repeats = 2 if flag.repeated else 1
+    [warning] = parse(*[sample(flag)] * repeats).warnings
+    assert warning == f"{flag.option} has no effect: {flag.ignored}"
+
+
+@pytest.mark.parametrize("flag", [one for one in FLAGS if one.ignored], ids=lambda flag: flag.name)
+def test_ignored_flag_with_its_default_does_not_warn(flag):
+    if flag.default is not None:
+        assert parse(f"{flag.option}={flag.kind.format(flag.default)}").warnings == ()
 
 
 @pytest.mark.parametrize("text", ["true", "True", "on", "1"])
-def test_true(text):
+def test_spellings_of_true(text):
     assert parse(f"--allow-client-shm={text}").server.allow_client_shm
 
 
 @pytest.mark.parametrize("text", ["false", "FALSE", "off", "0"])
-def test_false(text):
+def test_spellings_of_false(text):
     assert parse("--allow-http", text).http is None
 
 
@@ -111,33 +124,33 @@ def test_false(text):
         (["--load-model=a"], "startup models can be named in model control mode 'explicit' only"),
     ],
 )
-def test_bad_values(arguments, message):
+def test_invalid_values(arguments, message):
     with pytest.raises(OptionError, match=message):
         parse(*arguments)
 
 
-def test_addresses_follow_that_of_http():
+def test_addresses_default_to_that_of_http():
     options = parse("--http-address=127.0.0.1")
-    assert options.metrics.host == options.openai_http.host == "127.0.0.1"
+    assert options.metrics.host == options.openai.host == "127.0.0.1"
     assert options.grpc.host == "0.0.0.0"
     assert parse("--http-address=127.0.0.1", "--metrics-address=::1").metrics.host == "::1"
 
 
-def test_host_is_that_of_all():
+def test_host_is_the_default_address():
     options = parse("--host=127.0.0.1", "--port=8080")
-    places = (options.http, options.grpc, options.metrics, options.openai_http)
-    assert {place.host for place in places} == {"127.0.0.1"} and options.http.port == 8080
+    front_ends = (options.http, options.grpc, options.metrics, options.openai)
+    assert {front_end.host for front_end in front_ends} == {"127.0.0.1"} and options.http.port == 8080
     options = parse("--host=127.0.0.1", "--http-address=::1", "--grpc-address=::")
     assert options.grpc.host == "::" and options.metrics.host == options.http.host == "::1"
 
 
-def test_strict_model_config_is_the_old_name():
+def test_strict_model_config_disables_auto_complete():
     assert parse("--strict-model-config=true").server.disable_auto_complete_config
     assert not parse("--strict-model-config=false").server.disable_auto_complete_config
     assert parse("--disable-auto-complete-config").server.disable_auto_complete_config
 
 
-def test_id_names_the_server():
+def test_id_sets_the_server_id():
     assert parse("--id=left").server.server_id == "left"
 
 
@@ -145,7 +158,7 @@ def test_id_names_the_server():
     "arguments",
     [["--http-port=x"], ["--no-such-option=1"], ["--http-port"], ["--trace-config=rate=fast"]],
 )
-def test_bad_command_lines_end_with_2(arguments):
+def test_invalid_command_line_exits_with_2(arguments):
     result = subprocess.run(
         [sys.executable, "-m", "neso.cli", "serve", *arguments], capture_output=True, text=True
     )
@@ -200,3 +213,25 @@ def test_rate_limiter():
     assert server.rate_limit_resources == (ResourceLimit("R1", 4), ResourceLimit("R2", 2, 1))
     with pytest.raises(OptionError, match="--rate-limit-resource option format is"):
         parse("--rate-limit-resource=R1")
+
+
+def test_log_options():
+    assert parse().log == LogOptions()
+    switches = ("--log-info=false", "--log-warning=0", "--log-error=off")
+    options = parse("--log-verbose=2", *switches, "--log-format=ISO8601", "--log-file=f").log
+    assert options == LogOptions(False, False, False, 2, LogFormat.ISO8601, "f")
+    assert parse("--log-verbose=true").log.verbose_level == 1
+    assert parse("--log-verbose=false").log.verbose_level == 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--log-verbose=-1", "--log-verbose: expected at least 0, got -1"),
+        ("--log-info=maybe", "--log-info: expected true or false, got 'maybe'"),
+        ("--log-format=iso", "--log-format: expected default, ISO8601 or JSON, got 'iso'"),
+    ],
+)
+def test_invalid_log_options(argument, message):
+    with pytest.raises(OptionError, match=message):
+        parse(argument)

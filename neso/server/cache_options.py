@@ -1,4 +1,4 @@
-"""Which cache there is, and how to reach it."""
+"""Options of the response cache, `--cache-config`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from neso.flags import Flag, integer
 from neso.server.errors import InvalidArgument, Unsupported
 
 USER_VARIABLE = "TRITONCACHE_REDIS_USERNAME"
@@ -16,11 +17,10 @@ PASSWORD_VARIABLE = "TRITONCACHE_REDIS_PASSWORD"
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """Where Redis is, and how long to wait for it (milliseconds, 0: for ever).
+    """Address, timeouts (milliseconds, 0 = none) and TLS settings of Redis.
 
-    `connect_timeout`: for a connection; `socket_timeout`: for an answer; `wait_timeout`: for one of the `pool_size`
-    connections to be free. `cert`, `key`, `cacert`, `cacert_dir` are paths; any of them means TLS. `sni`: the name
-    that the server's certificate must have, `host` if empty.
+    `wait_timeout` bounds the wait for one of the `pool_size` connections. `cert`, `key`, `cacert`, `cacert_dir` are
+    paths; each of them enables TLS. `sni`: expected name in the server's certificate, `host` if empty.
     """
 
     host: str
@@ -59,8 +59,13 @@ class RedisOptions:
         return self.tls_enabled or any((self.cert, self.cacert, self.cacert_dir, self.sni))
 
     @classmethod
-    def of(cls, settings: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> RedisOptions:
-        """From text by Triton's names; the environment may have user and password. Raises `InvalidArgument`."""
+    def from_settings(
+        cls, settings: Mapping[str, str], environment: Mapping[str, str] = os.environ
+    ) -> RedisOptions:
+        """Parse settings named as in Triton. User and password default to those of the environment.
+
+        Raises `InvalidArgument`.
+        """
         values: dict[str, Any] = {
             "user": environment.get(USER_VARIABLE, ""),
             "password": environment.get(PASSWORD_VARIABLE, ""),
@@ -77,17 +82,35 @@ class RedisOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """What `--cache-config` says: the bytes of a cache in memory, or a Redis; neither for no cache."""
+    """A cache in memory of `local_size` bytes, or one in Redis, or none."""
 
     local_size: int = 0
     redis: RedisOptions | None = None
 
     @classmethod
-    def parse(cls, settings: Iterable[str], byte_size: int | None = None) -> CacheConfig:
-        """From the values of --cache-config, `CACHE,KEY=VALUE[,KEY=VALUE…]` each, and --response-cache-byte-size.
-
-        Raises `ServerError`.
-        """
+    def parse(
+        cls,
+        settings: Annotated[
+            Iterable[str],
+            Flag(
+                "cache-config",
+                "Cache the responses of models that enable it: local,size=BYTES in memory, redis,host=HOST and "
+                "redis,port=PORT in Redis.",
+                default_text="no cache",
+                metavar="CACHE,KEY=VALUE",
+                repeated=True,
+            ),
+        ],
+        byte_size: Annotated[
+            int | None,
+            Flag(
+                "response-cache-byte-size",
+                "Deprecated: the same as --cache-config=local,size=BYTES.",
+                integer(0),
+            ),
+        ] = None,
+    ) -> CacheConfig:
+        """Parse `CACHE,KEY=VALUE[,KEY=VALUE…]` settings. Raises `ServerError`."""
         caches: dict[str, dict[str, str]] = {}
         for setting in settings:
             cache, _, pairs = setting.partition(",")
@@ -103,12 +126,12 @@ class CacheConfig:
         if len(caches) > 1:
             raise InvalidArgument(f"--cache-config: there can be one cache, got {' and '.join(caches)}")
         if "redis" in caches:
-            return cls(redis=RedisOptions.of(caches["redis"]))
+            return cls(redis=RedisOptions.from_settings(caches["redis"]))
         return cls(_integer("size", caches["local"]["size"], "local"))
 
 
 def _pairs(setting: str, text: str, keys: Iterable[str]) -> dict[str, str]:
-    # Values may have commas in them.
+    # Values may contain commas.
     parts = re.split(f",(?=(?:{'|'.join(keys)})=)", text)
     pairs = {}
     for part in parts:
