@@ -30,7 +30,7 @@ class Sequence:
     The scheduler lets the second number catch up with the length of the first; prefill, decode, prefix hits and
     resuming after preemption are all that. `forks_pending` further sequences of the same request start from this
     one's prompt when it is computed (n > 1). `cache_parent` is the prefix cache's node for the block before the
-    next one to be cached. The first `num_window_freed_blocks` places of the block table are behind the attention window:
+    next one to be cached. The first `num_window_freed_blocks` places of the table are behind the attention window:
     NO_BLOCK, except for attention sinks. `rank` orders sequences by priority: see `WaitingQueue`.
     `scheduled_ns`: when it first ran, in ns of the monotonic clock. `num_scored_positions`: positions of the prompt
     whose logits have been asked for. `lockstep`: the group that it belongs to as a beam. `adapter_slot`: where the
