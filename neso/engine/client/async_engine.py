@@ -35,8 +35,7 @@ from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.text.tokenizer import NO_TOKENIZER
 from neso.engine.text.tokenizer_files import TokenizerError
-from neso.engine.vision.image_prompt import ImagePrompt
-from neso.engine.vision.open_images import open_image_prompt
+from neso.engine.vision.image_prompt import ImagePrompt, open_image_prompt
 from neso.generation import (
     GenerationOutput,
     GenerationRequest,

@@ -10,8 +10,6 @@ import grpc.aio
 
 from neso.frontends.security import RequiredHeader, Restrictions
 
-HEADER_PREFIX = "triton-grpc-protocol-"
-
 # By the last part of the RPC's path.
 _GROUPS = {
     "ServerLive": "health",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
+from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve_http.errors import respond
 from neso.frontends.kserve_http.generate import GenerateEndpoint
 from neso.frontends.kserve_http.health import HealthEndpoints
 from neso.frontends.kserve_http.infer import InferEndpoint
 from neso.frontends.kserve_http.metadata import MetadataEndpoints
-from neso.frontends.kserve_http.options import HttpOptions
 from neso.frontends.kserve_http.repository import RepositoryEndpoints
 from neso.frontends.kserve_http.restricted import group_of, restrict
 from neso.frontends.kserve_http.settings import SettingEndpoints
