@@ -151,7 +151,7 @@ class AsyncEngine:
         raise EngineError("the engine gave no vector")
 
     def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
-        """Check and tokenize a request. Thread-safe; takes milliseconds for what `is_long`. Raises `InvalidParameter`."""
+        """Check and tokenize a request. Thread-safe; slow if `is_long(request)`. Raises `InvalidParameter`."""
         request = replace(request, request_id=request.request_id or f"request-{next(self._names)}")
         if isinstance(request, PoolingRequest):
             return PooledState(self._pooling_input.process(request))
