@@ -10,17 +10,15 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from neso.backends.llm.engine_backend import EngineBackend
-from neso.backends.llm.options import engine_config
-from neso.backends.tensor_fields import TensorField, add_inputs, add_outputs
+from neso.backends.llm.engine_backend import EngineBackend, engine_config
+from neso.backends.request_tensors import TensorField, add_inputs, add_outputs
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 from neso.generation.pooling import Scoring, pool_all
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 Value = TypeVar("Value", bool, int)
 

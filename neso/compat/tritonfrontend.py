@@ -16,13 +16,12 @@ from pydantic.dataclasses import dataclass
 from neso import __version__ as __version__
 from neso.compat.tritonserver.server import Server
 from neso.frontends import inprocess
+from neso.frontends.frontend_options import INT_MAX, MetricsOptions, ResponseCompression
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.http import BindError
 from neso.frontends.kserve_grpc import GrpcOptions
-from neso.frontends.kserve_grpc.options import INT_MAX, ResponseCompression
 from neso.frontends.kserve_http import HttpOptions
-from neso.frontends.metrics import MetricsOptions
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import TlsFiles
+from neso.frontends.transport.http1 import BindError
 from neso.server.errors import AlreadyExists as AlreadyExistsError
 from neso.server.errors import InternalError, InvalidArgument, Unavailable, UnknownError
 from neso.server.errors import InvalidArgument as InvalidArgumentError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from neso.backends.tensor_fields import TensorField
+from neso.backends.request_tensors import TensorField
 from neso.backends.tensorrtllm import signature
 from neso.layouts import pbtxt
 

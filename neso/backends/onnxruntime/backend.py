@@ -17,9 +17,8 @@ from neso.backends.onnxruntime.signature import check_config, complete_config, n
 from neso.backends.tensor import Instance, InstanceKind, Parameters, TensorBackend, TensorModel
 from neso.backends.tensor.model import Arrays
 from neso.server.backend import ModelContext
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 
 class OnnxRuntimeBackend(TensorBackend):

@@ -11,8 +11,8 @@ from typing import Any
 import onnxruntime
 
 from neso.backends.tensor import Instance, InstanceKind, Parameters
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument, Unsupported
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 

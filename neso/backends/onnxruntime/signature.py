@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from neso.backends.onnxruntime.session import OnnxSignature, OnnxTensor
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument
 from neso.server.signature import Shape
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from neso.backends.pytorch.program import (
 from neso.backends.tensor import Instance, InstanceKind, Parameters, TensorBackend, TensorModel
 from neso.backends.tensor.model import Arrays
 from neso.server.backend import ModelContext
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, InvalidArgument, Unsupported
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ import torch
 from torch.export import passes
 from torch.utils import _pytree as pytree
 
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, Unsupported
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 Value = Any
 """A `torch.Tensor`, or a list of `str`."""

@@ -11,7 +11,7 @@ from functools import partial
 from neso.backends.tensor.execution import Executor, InstanceThread, Outcome, Work, WorkQueue
 from neso.backends.tensor.model import Instance, InstanceKind, TensorModel
 from neso.server.backend import Backend, ModelContext
-from neso.server.config.instances import instances_of
+from neso.server.config.scheduling import instances_of
 from neso.server.errors import Unavailable
 from neso.server.inference_response import ResponseStream
 

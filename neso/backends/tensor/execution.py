@@ -15,12 +15,12 @@ import numpy as np
 
 from neso.backends.tensor.model import Arrays, TensorModel
 from neso.server.backend import ModelContext
-from neso.server.batching.batch import Batch
-from neso.server.datatypes import DataType
 from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError
 from neso.server.inference_response import NEVER_EXECUTED, InferenceResponse, ResponseStream
+from neso.server.schedulers.batch import Batch
 from neso.server.signature import Signature
 from neso.server.statistics import Timeline
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.backends.llm.adapter_request import adapter_of_task
 from neso.backends.llm.engine_backend import EngineBackend
+from neso.backends.llm.tensor_request import adapter_of_task
 from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.settings import Settings, read_settings
 from neso.backends.tensorrtllm.token_request import RequestReader, TokenRequest, named_as_here
@@ -22,9 +22,9 @@ from neso.backends.tensorrtllm.token_response import AnswerFormat, RequestAnswer
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, LoraRequest
 from neso.server.backend import ModelContext
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_response import ResponseStream
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 

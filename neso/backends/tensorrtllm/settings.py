@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neso.backends.default_sampling import near_generation_config
-from neso.backends.near_path import near_path
+from neso.backends.option_files import resolve_generation_config, resolve_relative
 from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES, is_unset
 from neso.engine.config import EngineConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
@@ -132,7 +131,7 @@ class _Reader:
                 self._model("speculative_model", str(options["speculative_model"]))
             )
         if "generation_config" in options:
-            options["generation_config"] = near_generation_config(
+            options["generation_config"] = resolve_generation_config(
                 str(options["generation_config"]), *self._places
             )
         options |= {name: number for name, number in self._limits().items() if name not in options}
@@ -183,12 +182,12 @@ class _Reader:
     def _model(self, name: str, path: str) -> Path:
         """A model's files by a path or a name."""
         try:
-            return resolve_model(near_path(Path(path).expanduser(), *self._places) or path)
+            return resolve_model(resolve_relative(Path(path).expanduser(), *self._places) or path)
         except ModelNotFound as error:
             raise InvalidArgument(f"parameter '{name}' of model '{self._config.name}': {error}") from None
 
     def _directory(self, name: str, path: str) -> Path:
-        found = near_path(Path(path).expanduser(), *self._places)
+        found = resolve_relative(Path(path).expanduser(), *self._places)
         if found is None or not found.is_dir():
             raise self._wrong(name, path, "a directory")
         return found
@@ -209,7 +208,7 @@ def model_files(path: str | None, version_directory: Path, model_directory: Path
     if path is None:
         found = version_directory
     else:
-        found = near_path(Path(path).expanduser(), version_directory, model_directory) or Path(path)
+        found = resolve_relative(Path(path).expanduser(), version_directory, model_directory) or Path(path)
     _refuse_foreign_engine(found)
     try:
         resolved = resolve_model(found)

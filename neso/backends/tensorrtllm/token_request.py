@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from neso.backends.llm.adapter_request import adapter_of_task
-from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
+from neso.backends.llm.tensor_request import DRAFT_NAMES, adapter_of_task, read_draft
 from neso.backends.tensorrtllm.settings import Settings
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
 from neso.generation.request import DEFAULT_PRIORITY, CacheRetention, RetainedRange

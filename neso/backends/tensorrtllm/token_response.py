@@ -15,9 +15,8 @@ from neso.backends.tensorrtllm.token_request import TokenRequest
 from neso.generation import Completion, FinishReason, GenerationOutput, Usage
 from neso.generation.output import FloatRows
 from neso.server.backend import ModelContext
-from neso.server.datatypes import DataType
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 NO_TOKEN = -1
 """Behind the shorter of several sequences, if the client names no `pad_id`."""

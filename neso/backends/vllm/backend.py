@@ -11,9 +11,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from neso.backends.default_sampling import log_default_sampling
+from neso.backends.option_files import log_default_sampling
 from neso.backends.request_tasks import RequestTasks
-from neso.backends.request_values import in_tensors_words
+from neso.backends.request_tensors import tensor_error_text
 from neso.backends.vllm import library
 from neso.backends.vllm.conversion import IMAGES, image_data, parse_sampling_values
 from neso.backends.vllm.engine import VllmEngine
@@ -30,7 +30,7 @@ from neso.backends.vllm.tensors import (
 from neso.backends.vllm.text_models import VllmLanguageModel, VllmPoolingModel, text_tools, vector_of
 from neso.generation import InvalidParameter, LanguageModel, PoolingModel
 from neso.server.backend import Backend, ModelContext
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
@@ -170,7 +170,7 @@ class VllmBackend(Backend):
         except UnknownAdapter as error:
             self._fail(stream, InvalidArgument(str(error)), "[Error] Unsupported LoRA.")
         except InvalidParameter as error:
-            self._fail(stream, InvalidArgument(f"Error generating stream: {in_tensors_words(error)}"))
+            self._fail(stream, InvalidArgument(f"Error generating stream: {tensor_error_text(error)}"))
         except ServerError as error:
             self._fail(stream, type(error)(f"Error generating stream: {error.message}"))
         except Exception as error:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from neso.backends.default_sampling import near_generation_config
-from neso.backends.json_file import read_object
-from neso.backends.near_path import near_path
+from neso.backends.option_files import read_object, resolve_generation_config, resolve_relative
 from neso.models import SHIPPED_MODELS
 from neso.server.errors import InvalidArgument
 
@@ -39,7 +37,7 @@ class ModelFiles:
             if isinstance(arguments.get(name), str):
                 arguments[name] = _found(version_directory, arguments[name])
         if isinstance(source := arguments.get("generation_config"), str):
-            arguments["generation_config"] = near_generation_config(source, version_directory)
+            arguments["generation_config"] = resolve_generation_config(source, version_directory)
         adapters = read_object(version_directory / "multi_lora.json")
         for name, place in adapters.items():
             if not isinstance(place, str) or not place:
@@ -52,7 +50,7 @@ class ModelFiles:
 
 def _found(directory: Path, name: str) -> str:
     """A path within the version's folder, if there is one; a model that ships with Neso; else what it was."""
-    if name and (found := near_path(name, directory)) is not None:
+    if name and (found := resolve_relative(name, directory)) is not None:
         return str(found)
     return str(SHIPPED_MODELS.get(name, name))
 

@@ -9,12 +9,18 @@ from typing import Any
 import numpy as np
 import orjson
 
-from neso.backends.request_values import flag, json_object, text, want_logprobs
-from neso.backends.tensor_fields import TensorField, add_inputs, add_outputs
-from neso.server.datatypes import DataType
+from neso.backends.request_tensors import (
+    TensorField,
+    add_inputs,
+    add_outputs,
+    bool_input,
+    json_input,
+    request_logprobs,
+    text_input,
+)
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 REQUESTABLE_OUTPUTS = (
     "finish_reason",
@@ -82,21 +88,23 @@ class EmbeddingRequest:
 
 def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
     """Raises `InvalidArgument` that names what is wrong."""
-    wanted = frozenset(name for name in REQUESTABLE_OUTPUTS if flag(request, f"return_{name}", default=False))
+    wanted = frozenset(
+        name for name in REQUESTABLE_OUTPUTS if bool_input(request, f"return_{name}", default=False)
+    )
     if "embedding_request" in request.inputs:
         return _read_embedding_request(request, wanted)
-    stream = flag(request, "stream", default=False)
-    prepend_prompt = not flag(request, "exclude_input_in_output", default=stream)
+    stream = bool_input(request, "stream", default=False)
+    prepend_prompt = not bool_input(request, "exclude_input_in_output", default=stream)
     if stream and prepend_prompt:
         raise InvalidArgument(STREAM_WITH_PROMPT)
     values = _sampling_values(request)
     lora = values.pop("lora_name", None)
     if lora is not None and not isinstance(lora, str):
         raise InvalidArgument("lora_name: must be a string")
-    want_logprobs(values, wanted)
+    request_logprobs(values, wanted)
     images = request.inputs.get("image")
     return TextRequest(
-        prompt=text(request, "text_input"),
+        prompt=text_input(request, "text_input"),
         images=() if images is None else tuple(images.strings()),
         stream=stream,
         prepend_prompt=prepend_prompt,
@@ -107,7 +115,7 @@ def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
 
 
 def _read_embedding_request(request: InferenceRequest, wanted: frozenset[str]) -> EmbeddingRequest:
-    body = json_object(request, "embedding_request")
+    body = json_input(request, "embedding_request")
     prompt: Any = body.get("input")
     is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
     if not is_ids and not isinstance(prompt, str):
@@ -124,7 +132,7 @@ def _read_embedding_request(request: InferenceRequest, wanted: frozenset[str]) -
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
     """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
     if "sampling_parameters" in request.inputs:
-        return json_object(request, "sampling_parameters")
+        return json_input(request, "sampling_parameters")
     return dict(request.parameters)
 
 

@@ -19,8 +19,8 @@ from neso.backends.vllm.conversion import (
 )
 from neso.backends.vllm.engine import VllmEngine
 from neso.backends.vllm.model_files import Adapters, UnknownAdapter
-from neso.engine.text.errors import TokenizerError
 from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.tokenizer_files import TokenizerError
 from neso.engine.weights.errors import CheckpointError, ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.generation import (

@@ -26,7 +26,7 @@ from neso.server.inference_response import InferenceResponse as CoreResponse
 from neso.server.inprocess import AsyncResponseIterator, ResponseIterator
 from neso.server.inprocess import InferenceRequest as NesoRequest
 from neso.server.inprocess import Model as NesoModel
-from neso.server.inprocess.memory import Device, MemoryBuffer, MemoryType, parse_device
+from neso.server.inprocess.tensor import Device, MemoryBuffer, MemoryType, parse_device
 from neso.server.inprocess.tensor import Tensor as NesoTensor
 from neso.server.tensor import Tensor as ServerTensor
 

@@ -15,7 +15,7 @@ from neso.server.custom_metrics import MetricKind as NesoKind
 from neso.server.errors import InternalError, InvalidArgument, NotFound, Unavailable
 from neso.server.inprocess import Server as NesoServer
 from neso.server.log import LogFormat as NesoFormat
-from neso.server.log.formats import make_formatter
+from neso.server.log.settings import make_formatter
 from neso.server.metadata import ModelState
 
 # In Triton, metric families belong to the process, not to a server.

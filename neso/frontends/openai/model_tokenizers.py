@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
-from neso.engine.text.no_tokenizer import NO_TOKENIZER, NoTokenizer
+from neso.engine.text.tokenizer import NO_TOKENIZER, NoTokenizer
 from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
 from neso.generation import InvalidParameter, TokenizerLike
 from neso.generation.language_model import TokenBytes
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 from neso.server.errors import ServerError
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ class UnknownText(NoTokenizer):
     """The `TokenizerLike` of a model whose tokenizer nobody knows."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        self._refuse()
+        self._reject()
 
-    def _refuse(self) -> NoReturn:
+    def _reject(self) -> NoReturn:
         raise InvalidParameter("model", "no tokenizer is known for it, so it takes a prompt of text only")
 
 

@@ -12,10 +12,9 @@ from neso.backends.vllm.conversion import parse_sampling_values, to_vllm_samplin
 from neso.backends.vllm.model_files import Adapters, ModelFiles, UnknownAdapter
 from neso.backends.vllm.tensors import EmbeddingRequest, TextRequest, read_request
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 TYPES: dict[str, Any] = {
     "n": int,

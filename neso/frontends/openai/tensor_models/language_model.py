@@ -32,7 +32,7 @@ from neso.generation import (
     Usage,
     encode_text,
 )
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 from neso.server.errors import ErrorCode, ServerError
 from neso.server.inference_request import InferenceRequest
 
