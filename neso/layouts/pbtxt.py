@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from neso.backends.tensor_fields import TensorField
+from neso.backends.request_tensors import TensorField
 
 
 @dataclass(frozen=True, slots=True)

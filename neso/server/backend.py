@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neso.server.config.instances import instances_of
+from neso.server.config.scheduling import instances_of
 from neso.server.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from neso.compat.tritonfrontend.options import (
 )
 from neso.compat.tritonserver.server import Server
 from neso.frontends import inprocess
-from neso.frontends.http import BindError
+from neso.frontends.transport.http1 import BindError
 from neso.server.errors import InvalidArgument, Unavailable
 
 Self = TypeVar("Self", bound="FrontEnd")

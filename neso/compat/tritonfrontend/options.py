@@ -10,12 +10,11 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from neso.frontends.frontend_options import INT_MAX, MetricsOptions, ResponseCompression
 from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.kserve_grpc import GrpcOptions
-from neso.frontends.kserve_grpc.options import INT_MAX, ResponseCompression
 from neso.frontends.kserve_http import HttpOptions
-from neso.frontends.metrics import MetricsOptions
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import TlsFiles
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Natural = Annotated[int, Field(ge=0)]

@@ -34,8 +34,8 @@ from neso.server.errors import ServerError as TritonError
 from neso.server.errors import Unavailable as UnavailableError
 from neso.server.errors import Unsupported as UnsupportedError
 from neso.server.inprocess.dlpack import DLDeviceType
-from neso.server.inprocess.memory import MemoryBuffer, MemoryType
-from neso.server.inprocess.responses import AsyncResponseIterator, ResponseIterator
+from neso.server.inprocess.requests import AsyncResponseIterator, ResponseIterator
+from neso.server.inprocess.tensor import MemoryBuffer, MemoryType
 
 __all__ = [
     "AlreadyExistsError",

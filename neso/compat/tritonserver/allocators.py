@@ -10,7 +10,7 @@ import numpy as np
 
 from neso.compat.tritonserver.enums import DataType
 from neso.compat.tritonserver.tensor import Tensor, copy_into
-from neso.server.inprocess.memory import MemoryBuffer, MemoryType
+from neso.server.inprocess.tensor import MemoryBuffer, MemoryType
 
 
 class MemoryAllocator(ABC):

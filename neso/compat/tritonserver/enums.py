@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from neso.server.datatypes import DataType as NesoDataType
+from neso.server.tensor import DataType as NesoDataType
 
 
 class ModelControlMode(IntEnum):

@@ -7,7 +7,7 @@ import logging
 from neso.compat.tritonserver.enums import LogFormat
 from neso.compat.tritonserver.options import Options
 from neso.server.log import LogFormat as NesoFormat
-from neso.server.log.formats import make_formatter
+from neso.server.log.settings import make_formatter
 
 _logger = logging.getLogger("neso")
 

@@ -8,13 +8,12 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from neso.compat.tritonserver.enums import InstanceGroupKind, LogFormat, ModelControlMode, RateLimitMode
+from neso.server.cache_options import CacheConfig
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
 from neso.server.options import ModelControlMode as NesoControlMode
-from neso.server.options import ServerOptions
-from neso.server.rate_limiter.options import RateLimitMode as NesoRateLimit
-from neso.server.rate_limiter.options import ResourceLimit
-from neso.server.response_cache.options import CacheConfig
+from neso.server.options import RateLimitMode as NesoRateLimit
+from neso.server.options import ResourceLimit, ServerOptions
 
 
 @dataclass

@@ -13,7 +13,7 @@ from neso.compat.tritonserver.response import InferenceResponse
 from neso.server.inference_request import ParameterValue
 from neso.server.inference_response import InferenceResponse as CoreResponse
 from neso.server.inprocess import InferenceRequest as NesoRequest
-from neso.server.inprocess.memory import Device, parse_device
+from neso.server.inprocess.tensor import Device, parse_device
 
 if TYPE_CHECKING:
     from neso.compat.tritonserver.model import Model

@@ -10,7 +10,7 @@ import numpy as np
 
 from neso.compat.tritonserver.enums import DataType
 from neso.server.errors import InvalidArgument, Unsupported
-from neso.server.inprocess.memory import MemoryBuffer, MemoryType
+from neso.server.inprocess.tensor import MemoryBuffer, MemoryType
 from neso.server.inprocess.tensor import Tensor as NesoTensor
 from neso.server.tensor import Tensor as ServerTensor
 

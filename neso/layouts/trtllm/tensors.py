@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from neso.backends.tensor_fields import TensorField
+from neso.backends.request_tensors import TensorField
 from neso.backends.tensorrtllm import signature
 
 PREPROCESSING_INPUTS = (

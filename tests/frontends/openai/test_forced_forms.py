@@ -10,15 +10,13 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
+from neso.engine.client.llm import LLM
 from neso.engine.guided.grammar import grammar_text
-from neso.engine.guided.matcher import make_matcher
+from neso.engine.guided.guide import make_matcher
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.llm import LLM
 from neso.engine.text.tokenizer import Tokenizer
-from neso.frontends.openai.chat.dialects import Dialect
-from neso.frontends.openai.chat.message_format import MessageFormat
-from neso.frontends.openai.chat.message_reader import Message
-from neso.frontends.openai.chat.tool_use import ToolUse
+from neso.frontends.openai.chat.message_format import Dialect, Message, MessageFormat
+from neso.frontends.openai.chat.prompt import ToolUse
 from neso.frontends.openai.reasoning_parsers import ReasoningParser, find_reasoning_parser
 from neso.frontends.openai.tool_parsers import find_tool_parser, registry
 from neso.generation import GuidedDecoding, SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neso.frontends.openai.tensor_models.refusal import about_field
+from neso.frontends.openai.tensor_models.language_model import about_field
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
 from neso.server.errors import InternalError, InvalidArgument
 

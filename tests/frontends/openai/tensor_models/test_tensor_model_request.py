@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.frontends.openai.tensor_models.text_face import (
+from neso.frontends.openai.tensor_models.request_tensors import (
     missing_for_text,
     request_tensors,
     requested_outputs,
