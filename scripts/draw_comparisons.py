@@ -47,9 +47,7 @@ def draw(results: list[dict[str, Any]]) -> str:
             parts.append(
                 f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{ROW - 6}" rx="3" class="{kind}"/>'
             )
-            parts.append(
-                f'<text x="{LEFT + length + 8:.1f}" y="{y + 13}" class="value">{ratio:.2f} ×</text>'
-            )
+            parts.append(f'<text x="{LEFT + length + 8:.1f}" y="{y + 13}" class="value">{ratio:.2f} ×</text>')
             y += ROW
         y += GROUP - ROW
     one = LEFT + scale
