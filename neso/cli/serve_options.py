@@ -19,8 +19,8 @@ from neso.cli.options.rate_limiter import rate_limiter_options
 from neso.cli.options.repository import repository_options
 from neso.cli.options.tracing import trace_config
 from neso.cli.options.values import Values
-from neso.frontends.kserve_grpc import GrpcOptions
-from neso.frontends.kserve_http import HttpOptions
+from neso.frontends.kserve.grpc_options import GrpcOptions
+from neso.frontends.kserve.http_options import HttpOptions
 from neso.frontends.metrics import MetricsOptions
 from neso.frontends.openai import OpenAIOptions
 from neso.frontends.transport.http1 import HttpServerOptions

@@ -12,7 +12,7 @@ from serve_arguments import parse
 
 from neso.cli.options import OPTIONS
 from neso.cli.options.errors import OptionError
-from neso.frontends.kserve_grpc.options import ResponseCompression
+from neso.frontends.kserve.grpc_options import ResponseCompression
 from neso.server.options import ModelControlMode
 from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
 

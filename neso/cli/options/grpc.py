@@ -11,7 +11,7 @@ from neso.cli.options.option import Option, Topic
 from neso.cli.options.values import Values
 
 if TYPE_CHECKING:
-    from neso.frontends.kserve_grpc import GrpcOptions
+    from neso.frontends.kserve.grpc_options import GrpcOptions
     from neso.frontends.security import Restrictions, TlsFiles
 
 _NO_POOLS = "requests and responses are not pooled"
@@ -113,8 +113,7 @@ GRPC = Topic(
 
 def grpc_options(values: Values) -> GrpcOptions | None:
     """None if gRPC is off. Raises `ServerError`."""
-    from neso.frontends.kserve_grpc import GrpcOptions
-    from neso.frontends.kserve_grpc.options import ResponseCompression
+    from neso.frontends.kserve.grpc_options import GrpcOptions, ResponseCompression
 
     if not values["allow-grpc"]:
         return None
@@ -159,7 +158,7 @@ def _tls_files(values: Values) -> TlsFiles | None:
 
 
 def _restrictions(values: Values) -> Restrictions:
-    from neso.frontends.kserve_grpc.restricted import HEADER_PREFIX
+    from neso.frontends.kserve.grpc_frontend import HEADER_PREFIX
     from neso.frontends.security import Restrictions
 
     with about("--grpc-restricted-protocol"):

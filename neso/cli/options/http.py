@@ -11,7 +11,7 @@ from neso.cli.options.values import Values
 
 if TYPE_CHECKING:
     from neso.frontends.header_forwarding import HeaderForwarding
-    from neso.frontends.kserve_http import HttpOptions
+    from neso.frontends.kserve.http_options import HttpOptions
     from neso.frontends.security import Restrictions, TlsFiles
 
 HTTP = Topic(
@@ -63,7 +63,7 @@ HTTP = Topic(
 
 def http_options(values: Values) -> HttpOptions | None:
     """None if HTTP is off. Raises `ServerError`."""
-    from neso.frontends.kserve_http import HttpOptions
+    from neso.frontends.kserve.http_options import HttpOptions
 
     if not values["allow-http"]:
         return None

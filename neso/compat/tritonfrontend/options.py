@@ -11,9 +11,8 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.kserve_grpc import GrpcOptions
-from neso.frontends.kserve_grpc.options import INT_MAX, ResponseCompression
-from neso.frontends.kserve_http import HttpOptions
+from neso.frontends.kserve.grpc_options import INT_MAX, GrpcOptions, ResponseCompression
+from neso.frontends.kserve.http_options import HttpOptions
 from neso.frontends.metrics import MetricsOptions
 from neso.frontends.security import TlsFiles
 
