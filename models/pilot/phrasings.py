@@ -34,7 +34,7 @@ HELD_OUT = {
 
 
 def phrase(kind: str, names: list[str]) -> list[str]:
-    """Return all questions about the topics `names`, the canonical one first. Raises `ValueError` for an unknown kind."""
+    """Return all questions about the topics `names`, the canonical one first. Raises `ValueError` for a bad kind."""
     if kind == "ask":
         plain = [name.rstrip("?!.").lower() for name in names]
         return list(dict.fromkeys([*names, *plain]))
