@@ -1,24 +1,98 @@
-"""Triton's server options: those that have a meaning here are passed on, the others are accepted."""
+"""Triton's enumerations, and the server options with their conversion to Neso's."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import IntEnum
 from typing import Any
 
-from neso.compat.tritonserver.enums import InstanceGroupKind, LogFormat, ModelControlMode, RateLimitMode
 from neso.server.cache_options import CacheConfig
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
 from neso.server.options import ModelControlMode as NesoControlMode
 from neso.server.options import RateLimitMode as NesoRateLimit
 from neso.server.options import ResourceLimit, ServerOptions
+from neso.server.tensor import DataType as NesoDataType
+
+
+class ModelControlMode(IntEnum):
+    NONE = 0
+    POLL = 1
+    EXPLICIT = 2
+
+
+class RateLimitMode(IntEnum):
+    OFF = 0
+    EXEC_COUNT = 1
+
+
+class InstanceGroupKind(IntEnum):
+    AUTO = 0
+    CPU = 1
+    GPU = 2
+    MODEL = 3
+
+
+class LogFormat(IntEnum):
+    DEFAULT = 0
+    ISO8601 = 1
+
+
+class MetricFormat(IntEnum):
+    PROMETHEUS = 0
+
+
+class MetricKind(IntEnum):
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+
+class ModelBatchFlag(IntEnum):
+    UNKNOWN = 1
+    FIRST_DIM = 2
+
+
+class ModelTxnPropertyFlag(IntEnum):
+    ONE_TO_ONE = 1
+    DECOUPLED = 2
+
+
+class RequestFlag(IntEnum):
+    """Bits of `InferenceRequest.flags`."""
+
+    SEQUENCE_START = 1
+    SEQUENCE_END = 2
+
+
+class DataType(IntEnum):
+    INVALID = 0
+    BOOL = 1
+    UINT8 = 2
+    UINT16 = 3
+    UINT32 = 4
+    UINT64 = 5
+    INT8 = 6
+    INT16 = 7
+    INT32 = 8
+    INT64 = 9
+    FP16 = 10
+    FP32 = 11
+    FP64 = 12
+    BYTES = 13
+    BF16 = 14
+
+    @property
+    def neso(self) -> NesoDataType:
+        """Neso's datatype. Raises `InvalidArgumentError` for INVALID."""
+        return NesoDataType.parse(self.name, "")
 
 
 @dataclass
 class RateLimiterResource:
-    """How much there is of a resource, on a device; -1 for each of them."""
+    """Available count of a rate-limiter resource on a device (-1: on each device)."""
 
     name: str
     count: int
@@ -27,7 +101,7 @@ class RateLimiterResource:
 
 @dataclass
 class ModelLoadDeviceLimit:
-    """How much of a device's memory a model may take."""
+    """Fraction of a device's memory that a model may use."""
 
     kind: InstanceGroupKind
     device: int
@@ -36,7 +110,7 @@ class ModelLoadDeviceLimit:
 
 @dataclass
 class Options:
-    """Options of the server, by Triton's names and with its defaults. Checked by `Server.start`."""
+    """Server options with Triton's names and defaults. Validated by `Server.start`."""
 
     model_repository: str | list[str] = field(default_factory=list)
     server_id: str = "triton"
@@ -76,13 +150,13 @@ class Options:
     metrics_configuration: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def to_neso(self) -> ServerOptions:
-        """The same for Neso's core. Warns of what has no effect.
+        """Convert to options of Neso's core. Warns about options without effect.
 
-        Raises `TypeError` for a value of another type, `InvalidArgumentError` or `UnsupportedError`.
+        Raises `TypeError` for a value of the wrong type, `InvalidArgumentError`, `UnsupportedError`.
         """
         for option in fields(self):
             self._check_type(option)
-            if option.name not in _USED and getattr(self, option.name) != _default(option):
+            if option.name not in _USED and getattr(self, option.name) != _default_of(option):
                 warnings.warn(f"tritonserver.Options: {option.name} has no effect in Neso", stacklevel=4)
         cache = self._cache()
         explicit = self.model_control_mode is ModelControlMode.EXPLICIT
@@ -110,7 +184,7 @@ class Options:
             model_load_retry_count=self.model_load_retry_count,
             model_namespacing=self.model_namespacing,
             metrics=self._metrics(),
-            repository_poll_secs=0,  # when poll_model_repository() says so
+            repository_poll_secs=0,  # polled by poll_model_repository()
         )
 
     def _repositories(self) -> Any:
@@ -131,7 +205,7 @@ class Options:
         return CacheConfig.parse(settings)
 
     def _metrics(self) -> MetricsConfig:
-        # By the name of a backend, or "" for all: there is one registry.
+        # Keys are backend names, or "" for all backends. Neso has one registry for all.
         settings = [
             f"{name}={value}" for some in self.metrics_configuration.values() for name, value in some.items()
         ]
@@ -143,7 +217,7 @@ class Options:
         )
 
     def _check_type(self, option: Field[Any]) -> None:
-        value, default = getattr(self, option.name), _default(option)
+        value, default = getattr(self, option.name), _default_of(option)
         if option.name == "model_repository":
             expected: tuple[type, ...] = (str, list, tuple, type(None))
         elif option.name == "log_file":
@@ -156,7 +230,7 @@ class Options:
             raise TypeError(f"Options.{option.name} must be like {default!r}, got {value!r}")
 
 
-def _default(option: Field[Any]) -> Any:
+def _default_of(option: Field[Any]) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 

@@ -1,20 +1,48 @@
-"""Triton's options of the front ends; pydantic checks them, as it does there."""
+"""Triton's Python API `tritonfrontend`: HTTP, gRPC and metrics frontends of an in-process server.
+
+Options are validated by pydantic, as in Triton.
+"""
 
 from __future__ import annotations
 
 import warnings
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from neso import __version__ as __version__
+from neso.compat.tritonserver.server import Server
+from neso.frontends import inprocess
 from neso.frontends.frontend_options import INT_MAX, MetricsOptions, ResponseCompression
 from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.kserve_grpc import GrpcOptions
 from neso.frontends.kserve_http import HttpOptions
 from neso.frontends.security import TlsFiles
+from neso.frontends.transport.http1 import BindError
+from neso.server.errors import AlreadyExists as AlreadyExistsError
+from neso.server.errors import InternalError, InvalidArgument, Unavailable, UnknownError
+from neso.server.errors import InvalidArgument as InvalidArgumentError
+from neso.server.errors import NotFound as NotFoundError
+from neso.server.errors import ServerError as TritonError
+from neso.server.errors import Unavailable as UnavailableError
+from neso.server.errors import Unsupported as UnsupportedError
+
+__all__ = [
+    "AlreadyExistsError",
+    "InternalError",
+    "InvalidArgumentError",
+    "KServeGrpc",
+    "KServeHttp",
+    "Metrics",
+    "NotFoundError",
+    "TritonError",
+    "UnavailableError",
+    "UnknownError",
+    "UnsupportedError",
+]
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Natural = Annotated[int, Field(ge=0)]
@@ -22,7 +50,7 @@ Count = Annotated[int, Field(gt=0)]
 
 
 class CompressionLevel(IntEnum):
-    """Of gRPC responses."""
+    """Compression level of gRPC responses."""
 
     NONE = 0
     LOW = 1
@@ -36,6 +64,8 @@ _COMPRESSION = dict(zip(CompressionLevel, ResponseCompression, strict=True))
 
 @dataclass(config=_STRICT)
 class KServeHttpOptions:
+    """Options of `KServeHttp`."""
+
     address: str = "0.0.0.0"
     port: Port = 8000
     reuse_port: bool = False
@@ -43,8 +73,8 @@ class KServeHttpOptions:
     header_forward_pattern: str = ""
 
     def to_neso(self) -> HttpOptions:
-        """The same for Neso's front end. Warns of what has no effect, raises `InvalidArgumentError`."""
-        _ignore(thread_count=(self.thread_count, 8))
+        """Convert to Neso's options. Warns about options without effect. Raises `InvalidArgumentError`."""
+        _warn_ignored(thread_count=(self.thread_count, 8))
         return HttpOptions(
             self.address,
             self.port,
@@ -55,6 +85,8 @@ class KServeHttpOptions:
 
 @dataclass(config=_STRICT)
 class KServeGrpcOptions:
+    """Options of `KServeGrpc`."""
+
     address: str = "0.0.0.0"
     port: Port = 8001
     reuse_port: bool = False
@@ -78,8 +110,8 @@ class KServeGrpcOptions:
     forward_header_pattern: str = ""
 
     def to_neso(self) -> GrpcOptions:
-        """The same for Neso's front end. Warns of what has no effect, raises `InvalidArgumentError`."""
-        _ignore(
+        """Convert to Neso's options. Warns about options without effect. Raises `InvalidArgumentError`."""
+        _warn_ignored(
             http2_max_pings_without_data=(self.http2_max_pings_without_data, 2),
             infer_thread_count=(self.infer_thread_count, 2),
             infer_allocation_pool_size=(self.infer_allocation_pool_size, 8),
@@ -110,13 +142,15 @@ class KServeGrpcOptions:
 
 @dataclass(config=_STRICT)
 class MetricsHttpOptions:
+    """Options of `Metrics`."""
+
     address: str = "0.0.0.0"
     port: Port = 8002
     thread_count: Natural = 8
 
     def to_neso(self) -> MetricsOptions:
-        """The same for Neso's front end. Warns of what has no effect."""
-        _ignore(thread_count=(self.thread_count, 8))
+        """Convert to Neso's options. Warns about options without effect."""
+        _warn_ignored(thread_count=(self.thread_count, 8))
         return MetricsOptions(self.address, self.port)
 
 
@@ -124,7 +158,77 @@ def _header_forwarding(pattern: str) -> HeaderForwarding | None:
     return HeaderForwarding(pattern) if pattern else None
 
 
-def _ignore(**given: tuple[Any, Any]) -> None:
+def _warn_ignored(**given: tuple[Any, Any]) -> None:
     for name, (value, default) in given.items():
         if value != default:
             warnings.warn(f"tritonfrontend: {name} has no effect in Neso", stacklevel=5)
+
+
+Self = TypeVar("Self", bound="FrontEnd")
+
+
+class FrontEnd:
+    """Frontend of a `tritonserver.Server`, listening from `start` to `stop` or within a `with` block.
+
+    Raises `InvalidArgumentError` if the server is not running or `options` is not an instance of `Options`.
+    """
+
+    Options: ClassVar[Any]
+    _kind: ClassVar[type[inprocess.InProcessFrontEnd[Any]]]
+
+    def __init__(self, server: Server, options: Any = None) -> None:
+        if options is None:
+            options = self.Options()
+        if not isinstance(options, self.Options):
+            raise InvalidArgument(
+                f"Incorrect type for options. options argument must be of type {type(self).__name__}.Options"
+            )
+        self._front_end = self._kind(server.neso, options.to_neso())
+
+    def start(self) -> None:
+        """Start listening.
+
+        Raises `AlreadyExistsError` if already started, `UnavailableError` if the port is in use.
+        """
+        try:
+            self._front_end.start()
+        except BindError as error:
+            raise Unavailable(str(error)) from None
+
+    def stop(self) -> None:
+        """Wait for requests in flight, then close. Idempotent."""
+        self._front_end.stop()
+
+    def __enter__(self: Self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+class KServeHttp(FrontEnd):
+    """KServe v2 API with Triton's extensions over HTTP."""
+
+    Options = KServeHttpOptions
+    _kind = inprocess.KServeHttp
+
+
+class KServeGrpc(FrontEnd):
+    """KServe v2 API with Triton's extensions over gRPC."""
+
+    Options = KServeGrpcOptions
+    Grpc_compression_level = CompressionLevel
+    _kind = inprocess.KServeGrpc
+
+
+class Metrics(FrontEnd):
+    """Prometheus metrics over HTTP."""
+
+    Options = MetricsHttpOptions
+    _kind = inprocess.Metrics
+
+
+# Names of the first release of Triton's package.
+KServeHttp.Server = KServeHttp  # type: ignore[attr-defined]
+KServeGrpc.Server = KServeGrpc  # type: ignore[attr-defined]
