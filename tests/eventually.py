@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 60.0
-"""Seconds until a test fails. Long, because a busy machine may stall; a passing test does not wait longer than needed."""
+"""Seconds until a test fails. Long, because a busy machine may stall; passing tests end as soon as they can."""
 
 
 async def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
