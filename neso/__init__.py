@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from neso.engine.llm import LLM
+    from neso.engine.client.llm import LLM
     from neso.engine.text.tokenizer import Tokenizer, load_tokenizer
     from neso.frontends.inprocess import KServeGrpc, KServeHttp, Metrics
     from neso.generation import SamplingParams
@@ -69,7 +69,7 @@ __all__ = [
 
 # Imported when they are first used, so that `import neso` costs nothing.
 _MODULES = {
-    "neso.engine.llm": ("LLM",),
+    "neso.engine.client.llm": ("LLM",),
     "neso.engine.text.tokenizer": ("Tokenizer", "load_tokenizer"),
     "neso.frontends.inprocess": ("KServeGrpc", "KServeHttp", "Metrics"),
     "neso.generation": ("SamplingParams",),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from neso.frontends.metrics import MetricsHttp, MetricsOptions
+from neso.frontends.frontend_options import MetricsOptions
+from neso.frontends.metrics import MetricsHttp
 from neso.server.core import Core
 from neso.server.options import ServerOptions
 

@@ -22,7 +22,7 @@ from neso.backends.option_files import (
 )
 from neso.backends.request_tasks import RequestTasks
 from neso.backends.request_tensors import tensor_error_text
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
 from neso.engine.open_tokenizer import EngineText

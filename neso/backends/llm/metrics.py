@@ -13,9 +13,9 @@ from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
 from neso.generation import FinishReason, GenerationOutput, GenerationRequest
-from neso.server.metrics import MetricsRegistry
 from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
 from neso.server.metrics.kv_cache import LABEL as KV_CACHE_LABEL
+from neso.server.metrics.registry import MetricsRegistry
 
 _LABELS = ("model", "version", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
 

@@ -9,16 +9,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from neso.frontends.frontend_options import GrpcOptions
 from neso.frontends.kserve.grpc_calls import ActiveCalls
-from neso.frontends.kserve.grpc_options import GrpcOptions
 from neso.frontends.kserve.grpc_servicer import register_methods
 from neso.frontends.kserve.service import KServeService
 from neso.frontends.security import RequiredHeader, Restrictions
 from neso.frontends.transport.grpc import GrpcServer
 from neso.server.core import Core
 from neso.server.errors import Unavailable
-
-HEADER_PREFIX = "triton-grpc-protocol-"
 
 # API group of each RPC, by the last part of its path.
 GROUPS = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterator
 from typing import NamedTuple
 
+from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve.generate import GenerateEndpoint
 from neso.frontends.kserve.http_handlers import HttpHandlers, reject_unnamed_region
 from neso.frontends.kserve.http_infer import InferEndpoint, error_to_response, traced
-from neso.frontends.kserve.http_options import HttpOptions
 from neso.frontends.kserve.service import KServeService
 from neso.frontends.security import RequiredHeader
 from neso.frontends.transport.http1 import (

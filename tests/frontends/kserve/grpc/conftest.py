@@ -13,8 +13,8 @@ import uvloop
 from kserve_grpc_backends import BACKENDS, CONFIGS, Repeat, Wait
 from tritonclient.grpc import service_pb2_grpc
 
+from neso.frontends.frontend_options import GrpcOptions
 from neso.frontends.kserve.grpc_frontend import KServeGrpc
-from neso.frontends.kserve.grpc_options import GrpcOptions
 from neso.server import backend
 from neso.server.core import Core
 from neso.server.options import ModelControlMode, ServerOptions

@@ -12,8 +12,8 @@ from kserve_grpc_requests import repeat_request
 from tritonclient.grpc import InferInput, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from neso.frontends.frontend_options import GrpcOptions
 from neso.frontends.kserve.grpc_frontend import KServeGrpc
-from neso.frontends.kserve.grpc_options import GrpcOptions
 from neso.server.core import Core
 from neso.server.errors import Unavailable
 

@@ -14,8 +14,8 @@ import pytest
 import uvloop
 from kserve_http_backends import BACKENDS, CONFIGS, Wait
 
+from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve.http_frontend import KServeHttp
-from neso.frontends.kserve.http_options import HttpOptions
 from neso.server import backend
 from neso.server.core import Core
 from neso.server.options import ModelControlMode, ServerOptions

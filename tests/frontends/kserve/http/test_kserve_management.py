@@ -11,8 +11,8 @@ import pytest
 import tritonclient.http as triton
 from fastapi import FastAPI
 
+from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve.http_frontend import KServeHttp
-from neso.frontends.kserve.http_options import HttpOptions
 from neso.frontends.transport.http1 import AsgiApp
 
 

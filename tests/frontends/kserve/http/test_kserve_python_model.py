@@ -12,8 +12,8 @@ import pytest
 import tritonclient.http as triton
 from eventually import until
 
+from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve.http_frontend import KServeHttp
-from neso.frontends.kserve.http_options import HttpOptions
 from neso.server.core import Core
 from neso.server.options import ServerOptions
 

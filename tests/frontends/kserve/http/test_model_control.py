@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "server"))
 
 from repository_builder import RepositoryBuilder
 
+from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve.http_frontend import KServeHttp
-from neso.frontends.kserve.http_options import HttpOptions
 from neso.server.core import Core
 from neso.server.options import ModelControlMode, ServerOptions
 
