@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from neso.frontends.restrictions import Restrictions
+from neso.frontends.security import Restrictions
 
 if TYPE_CHECKING:
     from neso.frontends.openai.access.api_keys import ApiKeys

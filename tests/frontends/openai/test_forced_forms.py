@@ -15,7 +15,7 @@ from neso.engine.guided.matcher import make_matcher
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.llm import LLM
 from neso.engine.text.tokenizer import Tokenizer
-from neso.frontends.openai.chat.message_format import Dialect, Message, MessageFormat
+from neso.frontends.openai.chat.message_format import ModelParsers, Message, MessageFormat
 from neso.frontends.openai.chat.prompt import ToolUse
 from neso.frontends.openai.reasoning_parsers import ReasoningParser, find_reasoning_parser
 from neso.frontends.openai.tool_parsers import find_tool_parser, registry
@@ -68,7 +68,7 @@ def generate(
 def format_of(
     tools: str, choice: Any, reasoning: ReasoningParser | None = None, **fields: Any
 ) -> MessageFormat:
-    return MessageFormat(Dialect(find_tool_parser(tools), reasoning), ToolUse.of(TOOLS, choice), **fields)
+    return MessageFormat(ModelParsers(find_tool_parser(tools), reasoning), ToolUse.of(TOOLS, choice), **fields)
 
 
 @pytest.mark.parametrize("name", sorted(registry.BUILTIN))
@@ -144,7 +144,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("fields", "good", "bad"), FORMS)
 def test_a_form_behind_reasoning(tokens: Any, fields: dict[str, Any], good: str, bad: str) -> None:
     def form(prompt: str) -> GuidedDecoding | None:
-        dialect = Dialect(find_tool_parser("hermes"), THINK)
+        dialect = ModelParsers(find_tool_parser("hermes"), THINK)
         return MessageFormat(dialect, prompt=prompt, asked=GuidedDecoding(**fields)).guided_decoding
 
     inside, before, closed = form("Hi <think>\n"), form("Hi"), form("Hi <think>\n\n</think>\n\n")
@@ -166,7 +166,7 @@ def test_forced_calls_behind_reasoning(tokens: Any) -> None:
 
 def test_a_grammar_has_the_answer_for_itself() -> None:
     asked = GuidedDecoding(grammar='start: "a"')
-    message_format = MessageFormat(Dialect(find_tool_parser("hermes"), THINK), prompt="<think>", asked=asked)
+    message_format = MessageFormat(ModelParsers(find_tool_parser("hermes"), THINK), prompt="<think>", asked=asked)
     assert message_format.guided_decoding is asked
     reader = message_format.reader(eager=True)
     assert [event.text for event in reader.feed("a")] == ["a"]

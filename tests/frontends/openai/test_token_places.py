@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.frontends.openai.logprobs import TokenPlaces, token_bytes
+from neso.frontends.openai.logprobs import TokenAligner, token_bytes
 from neso.generation import TokenLogprobs
 
 
@@ -35,8 +35,8 @@ class Bytes:
         raise NotImplementedError
 
 
-def places_of(tokens: Sequence[bytes]) -> TokenPlaces:
-    places = TokenPlaces(Bytes(tokens))
+def places_of(tokens: Sequence[bytes]) -> TokenAligner:
+    places = TokenAligner(Bytes(tokens))
     for token_id, token in enumerate(tokens):
         shown = token.decode("utf-8", "replace")
         places.add_token(shown, token_id, TokenLogprobs(token_id, shown, -1.0, 1))

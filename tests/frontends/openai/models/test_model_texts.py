@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.frontends.openai.model_tokenizers import ModelTexts
+from neso.frontends.openai.model_tokenizers import ModelTokenizers
 from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
 from neso.models import SHIPPED_MODELS
 from neso.server.errors import NotFound
@@ -40,8 +40,8 @@ class FakeCore:
         return self._models[name]
 
 
-def texts(*models: FakeModel, default: Any = None) -> ModelTexts:
-    return ModelTexts(FakeCore(*models), default)  # type: ignore[arg-type]
+def texts(*models: FakeModel, default: Any = None) -> ModelTokenizers:
+    return ModelTokenizers(FakeCore(*models), default)  # type: ignore[arg-type]
 
 
 async def test_a_directory_beside_the_model(tmp_path: Path) -> None:
