@@ -21,7 +21,7 @@ from rich.table import Table
 from tool_examples import make_example
 from train import MODEL
 
-from neso.engine.llm import LLM, Completion
+from neso.engine.client.llm import LLM, Completion
 from neso.generation import FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)

@@ -14,7 +14,7 @@ from eventually import wait_until
 from server_process import ServerProcess
 from step_pace import slow_children
 
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineDead
 from neso.generation import GenerationRequest, SamplingParams

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.http as triton
 from server_process import ServerProcess
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))

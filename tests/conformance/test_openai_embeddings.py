@@ -10,7 +10,7 @@ import openai
 import pytest
 from server_process import ServerProcess
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import PoolingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))

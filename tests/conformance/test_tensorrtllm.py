@@ -18,7 +18,7 @@ from step_pace import slow_environment
 from triton_tokens import TRUE, i32, new_tokens, outputs, prompt_inputs, tensors, token_stream
 from tritonclient.utils import InferenceServerException
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
-from neso.engine.default_sampling import read_default_sampling
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
+from neso.engine.load.loader import read_default_sampling
 from neso.engine.weights.errors import CheckpointError
 from neso.generation import SamplingDefaults, SamplingParams
 

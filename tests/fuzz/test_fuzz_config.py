@@ -19,11 +19,10 @@ from protobuf_messages import filled
 from repository_builder import REPEAT_TENSORS
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.datatypes import DataType
 from neso.server.errors import ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 Result = TypeVar("Result")
 

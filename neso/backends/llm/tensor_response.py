@@ -10,8 +10,7 @@ import orjson
 from neso.backends.llm.tensor_request import TensorRequest
 from neso.generation import Completion, GenerationOutput, TokenLogprobs, Usage
 from neso.generation.output import FloatRows
-from neso.server.datatypes import DataType
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 
 @dataclass(slots=True)

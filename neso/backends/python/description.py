@@ -10,11 +10,10 @@ from typing import Any
 
 from neso.backends.python.response import ModelOutputs, Post, RequestStream
 from neso.server.backend import ModelContext
-from neso.server.config.instances import InstanceSpec, instances_of
 from neso.server.config.model_config import config_to_dict, config_to_json
-from neso.server.datatypes import DataType
+from neso.server.config.scheduling import InstanceSpec, available_gpus, instances_of
 from neso.server.errors import InvalidArgument, Unsupported
-from neso.server.gpus import available_gpus
+from neso.server.tensor import DataType
 
 _MODE = "EXECUTION_MODE"
 _ENVIRONMENT = "EXECUTION_ENV_PATH"

@@ -22,7 +22,7 @@ from neso.backends.python.response import InferenceResponse, ModelOutputs, Reque
 from neso.backends.python.server_access import ServerAccess, server_access
 from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_response import NEVER_EXECUTED
-from neso.server.request_fields import request_fields
+from neso.server.log.settings import request_fields
 from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.tensor import Tensor
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse as ServerResponse
 from neso.server.statistics import Timeline
+from neso.server.tensor import DataType
 from neso.server.tensor import Tensor as ServerTensor
 
 logger = logging.getLogger(__name__)

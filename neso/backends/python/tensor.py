@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.backends.python.errors import TritonModelException
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
+from neso.server.tensor import DataType
 from neso.server.tensor import Tensor as ServerTensor
 
 

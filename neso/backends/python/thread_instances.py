@@ -18,7 +18,7 @@ from neso.backends.python.errors import describe
 from neso.backends.python.model_instance import ModelInstance, Work, WorkQueue
 from neso.backends.python.response import ModelOutputs
 from neso.backends.python.server_access import LoopCalls, ServerAccess
-from neso.server.config.instances import InstanceSpec
+from neso.server.config.scheduling import InstanceSpec
 from neso.server.errors import InternalError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 

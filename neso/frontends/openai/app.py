@@ -21,11 +21,11 @@ from neso.frontends.openai.errors import ApiError
 from neso.frontends.openai.health import HealthApi
 from neso.frontends.openai.model_resolver import ModelResolver
 from neso.frontends.openai.models_api import LoraAdaptersApi, ModelControlApi, ModelsApi
-from neso.frontends.openai_options import OpenAIOptions
 from neso.frontends.openai.pooling import PoolingApi
 from neso.frontends.openai.responses.api import ResponsesApi
 from neso.frontends.openai.routing import error_response, routes_of
 from neso.frontends.openai.tokenization import TokenizationApi
+from neso.frontends.openai_options import OpenAIOptions
 
 if TYPE_CHECKING:
     from neso.server.core import Core

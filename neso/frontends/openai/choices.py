@@ -134,7 +134,9 @@ class ChoicesResponse:
         `images` belong to every prompt. Raises `ApiError` and the errors of `Model.generate`.
         """
         if self._request.return_token_ids and not self._model.has_token_ids:
-            raise invalid("return_token_ids", "Invalid 'return_token_ids': the model returns text, not tokens.")
+            raise invalid(
+                "return_token_ids", "Invalid 'return_token_ids': the model returns text, not tokens."
+            )
         requests = [
             generation_request(
                 self._request,

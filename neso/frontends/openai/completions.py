@@ -8,11 +8,16 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from neso.frontends.openai.choices import Choice, ChoicesResponse, PromptRecord, ResponseKind, finish_reason_name
+from neso.frontends.openai.choices import (
+    Choice,
+    ChoicesResponse,
+    PromptRecord,
+    ResponseKind,
+    finish_reason_name,
+)
 from neso.frontends.openai.errors import ApiError, invalid, invalid_parameter, prompt_too_long
 from neso.frontends.openai.logprobs import CompletionLogprobs
 from neso.frontends.openai.model_resolver import ModelResolver
-from neso.frontends.openai_options import OpenAIOptions
 from neso.frontends.openai.prompt_embeds import decode_embeddings
 from neso.frontends.openai.request_params import (
     MAX_PROMPTS,
@@ -34,6 +39,7 @@ from neso.frontends.openai.schemas import (
     UsageInfo,
     open_object,
 )
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import (
     Completion,
     InvalidParameter,

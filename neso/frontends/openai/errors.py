@@ -112,7 +112,9 @@ def validation_error(error: ValidationError) -> ApiError:
     fields = [part for part in location if isinstance(part, int) or _is_field(part)]
     if not fields:
         return ApiError(400, f"Invalid request: {first['msg']}")
-    path = str(fields[0]) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fields[1:])
+    path = str(fields[0]) + "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in fields[1:]
+    )
     code = "missing_required_parameter" if first["type"] == "missing" else None
     return invalid(path, f"Invalid '{path}': {first['msg']}", code)
 

@@ -157,7 +157,9 @@ class CompletionLogprobs:
         aligner = TokenAligner(self._tokenizer)
         for entry, token_id in zip(logprobs, token_ids, strict=False):  # some models do not report them
             shown = (
-                self._tokenizer.decode([token_id], skip_special_tokens=False) if entry is None else entry.token
+                self._tokenizer.decode([token_id], skip_special_tokens=False)
+                if entry is None
+                else entry.token
             )
             aligner.add_token(shown, token_id, entry)
         aligner.add_text(text)

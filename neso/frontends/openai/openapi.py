@@ -9,9 +9,9 @@ from pydantic import TypeAdapter
 
 import neso
 from neso.frontends.openai.app import RESOURCES
-from neso.frontends.openai_options import AccessOptions
 from neso.frontends.openai.routing import TEXT, Operation, Parameter, operations_of
 from neso.frontends.openai.schemas import ErrorResponse
+from neso.frontends.openai_options import AccessOptions
 
 _SECURITY_SCHEME = "API key"
 _JSON, _EVENTS = "application/json", "text/event-stream"
@@ -81,7 +81,8 @@ def redoc_page() -> str:
 
 
 def _page(head: str, body: str) -> str:
-    return f'<!DOCTYPE html><html><head><meta charset="utf-8"><title>Neso API</title>{head}</head><body>{body}</body></html>'
+    head = f'<meta charset="utf-8"><title>Neso API</title>{head}'
+    return f"<!DOCTYPE html><html><head>{head}</head><body>{body}</body></html>"
 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[SchemaOf, dict[str, Any]]:
@@ -97,7 +98,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[SchemaOf, dict[str, Any]]
         [(model, mode, TypeAdapter(model)) for model, mode in used],
         ref_template="#/components/schemas/{model}",
     )
-    return lambda model, mode: schemas[model, mode], definitions["$defs"]  # type: ignore[index]
+    return lambda model, mode: schemas[model, mode], definitions["$defs"]
 
 
 def _describe(declared: Operation, schema_of: SchemaOf, open_groups: Sequence[str]) -> dict[str, Any]:

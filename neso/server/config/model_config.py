@@ -1,8 +1,9 @@
-"""The configuration of a model: read, completed, checked, and written as JSON."""
+"""Model configurations (config.pbtxt): read, complete, check, write as JSON."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,32 @@ from google.protobuf import json_format, text_format  # type: ignore[import-unty
 from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from neso.server.config.scheduling_config import check_scheduling
+from neso.server.config.scheduling import available_gpus, check_scheduling
 from neso.server.errors import InvalidArgument
-from neso.server.gpus import available_gpus
 from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
+
+_FIELDS = ("optimization", "cc_model_filenames", "model_operations", "runtime")
+_FIELDS_OF_INSTANCE_GROUP = ("host_policy", "secondary_devices")
+
+
+def ignored_fields(config: Any, heeded: Set[str] = frozenset()) -> list[str]:
+    """Those that the configuration sets, but for those that the backend heeds."""
+    names = [field.name for field, _ in config.ListFields() if field.name in _FIELDS]
+    for group in config.instance_group:
+        names += [
+            f"instance_group.{field.name}"
+            for field, _ in group.ListFields()
+            if field.name in _FIELDS_OF_INSTANCE_GROUP
+        ]
+    return [name for name in dict.fromkeys(names) if name not in heeded]
+
+
+def string_parameter(config: Any, name: str, default: str = "") -> str:
+    """The text of a parameter of a `ModelConfig` message; `default` where it is not set."""
+    parameters = config.parameters
+    # In a map of messages, looking a name up would put it in.
+    return str(parameters[name].string_value) if name in parameters else default
+
 
 CONFIG_FILENAME = "config.pbtxt"
 CONFIG_FOLDER = "configs"

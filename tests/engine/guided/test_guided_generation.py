@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
-from neso.engine.llm import LLM
 from neso.generation import (
     Completion,
     FinishReason,

@@ -12,8 +12,8 @@ import pytest
 from conftest import MakeDirectory
 from small_tokenizers import BYTE_TOKENS, llama_backend, write_directory
 
-from neso.engine.text.errors import TokenizerError
 from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.tokenizer_files import TokenizerError
 from neso.generation import InvalidParameter, TokenizerLike
 
 TEXTS = [

@@ -9,11 +9,11 @@ from typing import Any
 import openai
 import pytest
 from eventually import until
-from fastapi import FastAPI
 from scripted_model import ScriptedModel
+from starlette.applications import Starlette
 
-from neso.frontends.http.asgi import AsgiServer
-from neso.frontends.http.options import HttpServerOptions
+from neso.frontends.transport.http1.asgi import AsgiServer
+from neso.frontends.transport.http1.server import HttpServerOptions
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -21,7 +21,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 
 
 @pytest.fixture
-async def url(app: FastAPI) -> AsyncIterator[str]:
+async def url(app: Starlette) -> AsyncIterator[str]:
     server = AsgiServer(app, HttpServerOptions(port=0))
     await server.start()
     yield f"http://{server.address}/v1"

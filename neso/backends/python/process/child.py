@@ -40,11 +40,11 @@ from neso.backends.python.process.messages import (
 )
 from neso.backends.python.process.remote_server import ChildChannel, RemoteServer
 from neso.backends.python.response import ModelOutputs
-from neso.server.datatypes import DataType
 from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
 from neso.server.statistics import Timeline
+from neso.server.tensor import DataType
 
 _PR_SET_PDEATHSIG = 1
 

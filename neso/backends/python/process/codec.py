@@ -28,12 +28,11 @@ from neso.backends.python.process.messages import (
 )
 from neso.backends.python.process.shared_memory import Arena, Visitor
 from neso.backends.python.response import RequestTrace
-from neso.server.datatypes import DataType
 from neso.server.errors import ErrorCode, InternalError, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.inference_response import InferenceResponse
-from neso.server.request_fields import FIELDS
-from neso.server.tensor import Tensor
+from neso.server.log.settings import FIELDS
+from neso.server.tensor import DataType, Tensor
 
 _LENGTH = 4
 _KINDS = frozenset(MESSAGES.values())

@@ -15,7 +15,7 @@ from neso.backends.python.model_instance import Work
 from neso.backends.python.process.running_model import RunningModel, tell_free
 from neso.backends.python.process.spawn import Interpreter, find_interpreter
 from neso.backends.python.thread_instances import END_TIMEOUT, Instances, Rescheduler
-from neso.server.config.instances import InstanceSpec
+from neso.server.config.scheduling import InstanceSpec
 from neso.server.errors import ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 

@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neso.frontends.openai.access.api_keys import ApiKeys, bearer_token, request_key, set_request_key
 from neso.frontends.openai.errors import REQUEST_ID, ApiError
-from neso.frontends.openai_options import OPEN_GROUPS, AccessOptions, OpenAIOptions
 from neso.frontends.openai.routing import error_response
+from neso.frontends.openai_options import OPEN_GROUPS, AccessOptions, OpenAIOptions
 from neso.frontends.security import RequiredHeader
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _CORS_EXPOSED_HEADERS = (
 )
 
 
-def add_middleware(app: FastAPI, options: AccessOptions) -> None:
+def add_middleware(app: Starlette, options: AccessOptions) -> None:
     """Add request ids, and API keys and CORS where enabled. The middleware added last runs first."""
     if options.keys is not None:
         app.add_middleware(AuthenticationMiddleware, keys=options.keys, open_groups=options.open_groups)

@@ -20,7 +20,13 @@ from neso.frontends.openai.chat.schemas import (
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
 )
-from neso.frontends.openai.choices import Choice, ChoicesResponse, PromptRecord, ResponseKind, finish_reason_name
+from neso.frontends.openai.choices import (
+    Choice,
+    ChoicesResponse,
+    PromptRecord,
+    ResponseKind,
+    finish_reason_name,
+)
 from neso.frontends.openai.errors import ApiError, invalid, invalid_parameter, prompt_too_long
 from neso.frontends.openai.logprobs import chat_logprobs
 from neso.frontends.openai.model_resolver import ModelResolver
@@ -199,9 +205,7 @@ class ChatChoice(Choice):
 
     def _parse(self, completion: Completion) -> list[MessageEvent]:
         if self._logprobs is not None and completion.logprobs:
-            self._logprobs += chat_logprobs(
-                completion.logprobs, self._tokenizer, as_ids=self._tokens_as_ids
-            )
+            self._logprobs += chat_logprobs(completion.logprobs, self._tokenizer, as_ids=self._tokens_as_ids)
         if self._token_ids is not None:
             self._token_ids += completion.token_ids
         parser = self._parser

@@ -24,7 +24,7 @@ class Redirect:
 
 
 class PublicHttpClient:
-    """A pool of at most 16 connections. Host names are resolved once, and the checked address is the one connected to."""
+    """A pool of at most 16 connections. Each host name is resolved once; the connection uses the checked address."""
 
     def __init__(self) -> None:
         self._pool = httpcore.AsyncConnectionPool(max_connections=16, network_backend=_PublicOnly())

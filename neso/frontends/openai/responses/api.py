@@ -118,9 +118,7 @@ class ResponsesApi:
         events=ResponseEvent,
         parameters=(
             _RESPONSE_ID,
-            Parameter(
-                "stream", "query", {"type": "boolean"}, "Stream the events of a background response."
-            ),
+            Parameter("stream", "query", {"type": "boolean"}, "Stream the events of a background response."),
             Parameter("starting_after", "query", {"type": "integer"}, "Skip events up to this number."),
         ),
         errors=(400, 404, 500),
@@ -179,9 +177,7 @@ class ResponsesApi:
         response=ItemList,
         parameters=(
             _RESPONSE_ID,
-            Parameter(
-                "limit", "query", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}
-            ),
+            Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
             Parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}),
             Parameter("after", "query", {"type": "string"}, "Id of the item before the page."),
         ),

@@ -131,9 +131,7 @@ class _TextItem(_OutputItem):
         logprobs = logprobs or []
         self._pieces.append(text)
         self._logprobs += logprobs
-        return [
-            self._event(f"{self.kind}.delta", content_index=0, delta=text, **self.extra_fields(logprobs))
-        ]
+        return [self._event(f"{self.kind}.delta", content_index=0, delta=text, **self.extra_fields(logprobs))]
 
     def closed(self, status: str) -> list[Event]:
         self.status = status

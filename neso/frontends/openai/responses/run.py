@@ -210,7 +210,9 @@ class ResponseRun:
         return output.add_arguments(parsed.fragment)
 
     def _end_events(self, completions: list[Completion]) -> list[Event]:
-        reason = next((finish_reason_name(one.finish_reason) for one in completions if one.finish_reason), "stop")
+        reason = next(
+            (finish_reason_name(one.finish_reason) for one in completions if one.finish_reason), "stop"
+        )
         is_truncated = reason == "length" or self._parser.cut_off
         events = self.response.output.finish(complete=not is_truncated)
         if is_truncated:

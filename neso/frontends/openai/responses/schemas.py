@@ -144,7 +144,9 @@ class FunctionTool(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="Constrain calls to the schema also with `tool_choice` auto.")
+    strict: bool | None = Field(
+        None, description="Constrain calls to the schema also with `tool_choice` auto."
+    )
 
     @field_validator("type", mode="before")
     @classmethod

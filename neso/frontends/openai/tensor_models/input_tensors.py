@@ -12,9 +12,8 @@ import orjson
 
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
 from neso.generation.sampling_params import ALIASES
-from neso.server.datatypes import DataType
 from neso.server.signature import Signature, TensorSpec
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 Value = str | bool | int | float
 

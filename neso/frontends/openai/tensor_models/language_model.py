@@ -16,8 +16,8 @@ from neso.frontends.openai.tensor_models import input_tensors as sampling_inputs
 from neso.frontends.openai.tensor_models import request_tensors as text_face
 from neso.frontends.openai.tensor_models.request_tensors import LORA_NAME, LORA_TASK
 from neso.frontends.openai.tensor_models.response_text import (
-    OutputText,
     OutputSequence,
+    OutputText,
     TextResponse,
     TokenLimit,
 )
@@ -149,7 +149,9 @@ class TensorLanguageModel:
 
     async def _count_prompt(self, request: GenerationRequest, prompt: str) -> int:
         """Tokens of the prompt; 0 where nobody needs to know or can tell. Raises `InvalidParameter`."""
-        asks = request.sampling.max_tokens is None and self._told_limit and self.max_model_len < UNLIMITED_LENGTH
+        asks = (
+            request.sampling.max_tokens is None and self._told_limit and self.max_model_len < UNLIMITED_LENGTH
+        )
         may_be_long = len(prompt.encode(errors="replace")) >= self.max_model_len  # a token is a byte or more
         counts = "num_input_tokens" in self._model.signature.outputs
         if self._tokenizer is None or (counts and not asks and not may_be_long):

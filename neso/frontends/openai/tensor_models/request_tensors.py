@@ -6,9 +6,8 @@ from neso.frontends.openai.tensor_models import input_tensors as sampling_inputs
 from neso.frontends.openai.tensor_models.input_tensors import InputTensors, sampling_json
 from neso.generation import GenerationRequest, InvalidParameter, SamplingParams
 from neso.generation.request import TASK_PREFIX
-from neso.server.datatypes import DataType
 from neso.server.signature import Signature
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 TEXT_INPUT, TEXT_OUTPUT = "text_input", "text_output"
 SAMPLING_PARAMETERS = "sampling_parameters"

@@ -36,7 +36,10 @@ def test_a_model_without_a_tokenizer_takes_text_only() -> None:
         with pytest.raises(InvalidParameter, match="no tokenizer is known") as refused:
             ask()
         assert refused.value.field == "model"
-    assert ChatTemplateOverride(MISSING_TOKENIZER, "{{ messages[0].content }}").apply_chat_template(MESSAGES) == "hi"
+    assert (
+        ChatTemplateOverride(MISSING_TOKENIZER, "{{ messages[0].content }}").apply_chat_template(MESSAGES)
+        == "hi"
+    )
 
 
 def _tools(bos_token: str) -> Any:

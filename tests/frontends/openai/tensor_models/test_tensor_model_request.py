@@ -11,9 +11,9 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.frontends.openai.tensor_models.request_tensors import (
-    unsupported_reason,
     request_tensors,
     requested_outputs,
+    unsupported_reason,
 )
 from neso.generation import (
     GenerationRequest,
