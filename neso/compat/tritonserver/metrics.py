@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from neso.compat.tritonserver.enums import MetricKind
-from neso.server.custom_metrics import CustomMetrics
-from neso.server.custom_metrics import MetricKind as NesoKind
+from neso.server.metrics.custom import CustomMetrics
+from neso.server.metrics.custom import MetricKind as NesoKind
 
 # Triton's families belong to the process, not to a server.
 process_metrics = CustomMetrics(lambda name: name.startswith("nv_"))

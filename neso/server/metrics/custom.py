@@ -1,6 +1,6 @@
-"""Metrics that models make for themselves: families whose metrics each have labels of their own.
+"""Metrics that Python models and programs define at run time.
 
-A family and a metric live as long as someone holds them; those that nobody holds are not rendered any more.
+A family and a metric are rendered as long as they are referenced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from neso.server.errors import AlreadyExists, InvalidArgument, Unsupported
-from neso.server.metrics.histogram import Histogram
+from neso.server.metrics.latency import BucketCounts
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -25,7 +25,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class MetricKind(str, Enum):
-    """Kinds by Prometheus' names."""
+    """Kinds of metrics, by Prometheus' names."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -33,21 +33,21 @@ class MetricKind(str, Enum):
 
 
 class CustomMetric:
-    """One counter, gauge or histogram. Safe to use from any thread.
+    """A counter, gauge or histogram with fixed labels. Thread-safe.
 
-    `buckets` are the upper bounds of a histogram's buckets, without the infinite one.
+    `buckets`: upper bounds of a histogram, without the infinite one.
     """
 
     def __init__(self, family: CustomFamily, labels: Labels, buckets: tuple[float, ...]) -> None:
-        self.family = family  # a family lives as long as its metrics
+        self.family = family  # keeps the family alive
         self.labels = labels
         self.buckets = buckets
         self._lock = threading.Lock()
         self._value = 0.0
-        self._histogram = Histogram(buckets) if family.kind is MetricKind.HISTOGRAM else None
+        self._histogram = BucketCounts(buckets) if family.kind is MetricKind.HISTOGRAM else None
 
     def increment(self, value: float) -> None:
-        """Add; gauges only take what is negative. Raises `InvalidArgument`, `Unsupported` for a histogram."""
+        """Add to a counter or gauge. Raises `InvalidArgument` for a negative counter, `Unsupported` for a histogram."""
         self._check("increment", MetricKind.COUNTER, MetricKind.GAUGE)
         if value < 0 and self.family.kind is MetricKind.COUNTER:
             raise InvalidArgument("TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically")
@@ -55,41 +55,41 @@ class CustomMetric:
             self._value += value
 
     def set(self, value: float) -> None:
-        """Replace the value of a gauge. Raises `Unsupported` for the others."""
+        """Set a gauge. Raises `Unsupported` for other kinds."""
         self._check("set", MetricKind.GAUGE)
         with self._lock:
             self._value = float(value)
 
     def observe(self, value: float) -> None:
-        """Count a value in a histogram. Raises `Unsupported` for the others."""
+        """Observe a value in a histogram. Raises `Unsupported` for other kinds."""
         self._check("observe", MetricKind.HISTOGRAM)
         assert self._histogram is not None
         with self._lock:
             self._histogram.observe(value)
 
     def value(self) -> float:
-        """What a counter or a gauge has come to. Raises `Unsupported` for a histogram, which has no one value."""
+        """Value of a counter or gauge. Raises `Unsupported` for a histogram."""
         self._check("value", MetricKind.COUNTER, MetricKind.GAUGE)
         with self._lock:
             return self._value
 
     def samples(self) -> list[Sample]:
-        """The lines of the text format."""
+        """Samples of the text format."""
         name, labels = self.family.name, dict(self.labels)
         with self._lock:
             if self._histogram is None:
                 return [Sample(name, labels, self._value)]
             return list(self._histogram.samples(name, labels))
 
-    def _check(self, what: str, *kinds: MetricKind) -> None:
+    def _check(self, operation: str, *kinds: MetricKind) -> None:
         if self.family.kind not in kinds:
             raise Unsupported(
-                f"TRITONSERVER_METRIC_KIND_{self.family.kind.name} does not support {what.capitalize()}"
+                f"TRITONSERVER_METRIC_KIND_{self.family.kind.name} does not support {operation.capitalize()}"
             )
 
 
 class CustomFamily:
-    """Metrics of one name and kind. Metrics with the same labels are one."""
+    """Metrics of one name and kind, one for each set of labels."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         self.name = name
@@ -101,7 +101,10 @@ class CustomFamily:
     def metric(
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
     ) -> CustomMetric:
-        """The metric with these labels. Raises `InvalidArgument`; `AlreadyExists` for other buckets."""
+        """The metric with these labels, created by the first call.
+
+        Raises `InvalidArgument` for invalid labels or buckets, `AlreadyExists` if it has other buckets.
+        """
         bounds = self._check_buckets(buckets)
         key = self._check_labels(labels or {})
         with self._lock:
@@ -113,7 +116,7 @@ class CustomFamily:
         return found
 
     def collect(self) -> Metric | None:
-        """All metrics that are held, None if there are none."""
+        """All referenced metrics, None if there are none."""
         with self._lock:
             metrics = list(self._metrics.values())
         if not metrics:
@@ -130,7 +133,7 @@ class CustomFamily:
             return ()
         if buckets is None:
             raise InvalidArgument(f"Must provide buckets for histogram metric '{self.name}'")
-        return Histogram.check_bounds(self.name, buckets)
+        return BucketCounts.check_bounds(self.name, buckets)
 
     def _check_labels(self, labels: Mapping[str, str]) -> Labels:
         if not isinstance(labels, Mapping):
@@ -144,7 +147,7 @@ class CustomFamily:
 
 
 class CustomMetrics(Collector):
-    """The families of all models of a server. `taken` tells the names that are the server's own."""
+    """Custom families of a server. `taken`: whether a name belongs to the server's own families. Thread-safe."""
 
     def __init__(self, taken: Callable[[str], bool]) -> None:
         self._taken = taken
@@ -152,9 +155,9 @@ class CustomMetrics(Collector):
         self._families: WeakValueDictionary[str, CustomFamily] = WeakValueDictionary()
 
     def family(self, name: str, description: str, kind: MetricKind) -> CustomFamily:
-        """The family of that name, made by the first who asks. Safe to call from any thread.
+        """The family of that name, created by the first call.
 
-        Raises `InvalidArgument` for a bad name, `AlreadyExists` where the name has another kind.
+        Raises `InvalidArgument` for an invalid name, `AlreadyExists` if the family has another kind.
         """
         if not _NAME.fullmatch(name):
             raise InvalidArgument(f"invalid metric name '{name}'")
@@ -171,7 +174,7 @@ class CustomMetrics(Collector):
         return found
 
     def samples(self, name: str) -> list[Sample]:
-        """Those of one family; none if it is not there."""
+        """The samples of one family; none if it does not exist."""
         family = self._families.get(name)
         metric = family.collect() if family is not None else None
         return metric.samples if metric is not None else []
