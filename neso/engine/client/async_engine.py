@@ -35,8 +35,7 @@ from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.text.tokenizer import NO_TOKENIZER
 from neso.engine.text.tokenizer_files import TokenizerError
-from neso.engine.vision.image_prompt import ImagePrompt
-from neso.engine.vision.open_images import open_image_prompt
+from neso.engine.vision.image_prompt import ImagePrompt, open_image_prompt
 from neso.generation import (
     GenerationOutput,
     GenerationRequest,
@@ -48,7 +47,8 @@ from neso.generation import (
     SamplingDefaults,
 )
 
-Outbox = asyncio.Queue[GenerationOutput | PooledOutput | Exception]
+OutputSink = Callable[[GenerationOutput | PooledOutput | Exception], None]
+"""Receives the outputs of one request on the event loop; an exception is the last."""
 
 LONG_INPUT = 8192
 """Characters or tokens from which an input is read in a thread: it takes milliseconds, and the loop would stand."""
@@ -70,7 +70,7 @@ class AsyncEngine:
         self._channel = channel
         self._input = InputProcessor(tokenizer, info, images)
         self._pooling_input = PoolingInput(tokenizer, info)
-        self._requests: dict[str, tuple[RequestState | PooledState, Outbox]] = {}
+        self._requests: dict[str, tuple[RequestState | PooledState, OutputSink]] = {}
         self._names = itertools.count()
         self._loras: dict[str, str | None] = dict(info.lora.lora_modules)
         self._lora_changes: dict[int, asyncio.Future[str]] = {}
@@ -127,15 +127,11 @@ class AsyncEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`."""
-        self._check_lora_path(request)
-        name = self._name(request.request_id)
-        request = replace(request, request_id=name)
-        if _takes_long(request):
-            prepared = await asyncio.to_thread(self._input.process, request)
+        if is_long(request):
+            state = await asyncio.to_thread(self.process, request)
         else:
-            prepared = self._input.process(request)
-        text = self.text if request.detokenize else NO_TOKENIZER
-        async with aclosing(self._follow(RequestState(prepared, text))) as outputs:
+            state = self.process(request)
+        async with aclosing(self._follow(state)) as outputs:
             async for output in outputs:
                 yield cast(GenerationOutput, output)
 
@@ -145,46 +141,60 @@ class AsyncEngine:
 
     async def pool(self, request: PoolingRequest) -> PooledOutput:
         """See `PoolingModel.pool`."""
-        request = replace(request, request_id=self._name(request.request_id))
-        if len(request.prompt) > LONG_INPUT or isinstance(request.prompt, tuple):
-            prepared = await asyncio.to_thread(self._pooling_input.process, request)
+        if is_long(request):
+            state = await asyncio.to_thread(self.process, request)
         else:
-            prepared = self._pooling_input.process(request)
-        async with aclosing(self._follow(PooledState(prepared))) as outputs:
+            state = self.process(request)
+        async with aclosing(self._follow(state)) as outputs:
             async for output in outputs:
                 return cast(PooledOutput, output)
         raise EngineError("the engine gave no vector")
 
-    def _name(self, wanted: str) -> str:
-        return wanted or f"request-{next(self._names)}"
+    def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
+        """Check and tokenize a request. Thread-safe; slow if `is_long(request)`. Raises `InvalidParameter`."""
+        request = replace(request, request_id=request.request_id or f"request-{next(self._names)}")
+        if isinstance(request, PoolingRequest):
+            return PooledState(self._pooling_input.process(request))
+        self._check_lora_path(request)
+        return RequestState(self._input.process(request), self.text if request.detokenize else NO_TOKENIZER)
 
-    async def _follow(
-        self, state: RequestState | PooledState
-    ) -> AsyncGenerator[GenerationOutput | PooledOutput, None]:
-        """Send a request and give what comes of it; closing the iterator aborts it."""
+    def submit(self, state: RequestState | PooledState, sink: OutputSink) -> None:
+        """Send a processed request to the engine; `sink` is called with each output or with the error that ends it.
+
+        Raises `EngineDead`, and `InvalidParameter` for a duplicate id or for values that cannot be serialized.
+        """
         name = state.request.request_id
         if not self.alive:
             raise EngineDead(self._channel.dead.result())
         if name in self._requests:
             raise InvalidParameter("request_id", f"'{name}' is in flight already")
-        outbox: Outbox = asyncio.Queue()
         try:
             self._channel.send(Add(state.request))
         except Unsendable as error:
             raise InvalidParameter("request", f"holds what cannot be sent: {error}") from None
-        self._requests[name] = state, outbox
+        self._requests[name] = state, sink
+
+    def abort(self, request_id: str) -> None:
+        """End a request: its sink is not called again, its blocks are free before the next step. Idempotent."""
+        if self._requests.pop(request_id, None) is not None:
+            self._channel.send(Abort(request_id))
+
+    async def _follow(
+        self, state: RequestState | PooledState
+    ) -> AsyncGenerator[GenerationOutput | PooledOutput, None]:
+        """Submit a request and yield its outputs; closing the iterator aborts it."""
+        outputs: asyncio.Queue[GenerationOutput | PooledOutput | Exception] = asyncio.Queue()
+        self.submit(state, outputs.put_nowait)
         try:
             while True:
-                output = await outbox.get()
+                output = await outputs.get()
                 if isinstance(output, Exception):
                     raise output
                 yield output
                 if output.finished:
                     return
         finally:
-            # Still listed: the caller left before the end.
-            if self._requests.pop(name, None) is not None:
-                self._channel.send(Abort(name))
+            self.abort(state.request.request_id)
 
     async def check_integrity(self) -> EngineStats:
         """Have the engine check its books. Raises `EngineError` if they do not balance."""
@@ -263,14 +273,14 @@ class AsyncEngine:
             entry = self._requests.get(name)
             if entry is None:
                 continue
-            state, outbox = entry
+            state, sink = entry
             mine = list(group)
             try:
                 result = state.process(mine)
             except Exception as error:
                 del self._requests[name]
                 self._channel.send(Abort(name))
-                outbox.put_nowait(error)
+                sink(error)
                 continue
             if isinstance(state, RequestState):
                 for index in stopped_by_text(mine, state):
@@ -278,13 +288,13 @@ class AsyncEngine:
             if state.finished:
                 del self._requests[name]
             if result is not None:
-                outbox.put_nowait(result)
+                sink(result)
 
     def _fail_all(self, reason: str) -> None:
         self._reader.cancel()
         requests, self._requests = self._requests, {}
-        for _, outbox in requests.values():
-            outbox.put_nowait(EngineDead(reason))
+        for _, sink in requests.values():
+            sink(EngineDead(reason))
         if self._integrity is not None:
             self._integrity.set_exception(EngineDead(reason))
             self._integrity = None
@@ -295,8 +305,10 @@ class AsyncEngine:
             callback(reason)
 
 
-def _takes_long(request: GenerationRequest) -> bool:
-    """Whether reading and checking a request may take milliseconds: texts to tokenize, arrays, images, long lists."""
+def is_long(request: GenerationRequest | PoolingRequest) -> bool:
+    """Whether `AsyncEngine.process` may take milliseconds (long text, arrays, images) and belongs in a thread."""
+    if isinstance(request, PoolingRequest):
+        return len(request.prompt) > LONG_INPUT or isinstance(request.prompt, tuple)
     params = request.sampling
     arrays = (request.prompt_embeds, request.prompt_embedding_table, request.draft)
     lists = (request.prompt, params.allowed_token_ids or (), params.logit_bias, params.stop_token_ids)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from neso.engine.core.input_embeddings import InputEmbeddings, PromptImage
 from neso.engine.core.request import EngineRequest
 from neso.engine.ipc.messages import EngineInfo
-from neso.engine.lora.errors import LORA_DISABLED
+from neso.engine.lora.config import LORA_DISABLED
 from neso.engine.open_tokenizer import EngineText
 from neso.engine.prompt_vectors import PromptVectors
-from neso.engine.sampling_limits import check_sampling, check_tokens
+from neso.engine.sampling.limits import check_sampling, check_tokens
 from neso.engine.spec_decode.request_draft import checked_draft
 from neso.engine.text.tokenizer import NO_TOKENIZER
 from neso.engine.vision.image_prompt import ImagePrompt
@@ -42,7 +42,12 @@ class InputProcessor:
         if request.lora is not None and not self._info.lora.enabled:
             raise InvalidParameter("lora_name", LORA_DISABLED)
         bad_words = self._bad_word_sequences(params)
-        check_sampling(params, bad_words, self._info)
+        check_sampling(
+            params,
+            bad_words,
+            max_num_seqs=self._info.max_num_seqs,
+            vocab_size=self._info.vocab_size,
+        )
         if params.guided_decoding is not None and self._tokenizer.token_bytes(0) is None:
             raise InvalidParameter(
                 params.guided_decoding.field, "this model's tokenizer has no bytes for single tokens"

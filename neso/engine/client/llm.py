@@ -18,16 +18,16 @@ from neso.engine.client.input_processor import InputProcessor
 from neso.engine.client.output_processor import RequestState, stopped_by_text
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import SequenceOutput
-from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.load.loader import load_engine
-from neso.engine.lora.errors import LORA_DISABLED
+from neso.engine.loop.engine_core import EngineCore
+from neso.engine.lora.config import LORA_DISABLED
 from neso.engine.lora.manager import LoraManager
 from neso.engine.open_tokenizer import open_tokenizer
 from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.prompts import Prompt, as_batch, request_for
-from neso.engine.vision.open_images import open_image_prompt
+from neso.engine.vision.image_prompt import open_image_prompt
 from neso.engine.weights.hub import resolve_model
 from neso.generation import (
     DraftTokens,

@@ -7,18 +7,18 @@ from functools import partial
 from pathlib import Path
 
 from neso.engine.config import EngineConfig
+from neso.engine.diagnostics.replay import StepRecorder
 from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.encoders.text_encoder import TextEncoder
-from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.guided.guides import GrammarSource, Guides
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
+from neso.engine.loop.engine_core import EngineCore
 from neso.engine.lora.config import LoraConfig
 from neso.engine.lora.startup import open_adapters
 from neso.engine.pooling.pooler import Pooler
 from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
-from neso.engine.recording import StepRecorder
 from neso.engine.runners.base import CacheLayout, Runner
 from neso.engine.runners.open_model import open_model
 from neso.engine.runners.registry import layer_stack_class

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.attention_window import AttentionWindow
-from neso.engine.sampling.random_choice import Draws, choose
+from neso.engine.sampling.token_sampling import SamplingBatch, choose
 
 if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
@@ -85,7 +85,7 @@ class LaunchedTokens(Protocol):
     """The tokens of a step that may still be running."""
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """A token for each draw, int32[R], BROKEN where a logit was NaN. Raises what the step failed with."""
+        """A token for each draw, int32[R], INVALID_TOKEN where a logit was NaN. Raises what the step failed with."""
 
 
 class PackedAdapter(Protocol):
@@ -148,10 +148,10 @@ class Runner(ABC):
         """
         raise NotImplementedError
 
-    def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
-        """A token for each of the first len(draws) rows of what `step` gave, as `random_choice.choose` does.
+    def choose(self, logits: Logits, draws: SamplingBatch) -> npt.NDArray[np.int32]:
+        """A token for each of the first len(draws) rows of what `step` gave, as `token_sampling.choose` does.
 
-        BROKEN where a logit is NaN. A runner that can draw faster does.
+        INVALID_TOKEN where a logit is NaN. A runner that can draw faster does.
         """
         return choose(logits[: len(draws)], draws)
 
@@ -166,7 +166,7 @@ class Runner(ABC):
         """
         raise NotImplementedError
 
-    def launch(self, plan: StepPlan, draws: Draws) -> LaunchedTokens:
+    def launch(self, plan: StepPlan, draws: SamplingBatch) -> LaunchedTokens:
         """Start a step and the choice of its tokens, for a runner that can overlap.
 
         A token id -1 - r of the plan stands for the token that row r of the step launched before chose.

@@ -15,7 +15,7 @@ from neso.engine.runners.torch.device_logits import DeviceLogits
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.sampling import choose
 from neso.engine.runners.torch.transfer import send_together
-from neso.engine.sampling.random_choice import Draws
+from neso.engine.sampling.token_sampling import SamplingBatch
 
 # The rest is for activations, logits and graphs.
 _SHARE_OF_GPU = 0.85
@@ -67,13 +67,13 @@ class DeviceRunner(Runner):
         return DeviceLogits(self._logits(plan))
 
     @torch.inference_mode()
-    def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
+    def choose(self, logits: Logits, draws: SamplingBatch) -> npt.NDArray[np.int32]:
         assert isinstance(logits, DeviceLogits)
         tokens: npt.NDArray[np.int32] = choose(logits.values[: len(draws)], draws).cpu().numpy()
         return tokens
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, draws: Draws) -> DeviceTokens:
+    def launch(self, plan: StepPlan, draws: SamplingBatch) -> DeviceTokens:
         self._chosen = choose(self._logits(plan)[: len(draws)], draws)
         return DeviceTokens(self._chosen)
 
