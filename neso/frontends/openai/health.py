@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 import neso
 from neso.frontends.openai.routing import TEXT, RequestContext, operation
-from neso.server.metrics.text import CONTENT_TYPE
+from neso.server.metrics.registry import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from neso.server.core import Core
