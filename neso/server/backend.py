@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 BUILTIN = {
     "embedding": "neso.backends.embedding:EmbeddingBackend",
-    "ensemble": "neso.backends.ensemble:EnsembleBackend",
+    "ensemble": "neso.backends.ensemble.backend:EnsembleBackend",
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
-    "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
+    "onnxruntime": "neso.backends.onnxruntime.backend:OnnxRuntimeBackend",
     "python": "neso.backends.python.backend:PythonBackend",
-    "pytorch": "neso.backends.pytorch:PyTorchBackend",
-    "tensorrtllm": "neso.backends.tensorrtllm:TensorRtLlmBackend",
+    "pytorch": "neso.backends.pytorch.backend:PyTorchBackend",
+    "tensorrtllm": "neso.backends.tensorrtllm.backend:TensorRtLlmBackend",
     "vllm": "neso.backends.vllm.backend:VllmBackend",
 }
 EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
