@@ -21,7 +21,7 @@ from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 from neso.server.metadata import ModelMetadata
-from neso.server.metrics.text import LabelSet
+from neso.server.metrics.registry import LabelSet
 from neso.server.response_cache.cached_model import open_cached_model
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.schedulers.sequence_batcher import SequenceBatcher

@@ -13,6 +13,7 @@ from neso.generation import GenerationRequest
 from neso.server.config.model_config import config_from_json, config_to_dict, config_to_json
 from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.inference_request import InferenceRequest
+from neso.server.metrics.registry import Family
 from neso.server.tensor import Tensor
 
 ADD_SUB = """
@@ -189,10 +190,12 @@ async def test_metrics_have_the_names_of_triton(repository, start_core):
 
 async def test_backends_share_metric_families(start_core):
     core = await start_core()
-    tokens = core.metrics.counter("vllm:prompt_tokens_total", "Tokens.")
-    assert core.metrics.counter("vllm:prompt_tokens_total", "Tokens.") is tokens
+    family = Family("vllm:prompt_tokens_total", "counter", "Tokens.")
+    tokens = core.metrics.counter(family)
+    assert core.metrics.counter(family) is tokens
     tokens.labels("m", "1").inc(3)
-    core.metrics.histogram("vllm:ttft", "Time.", buckets=(0.5,)).labels("m", "1").observe(0.25)
+    histogram = core.metrics.histogram(Family("vllm:ttft", "histogram", "Time.", buckets=(0.5,)))
+    histogram.labels("m", "1").observe(0.25)
     lines = core.metrics.render().decode().splitlines()
     assert "# TYPE vllm:prompt_tokens_total counter" in lines
     assert 'vllm:prompt_tokens_total{model="m",version="1"} 3' in lines
