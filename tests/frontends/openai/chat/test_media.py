@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from neso.frontends.openai.chat import image_fetcher
-from neso.frontends.openai.chat import public_http
+from neso.frontends.openai.chat import image_fetcher, public_http
 from neso.frontends.openai.chat.image_fetcher import ImageFetcher
 from neso.frontends.openai.chat.public_http import is_public
 from neso.frontends.openai.errors import ApiError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from neso.backends.request_tasks import RequestTasks
+from neso.server.backend import RequestTasks
 from neso.server.errors import Cancelled
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
