@@ -11,16 +11,15 @@ import msgspec
 
 from neso import __version__
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
-from neso.engine.runners.native.engine_files import write_rank
-from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items
+from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items, write_rank
 from neso.engine.runners.native.runner import available_cores
-from neso.engine.runners.native.shard import ShardedTensors, shard_spec
+from neso.engine.runners.native.tensor_parallel import ShardedTensors, shard_spec
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.text.tokenizer import Tokenizer
-from neso.engine.weights.engine_directory import CONFIG_FILE, FORMAT, MARK, BuildInfo, EngineDirectory
-from neso.engine.weights.model_tensors import ModelTensors
-from neso.engine.weights.open_source import open_source
+from neso.engine.weights.checkpoint import open_source
+from neso.engine.weights.engine_directory import BUILD_FIELD, CONFIG_FILE, FORMAT, BuildInfo, EngineDirectory
+from neso.engine.weights.model_tensors import DecoderTensors
 
 Progress = Callable[[int, int], None]
 
@@ -51,11 +50,11 @@ def build_engine(
             raise UnsupportedOption(f"{model} is an engine directory already")
         spec = decoder_spec(source.config)
         rank_spec = shard_spec(spec, tensor_parallel)
-        dtype = str(dense_dtype(ModelTensors(spec, source), options))
+        dtype = str(dense_dtype(DecoderTensors(spec, source), options))
         prepare_target(target)
         matrices = {}
         for rank in range(tensor_parallel):
-            whole = ModelTensors(spec, source)
+            whole = DecoderTensors(spec, source)
             tensors = ShardedTensors(spec, source, rank, tensor_parallel) if tensor_parallel > 1 else whole
             items = pack_items(tensors, options, threads)
             matrices = write_rank(target, rank, rank_spec, _counted(items, spec, progress))
@@ -69,7 +68,7 @@ def build_engine(
             matrices=matrices,
         )
         # Last: a directory without it is no engine.
-        config = {**source.config, MARK: msgspec.to_builtins(info)}
+        config = {**source.config, BUILD_FIELD: msgspec.to_builtins(info)}
         (target / CONFIG_FILE).write_text(json.dumps(config, indent=1))
     copy_text_files(model, target)
     return info

@@ -17,16 +17,13 @@ import numpy.typing as npt
 
 from neso.engine.build import Progress, copy_text_files, prepare_target
 from neso.engine.runners.base import UnsupportedOption
-from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, all_tensors
 from neso.engine.specs.registry import decoder_spec
-from neso.engine.specs.tensor_part import TensorPart
-from neso.engine.specs.tensor_roles import all_tensors
-from neso.engine.weights.checkpoint import SINGLE_FILE
+from neso.engine.weights.checkpoint import SINGLE_FILE, open_source
 from neso.engine.weights.engine_directory import CONFIG_FILE, EngineDirectory
-from neso.engine.weights.float8_matrix import Float8Matrix
-from neso.engine.weights.open_source import open_source
-from neso.engine.weights.safetensors_writer import SafetensorsWriter
-from neso.engine.weights.source import WeightSource, dense
+from neso.engine.weights.quantized import Float8Matrix, dense
+from neso.engine.weights.safetensors_file import SafetensorsWriter
+from neso.engine.weights.source import TensorSource
 
 _E4M3_MAX = np.float32(448)
 _ENTRY_BYTES = 192
@@ -80,7 +77,7 @@ def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]
     return [(name, shape, rounded) for name, (shape, rounded) in tensors.items()]
 
 
-def _tensors(source: WeightSource, name: str, shape: tuple[int, ...], rounded: bool) -> Tensors:
+def _tensors(source: TensorSource, name: str, shape: tuple[int, ...], rounded: bool) -> Tensors:
     """What is written for a weight: itself, or codes and scales."""
     if len(shape) == 1:
         vector = np.empty(shape, np.float32)
@@ -91,11 +88,11 @@ def _tensors(source: WeightSource, name: str, shape: tuple[int, ...], rounded: b
     if not rounded:
         yield name, dense(found).astype(ml_dtypes.bfloat16)
         return
-    if isinstance(found, Float8Matrix) and found.scale_of_outputs() is not None:
+    if isinstance(found, Float8Matrix) and found.output_scales() is not None:
         matrix = found
     else:
         matrix = round_to_float8(dense(found).astype(np.float32))
-    scales = matrix.scale_of_outputs()
+    scales = matrix.output_scales()
     assert scales is not None
     yield name, matrix.codes
     yield name.removesuffix(".weight") + ".weight_scale", scales[:, None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from neso.engine.config import EngineConfig
-from neso.engine.weights.errors import CheckpointError, ModelNotFound
-from neso.engine.weights.hub import resolve_model
-from neso.engine.weights.json_file import read_json_object
+from neso.engine.weights.files import read_json_object
+from neso.engine.weights.hub import ModelNotFound, resolve_model
+from neso.engine.weights.source import CheckpointError
 from neso.generation import InvalidParameter, SamplingDefaults
 from neso.generation.sampling_defaults import AUTO, NAMES, NOWHERE, means_a_limit
 
@@ -47,7 +47,7 @@ def _file(config: EngineConfig) -> Path | None:
     if given.is_file():
         return given
     try:
-        file = (given if given.is_dir() else resolve_model(source, wanted=(FILE,))) / FILE
+        file = (given if given.is_dir() else resolve_model(source, patterns=(FILE,))) / FILE
     except ModelNotFound as error:
         raise CheckpointError(f"generation_config: {error}") from None
     if not file.is_file():

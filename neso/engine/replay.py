@@ -21,8 +21,8 @@ from neso.engine.config import EngineConfig
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.recording import read_engine, read_steps
 from neso.engine.runners.base import CacheLayout, Runner
-from neso.engine.runners.open_model import open_model
-from neso.engine.weights.open_source import open_source
+from neso.engine.runners.registry import open_model
+from neso.engine.weights.checkpoint import open_source
 
 Float32Array = npt.NDArray[np.float32]
 

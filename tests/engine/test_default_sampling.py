@@ -13,7 +13,7 @@ from neso.engine.config import EngineConfig
 from neso.engine.default_sampling import read_default_sampling
 from neso.engine.errors import EngineError
 from neso.engine.llm import LLM
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.source import CheckpointError
 from neso.generation import SamplingDefaults, SamplingParams
 
 

@@ -11,8 +11,7 @@ from neso.backends.default_sampling import near_generation_config
 from neso.backends.json_file import read_object
 from neso.backends.near_path import near_path
 from neso.engine.config import EngineConfig
-from neso.engine.weights.errors import ModelNotFound
-from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.server.errors import InvalidArgument
 
 FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from neso.backends.near_path import near_path
-from neso.engine.weights.errors import ModelNotFound
-from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.server.errors import InvalidArgument
 
 INSTEAD = "name a Hugging Face checkpoint, a GGUF file, or the directory that `neso build` makes of one"

@@ -7,8 +7,8 @@ from typing import Any
 
 from neso.engine.text.errors import TokenizerError
 from neso.engine.text.tokenizer import Tokenizer
-from neso.engine.weights.errors import CheckpointError, ModelNotFound
-from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.hub import ModelNotFound, resolve_model
+from neso.engine.weights.source import CheckpointError
 from neso.generation import InvalidParameter, TextTools
 
 

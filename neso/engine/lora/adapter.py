@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.lora.errors import AdapterError
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_roles import layer_shapes
+from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")

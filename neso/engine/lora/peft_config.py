@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from neso.engine.lora.errors import AdapterError
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.json_file import read_json_object
+from neso.engine.weights.files import read_json_object
+from neso.engine.weights.source import CheckpointError
 
 CONFIG_FILE = "adapter_config.json"
 

@@ -7,8 +7,7 @@ import numpy as np
 
 from neso.engine.lora.adapter import LoraAdapter, LowRank, Target, targets_of
 from neso.engine.lora.errors import AdapterError
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_roles import layer_shapes
+from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
 from neso.generation.lora import LoraTensors
 
 # Module ids and what they adapt. TensorRT-LLM's mlp_h_to_4h is what goes through the activation, its mlp_gate what that

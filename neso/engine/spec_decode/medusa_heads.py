@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.runners.reference.layers import linear, silu
-from neso.engine.weights.dtype import copy_as_float32
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.runners.numpy_layers import linear, silu
 from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.engine.weights.source import CheckpointError, copy_as_float32
 
 Float32Array = npt.NDArray[np.float32]
 

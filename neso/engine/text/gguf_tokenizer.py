@@ -14,9 +14,9 @@ from neso.engine.text.errors import TokenizerError
 from neso.engine.text.gguf_byte_level import byte_level_backend, pre_tokenizer
 from neso.engine.text.gguf_sentencepiece import sentencepiece_backend
 from neso.engine.text.tokenizer_files import TokenizerFiles
-from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.gguf.file import GGUFFile
 from neso.engine.weights.gguf.metadata import Metadata
+from neso.engine.weights.source import CheckpointError
 
 _PREFIX = "tokenizer.ggml."
 _ROLES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from neso.engine.errors import EngineError
-from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.vision.image_processor import ImageProcessor
 from neso.engine.vision.image_prompt import ImagePrompt, VisionInfo
 

@@ -1,4 +1,4 @@
-"""Draws tokens on the device: what `random_choice.choose` does, in torch."""
+"""Sampling on the device: `random_choice.choose` in torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neso.engine.runners.torch.transfer import send
+from neso.engine.runners.torch.step_inputs import send
 from neso.engine.sampling.random_choice import BROKEN, Draws
 from neso.engine.sampling.row_masks import RowMasks
 
