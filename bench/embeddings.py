@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel
 from transformers.utils import logging
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import PoolingParams
 
 VOCAB = 8192

@@ -13,7 +13,7 @@ import argparse
 import random
 import time
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import SamplingParams
 from neso.models import SHIPPED_MODELS
 

@@ -19,8 +19,8 @@ from grpc_server import PATH, echo_deferred, load
 from identity_model import identity_repository
 from tritonclient.grpc import service_pb2
 
-from neso.frontends.grpc import DeferredHandler, GrpcServer, GrpcServerOptions
 from neso.frontends.kserve_grpc import GrpcOptions, KServeGrpc
+from neso.frontends.transport.grpc import CallbackHandler, GrpcServer, GrpcServerOptions
 from neso.server.core import Core
 from neso.server.options import ServerOptions
 
@@ -56,7 +56,7 @@ async def compare(options: argparse.Namespace) -> None:
         front_end = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=0))
         await front_end.start()
         echo = GrpcServer(GrpcServerOptions())
-        echo.add_registered_method_handlers("bench.Echo", {"Echo": DeferredHandler(echo_deferred)})
+        echo.add_registered_method_handlers("bench.Echo", {"Echo": CallbackHandler(echo_deferred)})
         await echo.start()
         data = message(options.elements)
         infer, infer_cpu = await measure(front_end.port, INFER, data, options)

@@ -17,9 +17,9 @@ from statistics import median
 import numpy as np
 from checkpoint import SHAPES, write_checkpoint
 
+from neso.engine.client.llm import LLM
 from neso.engine.guided.compiler import GrammarCompiler
 from neso.engine.guided.guide import CompiledGrammar
-from neso.engine.llm import LLM
 from neso.generation import GuidedDecoding, SamplingParams
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate": 1408}

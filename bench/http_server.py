@@ -28,7 +28,7 @@ import orjson
 import uvloop
 from server_process import server_process
 
-from neso.frontends.http import AsgiServer, HttpServer, HttpServerOptions, Request, Response
+from neso.frontends.transport.http1 import AsgiServer, HttpServer, HttpServerOptions, Request, Response
 
 BODY = orjson.dumps({"text_input": "a small prompt", "max_tokens": 16, "stream": False})
 LUA = """

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from neso.backends.python.process.arena import Arena, Visitor
+from neso.backends.python.process.shared_memory import Arena, Visitor
 from neso.server.core import Core
 from neso.server.inference_request import InferenceRequest
 from neso.server.model import Model

@@ -27,7 +27,7 @@ from checkpoint import write_checkpoint
 from neso_server import served
 from timed_requests import Measured, run
 
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.generation import GenerationRequest, SamplingParams
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from neso.engine.llm import LLM
-    from neso.engine.text.loading import load_tokenizer
-    from neso.engine.text.tokenizer import Tokenizer
+    from neso.engine.client.llm import LLM
+    from neso.engine.text.tokenizer import Tokenizer, load_tokenizer
     from neso.frontends.inprocess import KServeGrpc, KServeHttp, Metrics
     from neso.generation import SamplingParams
-    from neso.server.datatypes import DataType
     from neso.server.errors import (
         AlreadyExists,
         Cancelled,
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
         Tensor,
     )
     from neso.server.options import ModelControlMode
+    from neso.server.tensor import DataType
 
 __version__ = "0.1.0"
 
@@ -70,12 +69,11 @@ __all__ = [
 
 # Imported when they are first used, so that `import neso` costs nothing.
 _MODULES = {
-    "neso.engine.llm": ("LLM",),
-    "neso.engine.text.loading": ("load_tokenizer",),
-    "neso.engine.text.tokenizer": ("Tokenizer",),
+    "neso.engine.client.llm": ("LLM",),
+    "neso.engine.text.tokenizer": ("Tokenizer", "load_tokenizer"),
     "neso.frontends.inprocess": ("KServeGrpc", "KServeHttp", "Metrics"),
     "neso.generation": ("SamplingParams",),
-    "neso.server.datatypes": ("DataType",),
+    "neso.server.tensor": ("DataType",),
     "neso.server.errors": (
         "AlreadyExists",
         "Cancelled",

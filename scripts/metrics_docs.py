@@ -12,11 +12,12 @@ from neso.backends.vllm.metrics import VllmMetrics
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
-from neso.server.metrics import MetricsConfig, MetricsRegistry
+from neso.server.metrics.config import MetricsConfig
 from neso.server.metrics.cpu import CPU_FAMILIES
 from neso.server.metrics.description import FamilyDescription
 from neso.server.metrics.gpu import GPU_FAMILIES
 from neso.server.metrics.model_families import describe_model_families
+from neso.server.metrics.registry import MetricsRegistry
 from neso.server.metrics.system import PINNED_MEMORY_FAMILIES
 from neso.server.statistics import FailureReason
 

@@ -1,4 +1,4 @@
-# Sourced by neso-up and neso-test: makes .venv and installs the package, once for each state of what it depends on.
+# Sourced by neso-up and neso-test. Creates .venv and installs the package, again only when its inputs changed.
 
 MIN_PYTHON=10  # 3.10
 
@@ -21,8 +21,8 @@ check_compiler() {
     fi
 }
 
-# What decides whether an installation is still good: the compiled sources, the dependencies, and which Python files
-# there are. These are used from the checkout, but an installation remembers which modules are packages.
+# Changes when the package has to be installed again: the compiled sources, the dependencies, and the list of Python
+# files. Python files run from the checkout, but an editable installation records which packages exist.
 fingerprint() {
     {
         cat pyproject.toml constraints.txt CMakeLists.txt scripts/setup.sh $(find csrc -type f | sort)
@@ -30,7 +30,10 @@ fingerprint() {
     } | cksum
 }
 
-# install NAME EXTRAS: pip install the package with these extras unless .venv has it in this very state.
+# The functions below run under `set -e`. Don't call them in `&&`, `||` or `if`: that would turn it off inside them,
+# and a failed installation would be stamped as done.
+
+# install NAME EXTRAS: pip install the package with these extras unless the stamp of this fingerprint exists.
 install() {
     local stamp=".venv/.neso-$1" state
     state="$(fingerprint)"
@@ -41,30 +44,26 @@ install() {
     if [ ! -x .venv/bin/python ]; then
         local python
         python="$(find_python)"
-        echo "neso: making .venv with $("$python" --version)"
+        echo "neso: creating .venv with $("$python" --version)"
         "$python" -m venv .venv
     fi
-    echo "neso: installing${2:+ with $2} (about half a minute for the server, more for the tests)"
+    echo "neso: installing${2:+ with $2} (compiling takes about two minutes on two cores, downloads come on top)"
     .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".$2"
     echo "$state" >"$stamp"
 }
 
-# Real vLLM, its CPU build, in .venv-vllm: it pins versions that the rest does not. It is tried once for each state;
-# where there is no build for the machine, the tests that need it are skipped.
-install_vllm() {
-    local stamp=".venv/.neso-vllm" state
+setup_base() { install base ""; }
+setup_tests() { install tests "[dev]"; }
+
+# Real vLLM (CPU build) for the tests of its backend, in .venv-vllm because it pins other versions.
+setup_vllm() {
+    local stamp=".venv-vllm/.neso" state
     state="$(cat scripts/install_vllm.py constraints.txt constraints-vllm.txt .venv/pyvenv.cfg | cksum)"
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then
         return
     fi
     echo "neso: installing vLLM for the tests of its backend (some minutes, 1.5 GB)"
     rm -rf .venv-vllm
-    if ! .venv/bin/python scripts/install_vllm.py .venv-vllm; then
-        rm -rf .venv-vllm
-        echo "neso: vLLM cannot be installed here, its tests are skipped; rm $stamp to try again" >&2
-    fi
+    .venv/bin/python scripts/install_vllm.py .venv-vllm
     echo "$state" >"$stamp"
 }
-
-setup_base() { install base ""; }
-setup_tests() { install tests "[dev]" && install_vllm; }

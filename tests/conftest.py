@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton interprets its kernels: that must be said before they are imported. And the log."""
+"""Fixtures and settings shared by all tests."""
 
 from __future__ import annotations
 
@@ -9,48 +9,60 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from pairwise import mark_matrices_slow
 from step_pace import StepPace
 from virtual_time import VirtualTime
 
 from neso.engine.runners.registry import has_nvidia_gpu
 
 if not has_nvidia_gpu():
+    # Triton interprets its kernels on the CPU. It reads the variable when the kernels are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How long examples take to make and to run says more of the machine than of what is tested.
-settings.register_profile("neso", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("neso")
+# Derandomized: a run that passed passes again. `--hypothesis-profile=random` looks for new examples.
+settings.register_profile(
+    "default", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("random", settings.get_profile("default"), derandomize=False)
+settings.load_profile("default")
 
 
-# Files of a single test that takes minutes. Files with many tests are handed out first, so these would run at the very
-# end, alone.
+# Files with a single test that takes minutes. They start first, or they would run alone at the end.
 LONGEST = ("test_install_size.py", "test_random_schemas.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, then those with most tests: for `--dist loadfile --no-loadscope-reorder`."""
+    """Mark large matrices and order files.
+
+    Order, for `--dist loadfile --no-loadscope-reorder`: the longest first, then those with most tests.
+    """
+    mark_matrices_slow(items)
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path]))
 
 
-@pytest.fixture
-def same_log() -> Iterator[None]:
-    """Whatever the test changes of the process's log is undone."""
+@pytest.fixture(autouse=True)
+def _restore_log() -> Iterator[None]:
+    """Undo changes that the test makes to the process's log settings."""
     from neso.server.log import LogOptions, log_settings
 
+    root = logging.getLogger()
+    level = root.level
     yield
-    log_settings().options = LogOptions()
+    if log_settings().options != LogOptions():
+        log_settings().options = LogOptions()
     logging.getLogger("neso").setLevel(logging.NOTSET)
+    root.setLevel(level)
 
 
 @pytest.fixture
 def step_pace(monkeypatch: pytest.MonkeyPatch) -> StepPace:
-    """Engines of this process are slow: who shall be met at work is met, and not at its end."""
+    """Slow down the steps of engines in this process, so that requests are still running when a test acts."""
     return StepPace(monkeypatch)
 
 
 @pytest.fixture
 async def virtual_time() -> AsyncIterator[VirtualTime]:
-    """The test's event loop has a clock that jumps to the next timer when nobody has anything to do."""
+    """Give the test's event loop a clock that jumps to the next timer when the loop is idle."""
     with pytest.MonkeyPatch.context() as patch:
         yield VirtualTime(patch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neso.generation import FinishReason
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),

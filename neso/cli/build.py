@@ -40,8 +40,7 @@ def build(
     """Pack a model once, so that every later start maps it into memory and is ready at once."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from neso.engine.build import build_engine
-    from neso.engine.build_float8 import build_float8
+    from neso.engine.load.build import build_engine, build_float8
     from neso.engine.runners.base import RunnerOptions, UnsupportedOption
     from neso.engine.specs.config_reader import UnsupportedModel
     from neso.engine.weights.hub import ModelNotFound, resolve_model

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from neso.engine.config import EngineConfig
-from neso.engine.text.no_tokenizer import NO_TOKENIZER, NoTokenizer
-from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.tokenizer import NO_TOKENIZER, NoTokenizer, Tokenizer
 
 EngineText = Tokenizer | NoTokenizer
 

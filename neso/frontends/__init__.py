@@ -1,1 +1,1 @@
-"""Front ends: the wire formats. They parse, call the core and write."""
+"""Front ends: wire formats of clients. They parse requests, call the server and write responses."""

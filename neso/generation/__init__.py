@@ -1,20 +1,15 @@
-"""What every language model of the server takes and gives: the types shared by front ends, backends and engines."""
+"""Types of text generation that frontends, backends and engines share."""
 
-from neso.generation.draft_tokens import DraftTokens
-from neso.generation.encoding import encode_text
+from neso.generation.errors import InvalidParameter, PromptTooLong, check_prompt_length
 from neso.generation.guided_decoding import GuidedDecoding
-from neso.generation.invalid_parameter import InvalidParameter, PromptTooLong, check_prompt_length
-from neso.generation.language_model import AdaptableModel, LanguageModel, TextTools
-from neso.generation.lora import LoraRequest, LoraTensors
-from neso.generation.output import CompletionDelta, FinishReason, GenerationOutput, TokenLogprobs, Usage
+from neso.generation.language_model import LanguageModel, SupportsLora, TokenizerLike, encode_text
+from neso.generation.output import Completion, FinishReason, GenerationOutput, TokenLogprobs, Usage
 from neso.generation.pooling import PooledOutput, PoolingInfo, PoolingModel, PoolingParams, PoolingRequest
-from neso.generation.request import GenerationRequest
-from neso.generation.sampling_defaults import SamplingDefaults
-from neso.generation.sampling_params import SamplingParams
+from neso.generation.request import DraftTokens, GenerationRequest, LoraRequest, LoraTensors
+from neso.generation.sampling_params import SamplingDefaults, SamplingParams
 
 __all__ = [
-    "AdaptableModel",
-    "CompletionDelta",
+    "Completion",
     "DraftTokens",
     "FinishReason",
     "GenerationOutput",
@@ -32,8 +27,9 @@ __all__ = [
     "PromptTooLong",
     "SamplingDefaults",
     "SamplingParams",
-    "TextTools",
+    "SupportsLora",
     "TokenLogprobs",
+    "TokenizerLike",
     "Usage",
     "check_prompt_length",
     "encode_text",

@@ -1,4 +1,4 @@
-"""What the text of an answer must fit."""
+"""Guided decoding: constraints on the text of the output."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 import msgspec
 
-from neso.generation.invalid_parameter import InvalidParameter
-from neso.generation.unicode_text import check_unicode
+from neso.generation.errors import InvalidParameter, check_unicode
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""The constraints, of which exactly one is given."""
+"""The kinds of constraint; a request has exactly one."""
 
 _MAX_CHOICES = 10_000
 _WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
-_TEXTS = ("json", "regex", "grammar", "structural_tag", "whitespace_pattern")
+_TEXT_FIELDS = ("json", "regex", "grammar", "structural_tag", "whitespace_pattern")
 
 
 class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,15 +23,15 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     - json: a JSON schema, as an object or its text; True for any object
     - regex: the whole output matches it; Rust's syntax, without look-around and back-references
-    - choice: the output is one of these strings; a list of them will do
-    - grammar: Lark as llguidance reads it, or GBNF
+    - choice: the output is one of these strings; a list is accepted
+    - grammar: Lark in llguidance's dialect, or GBNF
     - json_object: any JSON object
-    - structural_tag: free text in which what follows a trigger fits a schema; an object or its text
-    - whitespace_pattern: a regular expression for what may stand between the tokens of JSON
-    - disable_any_whitespace: none may stand there
-    - asked_as: the field in which the client wrote it, for errors about it
+    - structural_tag: free text with structured parts after trigger strings; an object or its text
+    - whitespace_pattern: regular expression for the whitespace between the tokens of JSON
+    - disable_any_whitespace: no whitespace between the tokens of JSON
+    - source_field: the request field that the constraint came from, for error messages
 
-    Raises `InvalidParameter`; what a grammar itself says is checked when it is compiled.
+    Raises `InvalidParameter`. Schemas and grammars are checked later, when they are compiled.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -43,14 +42,15 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
-    asked_as: str = ""
+    source_field: str = ""
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
             found = f"{' and '.join(given)} are given" if given else "none is given"
             raise InvalidParameter(
-                self.asked_as or "guided_decoding", f"exactly one of {', '.join(KINDS)} is needed, {found}"
+                self.source_field or "guided_decoding",
+                f"exactly one of {', '.join(KINDS)} is needed, {found}",
             )
         if self.choice is not None:
             self._check_choice(self.choice)
@@ -62,25 +62,25 @@ class GuidedDecoding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if isinstance(value, str):
                 self._check_json(value)
             elif isinstance(value, dict):
-                # As text it crosses to the engine whatever numbers it holds.
+                # As text it can be sent to the engine process with numbers of any size.
                 msgspec.structs.force_setattr(self, kind, json.dumps(value, ensure_ascii=False))
         for kind in ("regex", "grammar"):
             if getattr(self, kind) == "":
                 raise InvalidParameter(self.field, "is empty")
-        for kind in _TEXTS:
+        for kind in _TEXT_FIELDS:
             value = getattr(self, kind)
             if isinstance(value, str):
                 check_unicode(self.field, value)
 
     @property
     def kind(self) -> str:
-        """Which of `KINDS` is given."""
+        """The kind of constraint, one of `KINDS`."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
 
     @property
     def field(self) -> str:
-        """The name of the field that an error is about."""
-        return self.asked_as or f"guided_decoding.{self.kind}"
+        """The field name for error messages."""
+        return self.source_field or f"guided_decoding.{self.kind}"
 
     def _check_choice(self, choice: tuple[str, ...]) -> None:
         strings = isinstance(choice, list | tuple) and all(isinstance(text, str) for text in choice)
@@ -121,21 +121,21 @@ _GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
 _RESPONSE_FORMAT = "response_format"
 
 NAMES = frozenset({*_FLAT, *_OBJECTS, _GUIDE_TYPE, _GUIDE, _RESPONSE_FORMAT})
-"""Names of request parameters that ask for guided decoding."""
+"""Names of request parameters for guided decoding."""
 
 
 def read_guided_decoding(values: Mapping[str, Any]) -> GuidedDecoding | None:
     """Read the constraint among loosely typed request parameters (`NAMES`); None if there is none.
 
-    Taken are `guided_json`, `guided_regex` and so on, an object `guided_decoding` or `structured_outputs`, OpenAI's
+    Accepts `guided_json`, `guided_regex` and so on, an object `guided_decoding` or `structured_outputs`, OpenAI's
     `response_format`, and TensorRT-LLM's `guided_decoding_guide_type` with `guided_decoding_guide`. Objects may come
     as JSON text. Raises `InvalidParameter`.
     """
-    asked = [reading for reading in _readings(values) if reading is not None]
-    if len(asked) > 1:
-        names = " and ".join(reading.field for reading in asked)
-        raise InvalidParameter(asked[1].field, f"{names} are given, only one constraint can be")
-    return asked[0] if asked else None
+    found = [reading for reading in _readings(values) if reading is not None]
+    if len(found) > 1:
+        names = " and ".join(reading.field for reading in found)
+        raise InvalidParameter(found[1].field, f"{names} are given, only one constraint can be")
+    return found[0] if found else None
 
 
 def _readings(values: Mapping[str, Any]) -> list[GuidedDecoding | None]:
@@ -150,17 +150,17 @@ def _readings(values: Mapping[str, Any]) -> list[GuidedDecoding | None]:
 
 
 def _read_flat(flat: Mapping[str, Any]) -> GuidedDecoding | None:
-    fields = {_FLAT[name]: _parsed(name, value) for name, value in flat.items()}
+    fields = {_FLAT[name]: _parse_flat_value(name, value) for name, value in flat.items()}
     if not any(kind in fields and fields[kind] is not False for kind in KINDS):
         if any(fields.get(name) not in (None, False, "false") for name in _WHITESPACE):
             raise InvalidParameter(next(iter(flat)), "is for guided_json and guided_json_object")
         return None
-    asked_as = next(name for name in flat if _FLAT[name] in KINDS)
-    return _make(fields, asked_as)
+    source_field = next(name for name in flat if _FLAT[name] in KINDS)
+    return _make(fields, source_field)
 
 
-def _parsed(name: str, value: Any) -> Any:
-    """Request parameters have no lists: those come as JSON text."""
+def _parse_flat_value(name: str, value: Any) -> Any:
+    """Decode values that arrive as JSON text because request parameters have no lists."""
     if name == "guided_choice" and isinstance(value, str):
         return _load(name, value)
     if name == "guided_json" and isinstance(value, str) and value.strip().lower() in ("true", "false"):
@@ -185,7 +185,7 @@ def _read_response_format(value: Any) -> GuidedDecoding | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return GuidedDecoding(json_object=True, asked_as=_RESPONSE_FORMAT)
+        return GuidedDecoding(json_object=True, source_field=_RESPONSE_FORMAT)
     if kind == "json_schema":
         named = value.get("json_schema")
         schema = named.get("schema") if isinstance(named, dict) else None
@@ -205,23 +205,23 @@ def _read_guide(given: Mapping[str, Any]) -> GuidedDecoding:
     if kind not in _GUIDE_TYPES:
         raise InvalidParameter(_GUIDE_TYPE, f"must be one of {', '.join(_GUIDE_TYPES)}, got {kind!r}")
     if kind == "json":
-        return GuidedDecoding(json_object=True, asked_as=_GUIDE_TYPE)
+        return GuidedDecoding(json_object=True, source_field=_GUIDE_TYPE)
     if _GUIDE not in given:
         raise InvalidParameter(_GUIDE, f"is needed beside {_GUIDE_TYPE} {kind}")
     return _make({_GUIDE_TYPES[kind]: given[_GUIDE]}, _GUIDE)
 
 
-def _make(fields: Mapping[str, Any], asked_as: str) -> GuidedDecoding:
-    converted: dict[str, Any] = {"asked_as": asked_as}
+def _make(fields: Mapping[str, Any], source_field: str) -> GuidedDecoding:
+    converted: dict[str, Any] = {"source_field": source_field}
     for name, value in fields.items():
-        if name not in _FIELD_TYPES or name == "asked_as":
-            raise InvalidParameter(asked_as, f"has no field '{name}'")
+        if name not in _FIELD_TYPES or name == "source_field":
+            raise InvalidParameter(source_field, f"has no field '{name}'")
         try:
             strict = name in ("json", "structural_tag")
             converted[name] = msgspec.convert(value, _FIELD_TYPES[name], strict=strict)
         except msgspec.ValidationError as error:
             raise InvalidParameter(
-                asked_as, f"{name}: {error}" if name not in asked_as else str(error)
+                source_field, f"{name}: {error}" if name not in source_field else str(error)
             ) from None
     return GuidedDecoding(**converted)
 

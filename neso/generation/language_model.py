@@ -1,24 +1,27 @@
-"""The face of a language model that front ends see beside its tensors."""
+"""Interface of a model that generates text, implemented by engines and used by the OpenAI frontend and backends."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from neso.generation.lora import LoraRequest
 from neso.generation.output import GenerationOutput
-from neso.generation.request import GenerationRequest
-from neso.generation.sampling_defaults import SamplingDefaults
+from neso.generation.request import GenerationRequest, LoraRequest
+from neso.generation.sampling_params import SamplingDefaults
+
+_THREAD_THRESHOLD = 10_000
+"""Characters from which a text is tokenized in a thread."""
 
 
-class TextTools(Protocol):
-    """Text to tokens and back, for one model."""
+class TokenizerLike(Protocol):
+    """Tokenizer and chat template of one model."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Text of `token_ids`; invalid UTF-8 becomes U+FFFD."""
 
     def apply_chat_template(
         self,
@@ -29,9 +32,9 @@ class TextTools(Protocol):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt for a chat. Raises `InvalidParameter("messages", …)` if the template refuses them.
+        """The prompt for a chat. Raises `InvalidParameter("messages", …)` if the template rejects them.
 
-        `variables` are the client's, of any name: those before them go by their places.
+        `variables` are the client's and can have any name, therefore `messages` is positional.
         """
 
     @property
@@ -40,54 +43,60 @@ class TextTools(Protocol):
 
     @property
     def chat_template_source(self) -> str:
-        """The text of the chat template, by which is known how the model writes calls and reasoning; "" for none."""
+        """Source of the chat template, from which the format of tool calls and reasoning is detected; "" if none."""
 
 
 @runtime_checkable
 class TokenBytes(Protocol):
-    """`TextTools` that know their tokens to the byte."""
+    """A `TokenizerLike` that knows the exact bytes of its tokens."""
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes of one token; None if the tokenizer has none for single tokens."""
+        """Bytes of one token; None if the tokenizer has no bytes for single tokens."""
 
 
 class LanguageModel(Protocol):
-    """A model that generates text. Engines implement it; OpenAI's front end and the `llm` backend use it."""
+    """A model that generates text."""
 
     @property
-    def text(self) -> TextTools: ...
+    def text(self) -> TokenizerLike: ...
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
 
     @property
     def default_sampling(self) -> SamplingDefaults:
-        """For front ends whose clients leave things out: `generate` takes a request's parameters as they are."""
+        """Defaults for frontends whose clients omit parameters. `generate` does not apply them."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """Stream the outputs of `request`.
 
-        The request is checked at the first `__anext__`, which raises `InvalidParameter` when it cannot be served
-        (prompt too long, a parameter that the runner cannot honour) and `EngineDead` when the engine is gone.
-        Closing the iterator early (`aclose()`, or cancelling the task that reads it) aborts the request: its
-        blocks are free before the next engine step.
+        The first `__anext__` checks the request and raises `InvalidParameter` if the model does not support it, or
+        `EngineDead` if the engine has ended. Closing the iterator early (`aclose()`, or cancelling the task that reads
+        it) aborts the request: its blocks are free before the next engine step.
         """
 
 
 @runtime_checkable
-class AdaptableModel(Protocol):
-    """A language model that has adapters."""
+class SupportsLora(Protocol):
+    """A language model with LoRA adapters."""
 
     @property
     def allows_runtime_lora(self) -> bool:
         """Whether clients may load and unload adapters."""
 
     def list_loras(self) -> Mapping[str, str | None]:
-        """The adapters that requests can name, with the paths of those that were loaded from one."""
+        """Names of the loaded adapters, with the path of those that were loaded from one."""
 
     async def load_lora(self, lora: LoraRequest) -> None:
-        """Load an adapter; one that has its name serves on until this one is there. Raises `ServerError`."""
+        """Load an adapter; one of the same name serves until it is ready. Raises `ServerError`."""
 
     async def unload_lora(self, name: str) -> None:
-        """Forget an adapter; requests in flight end with it. Raises `NotFound` if there is none."""
+        """Unload an adapter; requests in flight finish with it. Raises `NotFound` if there is none."""
+
+
+async def encode_text(tokenizer: TokenizerLike, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """As `TokenizerLike.encode`, with long texts in a thread so that they do not block the event loop."""
+    if len(text) < _THREAD_THRESHOLD:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -1,9 +1,11 @@
-"""What comes back while text is generated."""
+"""Output of a generation request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,23 +14,23 @@ FloatRows = npt.NDArray[np.float32]
 
 
 class FinishReason(str, Enum):
-    """Why a sequence ended. The values are those of OpenAI's API, where it has one."""
+    """Why a sequence ended. The values are those of the OpenAI API, where it has one."""
 
     STOP = "stop"
-    """An end token, a stop token or a stop string."""
+    """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
     """`max_tokens` or the model's length limit."""
     ABORT = "abort"
-    """The client cancelled or went away."""
+    """The client cancelled or disconnected."""
     ERROR = "error"
-    """The engine could not go on with this request."""
+    """The engine failed the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: of the token there, and of the `top` most likely ones.
+    """Log probabilities at one position: of its token, and of the most likely tokens.
 
-    `top` is sorted, most likely first: (token id, log probability, the token's text).
+    `top` is sorted, most likely first: (token id, log probability, text of the token). `rank` starts at 1.
     """
 
     token_id: int
@@ -39,14 +41,16 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionDelta:
-    """What one sequence of a request has gained since the last output.
+class Completion:
+    """One sequence of a request: all of it, or while streaming what was added since the last output.
 
-    `index` is in [0, n). `text` ends at a character boundary and never holds a part of a stop string;
-    `finish_reason` is set in the last delta of this sequence only. `stop_reason` names the stop string or
-    stop token that ended it, None when it was the end-of-sequence token or the length; for a stop word of several
-    tokens, its text. `cumulative_logprob` comes with log probabilities, and of a beam search: by what the beams were
-    compared. `generation_logits`: float32[tokens, vocabulary] where asked for.
+    - index: in [0, n)
+    - text: ends at a character boundary and never contains a part of a stop string
+    - cumulative_logprob: of the whole sequence so far, with log probabilities; of a beam search its score
+    - finish_reason: set when the sequence is finished
+    - stop_reason: the stop string or stop token that ended the sequence, the text of a stop word of several tokens;
+      None after an end-of-sequence token or at the length limit
+    - generation_logits: float32[tokens, vocab_size] that the tokens were sampled from, if requested
     """
 
     index: int
@@ -58,10 +62,24 @@ class CompletionDelta:
     stop_reason: str | int | None = None
     generation_logits: FloatRows | None = field(default=None, repr=False, compare=False)
 
+    @staticmethod
+    def joined(deltas: Sequence[Completion]) -> Completion:
+        """The deltas of one sequence, in order, as one completion."""
+        if len(deltas) == 1:
+            return deltas[0]
+        logits = [delta.generation_logits for delta in deltas if delta.generation_logits is not None]
+        return replace(
+            deltas[-1],
+            text="".join([delta.text for delta in deltas]),
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            logprobs=[entry for delta in deltas for entry in delta.logprobs or ()] or None,
+            generation_logits=np.concatenate(logits) if logits else None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request so far; `accepted_draft_tokens` of the `draft_tokens` guessed became output."""
+    """Token counts of a request so far; `accepted_draft_tokens` of the `draft_tokens` became output."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -72,17 +90,21 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """One message of a generation: deltas of one or more of its sequences.
+    """Output of a request: all of it (`LLM.generate`), or one message of a stream.
 
-    `num_sequences` is the request's n. `prompt_token_ids`, `prompt_logprobs` and `context_logits` come with the first
-    output; the latter two when asked for: one entry a prompt token, None for the first, and float32[prompt,
-    vocabulary]. `finished` is True in the last output; with beams or best_of there is no other.
-    `scheduled_ns`: when the engine began with the prompt, in ns of the monotonic clock; with the first output, 0 if
-    it does not tell. `preemptions`: how often sequences that are done had to start over.
+    - outputs: one completion a sequence, by index; a stream has deltas of one or more sequences
+    - finished: True for the last message; beam search and best_of give only that one
+    - num_sequences: n of the request
+    - prompt_token_ids: in the first message of a stream
+    - prompt_logprobs, context_logits: in the first message, if requested: one entry for each prompt token, None for the
+      first; float32[prompt, vocab_size]
+    - scheduled_ns: start of the prefill in ns of the monotonic clock, in the first message; 0 if unknown
+    - preemptions: how often the finished sequences were preempted
+    - prompt: as given to `LLM.generate`
     """
 
     request_id: str
-    deltas: list[CompletionDelta]
+    outputs: list[Completion]
     usage: Usage
     finished: bool
     num_sequences: int = 1
@@ -91,3 +113,39 @@ class GenerationOutput:
     context_logits: FloatRows | None = field(default=None, repr=False, compare=False)
     scheduled_ns: int = 0
     preemptions: int = 0
+    prompt: Any = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence."""
+        return self.outputs[0].text
+
+    @property
+    def deltas(self) -> list[Completion]:
+        """`outputs`, of a message of a stream."""
+        return self.outputs
+
+    @property
+    def draft_tokens(self) -> int:
+        return self.usage.draft_tokens
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        return self.usage.accepted_draft_tokens
+
+    @staticmethod
+    def joined(messages: Sequence[GenerationOutput], prompt: Any = None) -> GenerationOutput:
+        """The messages of one stream, in order, as one output."""
+        by_index: dict[int, list[Completion]] = {}
+        for message in messages:
+            for delta in message.outputs:
+                by_index.setdefault(delta.index, []).append(delta)
+        first, last = messages[0], messages[-1]
+        return replace(
+            first,
+            outputs=[Completion.joined(by_index[index]) for index in sorted(by_index)],
+            usage=last.usage,
+            finished=last.finished,
+            preemptions=last.preemptions,
+            prompt=prompt,
+        )

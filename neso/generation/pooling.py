@@ -1,7 +1,9 @@
-"""A request for a vector: an embedding, a score of a pair, the probabilities of classes; and what comes back."""
+"""Pooling requests: embeddings, scores of text pairs, classification."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -9,20 +11,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from neso.generation.invalid_parameter import InvalidParameter
-from neso.generation.language_model import TextTools
+from neso.generation.errors import InvalidParameter
+from neso.generation.language_model import TokenizerLike
 
+Float32Array = npt.NDArray[np.float32]
 PoolingKind = Literal["mean", "last", "cls", "max"]
 PoolingTask = Literal["embed", "classify"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the vectors of a prompt's tokens become one. None is what the model's files say.
+    """How the hidden states of a prompt become one vector. None is the default of the model's files.
 
-    - task: "embed" gives an embedding, "classify" what the model's classifier says: one score, or one value a class
-    - pooling: the mean or the maximum over the tokens, the last token, or the first ("cls")
-    - dimensions: only the first so many, for models trained for that (Matryoshka, arXiv 2205.13147)
-    - normalize: to length 1, after cutting
+    - task: "embed" gives an embedding, "classify" the output of the model's classifier: one score, or one a class
+    - pooling: mean or maximum over the tokens, the last token, or the first ("cls")
+    - dimensions: keep only the first dimensions, for models trained for that (Matryoshka, arXiv 2205.13147)
+    - normalize: to length 1, after truncation to `dimensions`
     - activation: sigmoid of one score, softmax of several classes; False gives logits
 
     Raises `InvalidParameter` with the field's name.
@@ -41,10 +44,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequest:
-    """One text, token ids that are taken as they are, or a pair of texts.
+    """One text, token ids that are used unchanged, or a pair of texts.
 
-    `truncate_prompt_tokens`: keep so many tokens, special ones included; -1: as many as the model takes; None: a
-    longer prompt is refused.
+    `truncate_prompt_tokens`: number of tokens to keep, including special tokens; -1: as many as the model allows;
+    None: a longer prompt is rejected.
     """
 
     prompt: str | list[int] | tuple[str, str]
@@ -57,16 +60,16 @@ class PoolingRequest:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """`values` float32[D]: the embedding, or a score, or one value for each class. It is all there is: `finished`."""
+    """Result of a pooling request. `values` float32[D]: the embedding, the score, or one value a class."""
 
     request_id: str
-    values: npt.NDArray[np.float32]
+    values: Float32Array
     num_prompt_tokens: int
     finished: bool = True
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model can pool: width of its embeddings, how it pools unless asked otherwise, the names of its classes."""
+    """Pooling tasks of a model, width of its embeddings, default pooling, names of its classes."""
 
     tasks: frozenset[PoolingTask]
     dimensions: int
@@ -78,15 +81,89 @@ class PoolingModel(Protocol):
     """A model that turns text into vectors. Engines implement it."""
 
     @property
-    def text(self) -> TextTools: ...
+    def text(self) -> TokenizerLike: ...
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt."""
+        """Maximum number of tokens of a prompt."""
 
     @property
     def pooling(self) -> PoolingInfo | None:
-        """What it can pool; None where it only generates."""
+        """Supported pooling; None for a model that only generates."""
 
     async def pool(self, request: PoolingRequest) -> PooledOutput:
-        """The vector of `request`. Raises `InvalidParameter` when it cannot be served. Cancelling aborts it."""
+        """Result of `request`. Raises `InvalidParameter` if it is not supported. Cancelling aborts it."""
+
+
+MAX_TASKS_PER_TURN = 16
+"""Requests started in one turn of the event loop: each is tokenized there and delays other work."""
+
+
+async def pool_all(
+    pool: Callable[[PoolingRequest], Awaitable[PooledOutput]], requests: Sequence[PoolingRequest]
+) -> list[PooledOutput]:
+    """Results of all requests, in their order. If one fails, the others are cancelled and its error is raised."""
+    tasks: list[asyncio.Future[PooledOutput]] = []
+    try:
+        for start in range(0, len(requests), MAX_TASKS_PER_TURN):
+            batch = requests[start : start + MAX_TASKS_PER_TURN]
+            tasks += [asyncio.ensure_future(pool(request)) for request in batch]
+            await asyncio.sleep(0)
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The pooling requests that score N pairs of texts, and the scores from their results.
+
+    A classifier with one output (cross-encoder) reads each pair together. Otherwise each distinct text is embedded
+    once and the score of a pair is the cosine similarity.
+    """
+
+    prompts: list[str | tuple[str, str]]
+    params: PoolingParams
+    pairs: list[tuple[int, int]]
+    """Indices into `prompts` of each pair; both are the same for a cross-encoder."""
+
+    @classmethod
+    def of(
+        cls,
+        info: PoolingInfo | None,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        activation: bool = True,
+    ) -> Scoring:
+        """One query for all documents, or one for each. Raises `InvalidParameter`."""
+        documents = [documents] if isinstance(documents, str) else list(documents)
+        queries = [queries] if isinstance(queries, str) else list(queries)
+        if len(queries) not in (1, len(documents)):
+            raise InvalidParameter(
+                "documents", f"there are {len(queries)} queries and {len(documents)} documents: no pairs"
+            )
+        queries = queries * len(documents) if len(queries) == 1 else queries
+        if info is not None and "classify" in info.tasks:
+            if len(info.labels) != 1:
+                raise InvalidParameter(
+                    "model", f"its classifier has {len(info.labels)} outputs, a score needs one"
+                )
+            params = PoolingParams(task="classify", activation=activation)
+            return cls(
+                list(zip(queries, documents, strict=True)), params, [(i, i) for i in range(len(documents))]
+            )
+        indices: dict[str, int] = {}
+        pairs = [
+            (indices.setdefault(query, len(indices)), indices.setdefault(document, len(indices)))
+            for query, document in zip(queries, documents, strict=True)
+        ]
+        return cls(list(indices), PoolingParams(normalize=True), pairs)
+
+    def scores(self, pooled: Sequence[PooledOutput]) -> Float32Array:
+        """float32[N] from the results of `prompts`."""
+        if self.params.task == "classify":
+            return np.array([output.values[0] for output in pooled], np.float32)
+        return np.array([pooled[q].values @ pooled[d].values for q, d in self.pairs], np.float32)

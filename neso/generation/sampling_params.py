@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits, and when a sequence ends."""
+"""Sampling parameters of a request, and their defaults from a checkpoint's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -8,54 +8,52 @@ from functools import cache
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
+from neso.generation.errors import InvalidParameter, check_unicode
 from neso.generation.guided_decoding import NAMES as GUIDED_NAMES
 from neso.generation.guided_decoding import GuidedDecoding, read_guided_decoding
-from neso.generation.invalid_parameter import InvalidParameter
-from neso.generation.parameter_values import ALIASES, as_msgspec_takes_it
-from neso.generation.unicode_text import check_unicode
 
 ALL_LOGPROBS = -1
-"""Of `logprobs`: the log probabilities of the whole vocabulary."""
+"""Value of `logprobs` for the log probabilities of the whole vocabulary."""
 MAX_N = 128
 MAX_STOP, MAX_WORDS = 64, 1024
-"""The most of `stop`, and of `stop_words` and of `bad_words`: all of a sequence's text is held against them."""
+"""Maximum length of `stop`, and of `stop_words` and `bad_words`: all are matched against each new token."""
 MAX_WORD_LENGTH = 256
 """Characters or tokens of each."""
 MAX_INT = 2**31 - 1
-"""Of counts and token ids: runners keep them in 32 bits."""
+"""Of counts and token ids: runners store them in 32 bits."""
 MAX_BIAS = 1e30
 """Of a logit: two of them, divided by the lowest temperature, are still finite as float32."""
-MAX_ENDS = 1024
-"""Of stop_token_ids."""
+MAX_STOP_TOKEN_IDS = 1024
 MAX_BEAM_CANDIDATES = 8192
-"""Of a beam search: beam_width times what may end a beam, and one more. So many are sorted in each step."""
+"""beam_width × (1 + tokens that end a beam): the candidates sorted in each step of a beam search."""
 _GREEDY_BELOW = 1e-5
-"""Below it sampling is greedy, as in vLLM: the differences of logits would overflow."""
+"""Temperature below which sampling is greedy, as in vLLM: scaled logits would overflow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one request, by the names of vLLM and OpenAI. Validated when made.
+    """Sampling parameters of one request, by the names of vLLM and OpenAI. Validated when constructed.
 
-    temperature 0 (below 1e-5) is greedy. `top_k` 0 or -1 and `top_p` 1 switch the filter off. `max_tokens` None
-    generates to the model's length limit. `logprobs` k returns the k most likely tokens beside the sampled one, from
-    the model's own distribution (before penalties and temperature); -1 returns all. How many there may be, and whether
-    there are logits, says the engine (`ScoreLimits`). Raises `InvalidParameter` with the field's name.
+    temperature 0 (below 1e-5) is greedy. `top_k` 0 or -1 and `top_p` 1 disable the filter. `max_tokens` None generates
+    up to the model's length limit. `logprobs` k returns the k most likely tokens beside the sampled one, from the
+    model's distribution before penalties and temperature; -1 returns all. The engine limits log probabilities and
+    logits (`ScoreLimits`). Raises `InvalidParameter` with the field's name.
 
-    - best_of: sequences to sample, of which the n with the highest mean log probability are returned.
-    - beam_width: above 1, beam search: the n best sequences by the sum of their log probabilities, divided by
-      (length ** length_penalty). early_stopping True ends with the first beam_width finished ones, False when the
-      live ones of now, "never" when the live ones at their longest can do no better, as in transformers.
-      beam_search_diversity_rate times its rank is added to a beam's candidates when beams are chosen.
+    - best_of: number of sequences to sample; the n with the highest mean log probability are returned.
+    - beam_width: above 1, beam search: the n best sequences by the sum of their log probabilities divided by
+      (length ** length_penalty). early_stopping True stops at beam_width finished sequences, False when the live beams
+      cannot improve at their current length, "never" when they cannot improve at their maximum length, as in
+      transformers. beam_search_diversity_rate × rank is added to the candidates of a beam in the selection.
     - top_p_decay, top_p_min, top_p_reset_ids: top_p is multiplied by the first with every token, down to the second,
-      and is itself again after the third was drawn (factual nucleus sampling, arXiv:2206.04624).
-    - no_repeat_ngram_size: no sequence of so many tokens comes twice, the prompt included; 0 allows all.
-    - bad_words: texts or token sequences that must not be generated; stop_words: token sequences that end it.
-    - allowed_token_ids: nothing else is generated.
-    - embedding_bias: float32[vocabulary] in the machine's order of bytes, added to the logits.
-    - shown_special_tokens: texts of those that are shown although special tokens are skipped.
-    - return_context_logits, return_generation_logits: the model's own logits of the prompt's positions, and those
-      that each token was chosen from.
+      and reset after the third was sampled (factual nucleus sampling, arXiv:2206.04624).
+    - no_repeat_ngram_size: no n-gram of this size occurs twice, prompt included; 0 disables.
+    - bad_words: texts or token sequences that are not generated; stop_words: token sequences that end the output.
+    - allowed_token_ids: only these tokens are generated.
+    - embedding_bias: float32[vocab_size] in native byte order, added to the logits.
+    - shown_special_tokens: texts of special tokens that are output in spite of skip_special_tokens.
+    - return_context_logits, return_generation_logits: raw logits of the prompt's positions, and the logits that each
+      token was sampled from.
     """
 
     n: int = 1
@@ -97,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         _in_range("n", self.n, 1, MAX_N)
-        self._check_several()
+        self._check_num_sequences()
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, -1, MAX_INT)
         _in_range("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
@@ -122,7 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_words("stop", self.stop, MAX_STOP)
         _check_words("bad_words", self.bad_words, MAX_WORDS)
         _check_words("stop_words", self.stop_words, MAX_WORDS)
-        self._check_ends()
+        self._check_stop_tokens()
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids", "must not be empty")
         if self.logprobs is not None:
@@ -130,25 +128,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.prompt_logprobs is not None:
             _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_INT)
         for token, bias in self.logit_bias.items():
-            # Also what is not a number is not within.
+            # NaN fails the comparison.
             if token < 0 or not abs(bias) <= MAX_BIAS:
                 raise InvalidParameter(
                     "logit_bias", f"token {token} with bias {bias}: a bias is at most {MAX_BIAS:g} either way"
                 )
 
-    def _check_ends(self) -> None:
-        """Check how many tokens may end a sequence."""
-        if len(self.stop_token_ids) > MAX_ENDS:
+    def _check_stop_tokens(self) -> None:
+        """Check the number of tokens that end a sequence."""
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidParameter(
-                "stop_token_ids", f"has {len(self.stop_token_ids)} entries, at most {MAX_ENDS} are taken"
+                "stop_token_ids",
+                f"has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are taken",
             )
         for name in ("stop_token_ids", "stop_words"):
             number = len(getattr(self, name))
             if self.uses_beams and self.beam_width * (1 + number) > MAX_BEAM_CANDIDATES:
                 raise InvalidParameter(name, f"{number} entries are too many for {self.beam_width} beams")
 
-    def _check_several(self) -> None:
-        """Check what says how many sequences there are."""
+    def _check_num_sequences(self) -> None:
+        """Check the parameters of beam search and best_of."""
         _in_range("beam_width", self.beam_width, 1, MAX_N)
         _in_range("length_penalty", self.length_penalty, -10.0, 10.0)
         _in_range("beam_search_diversity_rate", self.beam_search_diversity_rate, -MAX_BIAS, MAX_BIAS)
@@ -167,22 +166,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run at once, of which `n` are returned."""
+        """Number of sequences that run together; `n` of them are returned."""
         return max(self.n, self.best_of or 1, self.beam_width)
 
     @property
     def num_logprobs(self) -> int | None:
-        """`logprobs`; at least those of the tokens themselves where sequences are compared by them."""
+        """`logprobs`; 0 (only the sampled tokens) if best_of needs them for its ranking."""
         return 0 if self.logprobs is None and (self.best_of or 0) > self.n else self.logprobs
 
     @property
-    def wants_scores(self) -> bool:
-        """Whether anything is asked for of the logits beside a token."""
+    def needs_token_scores(self) -> bool:
+        """Whether log probabilities or logits of generated tokens are needed."""
         return self.num_logprobs is not None or self.return_generation_logits
 
     @property
-    def wants_prompt_scores(self) -> bool:
-        """Whether the logits of all positions of the prompt are needed."""
+    def needs_prompt_scores(self) -> bool:
+        """Whether the logits of all prompt positions are needed."""
         return self.prompt_logprobs is not None or self.return_context_logits
 
     @property
@@ -191,15 +190,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always sampled."""
         return self.temperature < _GREEDY_BELOW
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Make from loosely typed values (JSON, request parameters); strings are converted where unambiguous.
+        """Convert loosely typed values (JSON, request parameters); strings are converted where unambiguous.
 
-        `stop` may be one string; guided decoding has many names (`read_guided_decoding`), and TensorRT-LLM's names are
-        known too. Raises `InvalidParameter` for an unknown name, a wrong type or a bad value.
+        `stop` may be one string. Guided decoding is read by `read_guided_decoding`; TensorRT-LLM's names are
+        accepted. Raises `InvalidParameter` for an unknown name, a wrong type or a bad value.
         """
         known = _fields_by_name(cls)
         converted: dict[str, Any] = {}
@@ -210,26 +209,57 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             name = ALIASES.get(given, given)
             if name not in known:
                 raise InvalidParameter(given, "unknown sampling parameter")
-            if value is None and (name in _MAY_BE_NULL or known[name].default is None):
+            if value is None and (name in _NULLABLE or known[name].default is None):
                 continue
             try:
-                converted[name] = msgspec.convert(
-                    as_msgspec_takes_it(name, value), known[name].type, strict=False
-                )
+                converted[name] = msgspec.convert(coerce(name, value), known[name].type, strict=False)
             except (msgspec.ValidationError, ValueError, TypeError) as error:
                 raise InvalidParameter(given, str(error)) from None
         return cls(**converted)
 
 
+ALIASES = {
+    "len_penalty": "length_penalty",
+    "min_length": "min_tokens",
+    "num_return_sequences": "n",
+    "random_seed": "seed",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "runtime_top_p_decay": "top_p_decay",
+    "runtime_top_p_min": "top_p_min",
+    "runtime_top_p_reset_ids": "top_p_reset_ids",
+}
+"""TensorRT-LLM's names of parameters."""
+
+
+def coerce(name: str, value: Any) -> Any:
+    """`value` of the parameter `name`, in a form that msgspec converts to the field's type."""
+    if name in ("stop", "bad_words") and isinstance(value, str):
+        return (value,)
+    if name == "embedding_bias" and not isinstance(value, bytes):
+        return np.asarray(value, np.float32).tobytes()
+    if name == "early_stopping" and not isinstance(value, bool):
+        return _early_stopping(value)
+    return value
+
+
+def _early_stopping(value: Any) -> bool | str:
+    """TensorRT-LLM uses numbers: 0, 1, and any other for "never"."""
+    if isinstance(value, str) and value.lower() in ("false", "true"):
+        return value.lower() == "true"
+    if value == "never":
+        return "never"
+    number = int(value)
+    return bool(number) if number in (0, 1) else "never"
+
+
 @cache
 def _fields_by_name(struct: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    """Kept: reading the annotations takes a millisecond, which each request would wait for."""
+    """Cached: resolving the annotations takes a millisecond."""
     return {field.name: field for field in msgspec.structs.fields(struct)}
 
 
-_MAY_BE_NULL = frozenset(
-    {"stop", "stop_token_ids", "stop_words", "bad_words", "logit_bias", "embedding_bias"}
-)
+_NULLABLE = frozenset({"stop", "stop_token_ids", "stop_words", "bad_words", "logit_bias", "embedding_bias"})
 
 
 def _check_words(field: str, words: tuple[str | tuple[int, ...], ...], most: int) -> None:
@@ -256,3 +286,90 @@ def _in_range(
         low_text = f"more than {low}" if exclusive_low else f"at least {low}"
         expected = low_text if high is None else f"{low_text} and at most {high}"
         raise InvalidParameter(field, f"must be {expected}, got {value}")
+
+
+AUTO, NO_DEFAULTS = "auto", "vllm"
+"""Values of the option `generation_config`: the checkpoint's own file, and no file. Others are a path or repository."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Default sampling parameters, by the names in `generation_config.json`; None where it has none.
+
+    `limits_tokens`: `max_new_tokens` is also the maximum for requests. Raises `InvalidParameter` with the field's name.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_new_tokens: int | None = None
+    limits_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            self.params()
+        except InvalidParameter as error:
+            raise InvalidParameter(_FILE_NAMES.get(error.field, error.field), error.message) from None
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, limits_tokens: bool = False) -> SamplingDefaults:
+        """From the contents of the file; null values and names other than `DEFAULT_NAMES` are ignored."""
+        values_by_name = {
+            name: _typed(name, value) for name in DEFAULT_NAMES if (value := values.get(name)) is not None
+        }
+        return cls(**values_by_name, limits_tokens=limits_tokens and "max_new_tokens" in values_by_name)
+
+    def given(self) -> dict[str, Any]:
+        """The defaults that are set, without `max_new_tokens`, by field of `SamplingParams`."""
+        return {name: value for name in _SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+
+    def max_tokens(self, requested: int | None) -> int | None:
+        """`max_tokens` of a request that asks for `requested` tokens; None for no limit."""
+        if requested is None:
+            return self.max_new_tokens
+        limit = self.max_new_tokens if self.limits_tokens else None
+        return requested if limit is None else min(requested, limit)
+
+    def params(self) -> SamplingParams:
+        """Sampling parameters of a request without any."""
+        return SamplingParams(**self.given(), max_tokens=self.max_new_tokens)
+
+    def __str__(self) -> str:
+        texts = [f"{name} {value}" for name, value in self.given().items()]
+        if self.max_new_tokens is not None:
+            texts.append(f"max_new_tokens {self.max_new_tokens}{' at most' if self.limits_tokens else ''}")
+        return ", ".join(texts)
+
+
+_DEFAULT_TYPES: dict[str, type[int | float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "max_new_tokens": int,
+}
+DEFAULT_NAMES = tuple(_DEFAULT_TYPES)
+"""Names in `generation_config.json` that are defaults of sampling."""
+_SAMPLING_NAMES = tuple(name for name in DEFAULT_NAMES if name != "max_new_tokens")
+_FILE_NAMES = {"max_tokens": "max_new_tokens"}
+
+
+def _typed(name: str, value: Any) -> Any:
+    try:
+        return msgspec.convert(value, _DEFAULT_TYPES[name])
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(name, f"{error}: {value!r}") from None
+
+
+def max_new_tokens_is_limit(source: str, override: Mapping[str, Any]) -> bool:
+    """Whether `max_new_tokens` limits all requests, as in vLLM: from an explicit file, and from the override.
+
+    `source` and `override` are the options `generation_config` and `override_generation_config`.
+    """
+    return source not in (AUTO, NO_DEFAULTS) or "max_new_tokens" in override

@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neso.server.config.instances import instances_of
+from neso.server.config.scheduling import instances_of
 from neso.server.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 BUILTIN = {
     "embedding": "neso.backends.embedding:EmbeddingBackend",
-    "ensemble": "neso.backends.ensemble:EnsembleBackend",
+    "ensemble": "neso.backends.ensemble.backend:EnsembleBackend",
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
-    "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
+    "onnxruntime": "neso.backends.onnxruntime.backend:OnnxRuntimeBackend",
     "python": "neso.backends.python.backend:PythonBackend",
-    "pytorch": "neso.backends.pytorch:PyTorchBackend",
-    "tensorrtllm": "neso.backends.tensorrtllm:TensorRtLlmBackend",
+    "pytorch": "neso.backends.pytorch.backend:PyTorchBackend",
+    "tensorrtllm": "neso.backends.tensorrtllm.backend:TensorRtLlmBackend",
     "vllm": "neso.backends.vllm.backend:VllmBackend",
 }
 EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}

@@ -16,17 +16,16 @@ from neso.server.loading.model_control import ModelControl
 from neso.server.loading.model_table import ModelTable
 from neso.server.log import log_settings
 from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
-from neso.server.metrics import MetricsRegistry
 from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
 from neso.server.metrics.kv_cache import KvCacheLoad
 from neso.server.metrics.model_families import ModelCollector
+from neso.server.metrics.registry import MetricsRegistry
 from neso.server.metrics.system import SystemMetrics
 from neso.server.model import Model
-from neso.server.options import ServerOptions
+from neso.server.options import RateLimitMode, ServerOptions
 from neso.server.rate_limiter.limiter import RateLimiter
-from neso.server.rate_limiter.options import RateLimitMode
-from neso.server.response_cache.opening import open_cache
-from neso.server.shared_memory.manager import SharedMemory
+from neso.server.response_cache.cached_model import open_cache
+from neso.server.shared_memory.regions import SharedMemory
 from neso.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)

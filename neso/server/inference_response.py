@@ -1,4 +1,4 @@
-"""Responses, and the stream that carries them from a backend to the one who asked."""
+"""Inference responses and the stream that carries them from a backend to the consumer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from neso.server.errors import Cancelled, ServerError
+from neso.server.errors import Cancelled, InternalError, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.statistics import FailureReason, Timeline
 from neso.server.tensor import Tensor
@@ -201,3 +201,29 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         response = self._responses.popleft()
         self._drained = response.final
         return response
+
+
+class SingleResponse:
+    """What a `ResponseStream` gives its responses to: calls `done` once, when the request has ended.
+
+    `done` gets the response, or if there were more of them a response with an `InternalError`.
+    """
+
+    __slots__ = ("_count", "_done", "_first")
+
+    def __init__(self, done: Callable[[InferenceResponse], None]) -> None:
+        self._done = done
+        self._first: InferenceResponse | None = None
+        self._count = 0
+
+    def __call__(self, response: InferenceResponse) -> None:
+        # One without outputs is an answer too, unless it only says that there was one.
+        if self._first is None:
+            self._first = response
+            self._count = 1
+        elif not response.flag_only:
+            self._count += 1
+        if response.final:
+            if self._count > 1:
+                self._first.error = InternalError(f"expected a single response, got {self._count}")
+            self._done(self._first)

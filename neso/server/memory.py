@@ -23,7 +23,7 @@ def release_memory() -> None:
         _malloc_trim(0)
 
 
-def settle_memory() -> None:
+def freeze_gc() -> None:
     """Let the garbage collector leave alone what there is now (modules and models, which stay), keep large buffers.
 
     For a process that is a server and nothing else. Without it, every so many requests wait some 20 ms while hundreds

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from neso.generation import InvalidParameter
 from neso.server.backend import Backend, ModelContext
-from neso.server.classification import Classifier
 from neso.server.errors import (
     Cancelled,
     ErrorCode,
@@ -25,12 +24,11 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 from neso.server.metadata import ModelMetadata
 from neso.server.metrics.text import LabelSet
-from neso.server.response_cache.opening import open_cached_model
-from neso.server.response_statistics import ResponseOutcome
+from neso.server.response_cache.cached_model import open_cached_model
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.schedulers.sequence_batcher import SequenceBatcher
-from neso.server.signature import Signature
-from neso.server.statistics import FailureReason, ModelStatistics, Timeline
+from neso.server.signature import Classifier, Signature
+from neso.server.statistics import FailureReason, ModelStatistics, ResponseOutcome, Timeline
 
 if TYPE_CHECKING:
     from neso.generation import (

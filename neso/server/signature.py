@@ -1,17 +1,97 @@
-"""What tensors a model takes and gives, and the check of requests against it."""
+"""Input and output tensors of a model: checks requests against them, shapes outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from neso.server.classification import check_datatype
-from neso.server.datatypes import DataType
+import numpy as np
+import numpy.typing as npt
+
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.metadata import TensorMetadata
-from neso.server.tensor import Tensor
+from neso.server.repository.names import stays_inside
+from neso.server.tensor import DataType, Tensor, element_count
+
+
+class Classifier:
+    """Knows the labels of one model version's outputs, and turns outputs into classes."""
+
+    def __init__(self, config: Any, directory: Path) -> None:
+        """Read the labels, from files in the model's folder `directory`. Raises `InvalidArgument`."""
+        self._batched = config.max_batch_size > 0
+        self._labels = {
+            output.name: _read_labels(directory, output.label_filename, config.name)
+            for output in config.output
+            if output.label_filename
+        }
+
+    def classify(self, outputs: list[Tensor], wanted: Mapping[str, int]) -> list[Tensor]:
+        """`outputs`, those in `wanted` as their so many classes. Raises `InvalidArgument`."""
+        return [
+            self._classes(tensor, wanted[tensor.name]) if tensor.name in wanted else tensor
+            for tensor in outputs
+        ]
+
+    def _classes(self, tensor: Tensor, count: int) -> Tensor:
+        """BYTES of shape [batch, n] (or [n] without batching), n at most the elements of one batch entry.
+
+        Each element is "value:index" or "value:index:label", the largest value first; of equal values, the one
+        with the smaller index.
+        """
+        check_datatype(tensor.datatype)
+        batch = tensor.shape[:1] if self._batched else ()
+        size = element_count(tensor.shape[len(batch) :])
+        count = min(count, size)
+        labels = self._labels.get(tensor.name, [])
+        rows = batch[0] if batch else 1
+        texts = np.empty((rows, count), np.object_)
+        for row, values in zip(texts, tensor.array.reshape(rows, size), strict=True):
+            row[:] = [_class_text(values[i], int(i), labels) for i in largest(values, count)]
+        return Tensor(tensor.name, DataType.BYTES, texts.reshape(*batch, count))
+
+
+def check_datatype(datatype: DataType) -> None:
+    """Refuse outputs that have no largest value. Raises `InvalidArgument` with Triton's wording."""
+    if datatype in (DataType.BYTES, DataType.BOOL):
+        raise InvalidArgument(
+            f"class result not available for output due to unsupported type '{datatype.value}'"
+        )
+
+
+def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
+    """The indices of the `count` largest of `values` [n], in descending order. NaN counts as least."""
+    if values.dtype.kind not in "iu":  # floats: float64 holds each of them exactly
+        values = values.astype(np.float64)
+        values = np.where(np.isnan(values), -np.inf, values)
+    # Backwards twice: a stable sort in ascending order, and yet the smaller index first among equals.
+    backwards = np.argsort(values[::-1], kind="stable")[::-1][:count]
+    return len(values) - 1 - backwards
+
+
+def _class_text(value: Any, index: int, labels: list[str]) -> bytes:
+    """As C++'s `std::to_string`: six decimals, integers without any."""
+    number = str(value) if isinstance(value, np.integer) else f"{float(value):f}"
+    text = f"{number}:{index}"
+    label = labels[index] if index < len(labels) else ""
+    return (f"{text}:{label}" if label else text).encode()
+
+
+def _read_labels(directory: Path, filename: str, model: str) -> list[str]:
+    """One label a line; an empty line is an index without label. The file must be in `directory`."""
+    if not stays_inside(filename):
+        raise InvalidArgument(
+            f"label file '{filename}' of model '{model}' must stay inside the model's folder"
+        )
+    try:
+        text = (directory / filename).read_text(encoding="utf-8")
+        return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"unable to read the label file of model '{model}': {error}") from None
+
 
 Shape = tuple[int, ...]
 
@@ -219,7 +299,7 @@ class Signature:
             expected = (-1, *spec.dims) if batched else spec.dims
             raise InvalidArgument(
                 f"unexpected shape for input '{spec.name}' for model '{self.model}'. Expected "
-                f"{_text(expected)}, got {_text(tensor.shape)}"
+                f"{_shape_text(expected)}, got {_shape_text(tensor.shape)}"
             )
 
     def _reshape(self, tensor: Tensor, dims: Shape, shape: Shape) -> Tensor:
@@ -232,12 +312,12 @@ class Signature:
             return Tensor(tensor.name, tensor.datatype, tensor.array.reshape(tensor.shape[:first] + new))
         except (StopIteration, RuntimeError, ValueError):
             raise InvalidArgument(
-                f"tensor '{tensor.name}' of model '{self.model}' has shape {_text(tensor.shape)}, which can "
-                f"not be reshaped to {_text(shape)}"
+                f"tensor '{tensor.name}' of model '{self.model}' has shape {_shape_text(tensor.shape)}, which can "
+                f"not be reshaped to {_shape_text(shape)}"
             ) from None
 
 
-def _text(shape: Shape) -> str:
+def _shape_text(shape: Shape) -> str:
     return "[" + ",".join(str(extent) for extent in shape) + "]"
 
 

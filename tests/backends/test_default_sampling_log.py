@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from neso.backends.default_sampling import log_default_sampling
+from neso.backends.option_files import log_default_sampling
 from neso.generation import SamplingDefaults
 
 OWN_FILE = "the checkpoint's generation_config.json"

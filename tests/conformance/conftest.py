@@ -9,7 +9,7 @@ import pytest
 from server_process import ServerProcess
 from step_pace import slow_environment
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.models import SHIPPED_MODELS
 
 PILOT = SHIPPED_MODELS["neso-pilot"]

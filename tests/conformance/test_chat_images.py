@@ -13,7 +13,7 @@ import pytest
 import tritonclient.http as triton
 from server_process import ServerProcess
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import SamplingParams
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
@@ -85,7 +85,7 @@ def test_the_image_tensor(vision, directory):
     )
 
 
-def test_a_model_of_text_refuses_images(server):
+def test_text_model_refuses_images(server):
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(1)}"}}
     refused = pytest.raises(openai.BadRequestError, match="text only")
     with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none") as client, refused:

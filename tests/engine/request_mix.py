@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from neso.engine.client.input_processor import InputProcessor
+from neso.engine.client.output_processor import RequestState, stopped_by_text
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
-from neso.engine.input_processor import InputProcessor
-from neso.engine.loader import load_engine
-from neso.engine.output_processor import RequestState, stopped_by_text
+from neso.engine.load.loader import load_engine
+from neso.engine.loop.engine_core import EngineCore
 from neso.engine.pooling.input import PoolingInput
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.text.tokenizer import Tokenizer

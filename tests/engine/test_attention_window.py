@@ -11,8 +11,8 @@ import torch
 from checkpoints import load_oracle
 from runners.plan_builder import PlanBuilder, random_tokens, run
 
+from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.engine.runners.base import RunnerOptions
 from neso.engine.runners.registry import open_model
 from neso.engine.specs.decoder_spec import limit_attention

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import neso._native as _native
 from neso.cli.main import app
-from neso.engine.build import build_engine
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
-from neso.engine.loader import load_engine
+from neso.engine.load.build import build_engine
+from neso.engine.load.loader import load_engine
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
 from neso.engine.weights.engine_directory import BUILD_FIELD, packed_file
 from neso.engine.weights.safetensors_file import SafetensorsFile

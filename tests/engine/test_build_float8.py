@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from plan_builder import PlanBuilder, random_tokens, run_in_chunks
 
-from neso.engine.build_float8 import build_float8, round_to_float8
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
+from neso.engine.load.build import build_float8, round_to_float8
 from neso.engine.runners.base import RunnerOptions
 from neso.engine.runners.registry import runner_class
 from neso.engine.specs.registry import decoder_spec

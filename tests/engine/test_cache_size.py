@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from neso.engine.cache_size import num_cache_blocks
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
+from neso.engine.load.cache_size import num_cache_blocks
 
 
 class Machine:

@@ -10,7 +10,7 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from transformers import AutoModel
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import InvalidParameter, PoolingParams, SamplingParams
 
 SCHEDULES = {

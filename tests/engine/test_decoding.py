@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import EOS, PAD, VOCAB_SIZE, load_oracle
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import FinishReason, InvalidParameter, SamplingParams
 
 PROMPT = "The quick brown fox"

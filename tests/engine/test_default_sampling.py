@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
-from neso.engine.default_sampling import read_default_sampling
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
+from neso.engine.load.loader import read_default_sampling
 from neso.engine.weights.source import CheckpointError
 from neso.generation import SamplingDefaults, SamplingParams
 
@@ -69,7 +69,7 @@ def test_the_override_goes_before_the_file(model, as_text):
         ({"top_k": "many"}, {}, "generation_config.json: top_k: Expected `int`"),
         ({"top_p": 2}, {"top_k": 1}, "generation_config.json: top_p: must be"),
         ({}, {"top_p": 2}, "override_generation_config: top_p: must be"),
-        ({}, {"topk": 2}, "override_generation_config: 'topk' is no default of sampling, known are temper"),
+        ({}, {"topk": 2}, "override_generation_config: unknown parameter 'topk', known are temper"),
     ],
 )
 def test_errors_name_the_place_and_the_field(model, values, override, message):

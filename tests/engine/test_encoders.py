@@ -11,8 +11,8 @@ from checkpoints import PAD, VOCAB_SIZE, make_encoder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.generation import InvalidParameter, PoolingParams, SamplingParams
 
 RUNNERS = ["reference", "native", "torch"]

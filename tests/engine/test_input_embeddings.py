@@ -7,8 +7,8 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, load_oracle
 
+from neso.engine.client.llm import LLM
 from neso.engine.core.input_embeddings import EmbeddingRows, InputEmbeddings
-from neso.engine.llm import LLM
 from neso.generation import InvalidParameter, SamplingParams
 
 RUNNERS = ["reference", "native", "torch"]

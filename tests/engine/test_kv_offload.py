@@ -7,8 +7,8 @@ import random
 import pytest
 from oracle import greedy
 
+from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.generation import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
-from neso.engine.loader import load_engine
+from neso.engine.load.loader import load_engine
 from neso.generation import FinishReason, InvalidParameter, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -7,10 +7,10 @@ import random
 import pytest
 from oracle import greedy
 
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.llm import LLM
-from neso.engine.loader import load_engine
+from neso.engine.load.loader import load_engine
 from neso.generation import SamplingParams
 
 MAX_TOKENS = 24

@@ -10,9 +10,8 @@ import pytest
 from oracle import greedy
 from runners.model_cases import MODELS
 
-from neso.engine.build import build_engine
-from neso.engine.build_float8 import build_float8
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
+from neso.engine.load.build import build_engine, build_float8
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
 from neso.generation import SamplingParams
 

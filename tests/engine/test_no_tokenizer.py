@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import GenerationRequest, GuidedDecoding, InvalidParameter, SamplingParams
 

@@ -14,7 +14,7 @@ from medusa_files import HIDDEN, NUM_HEADS, VOCAB, head_tensors, write_heads
 from peft_adapters import write_adapter
 from request_mix import REGEX, Answer, AnyRequest, Mixed, catalogue, with_prompt
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import DraftTokens, InvalidParameter, LoraRequest, SamplingParams
 
 TINY = {"num_blocks": 36, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}

@@ -7,7 +7,7 @@ from tritonclient.grpc import service_pb2
 
 from neso.frontends.kserve_grpc.restricted import _GROUPS as RPC_GROUPS
 from neso.frontends.kserve_http.restricted import group_of
-from neso.frontends.restrictions import GROUPS, Restrictions
+from neso.frontends.security import GROUPS, Restrictions
 from neso.server.errors import InvalidArgument
 
 

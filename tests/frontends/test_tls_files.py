@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from neso.frontends.tls import TlsFiles
+from neso.frontends.security import TlsFiles
 from neso.server.errors import InvalidArgument
 
 

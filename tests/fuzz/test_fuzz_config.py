@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from fuzz_oracle import check_message
+from fuzz_profile import fuzz_settings
 from fuzz_server import BATCHED, ECHO, EVERY_TYPE, PIPELINE, SEQUENCE, FuzzServer
 from google.protobuf import json_format, text_format
 from hypothesis import example, given
@@ -18,11 +19,10 @@ from protobuf_messages import filled
 from repository_builder import REPEAT_TENSORS
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.datatypes import DataType
 from neso.server.errors import ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 Result = TypeVar("Result")
 
@@ -141,6 +141,7 @@ def _ones(spec) -> Tensor:
     return Tensor(spec.name, datatype, np.ones(shape, datatype.dtype))
 
 
+@fuzz_settings
 @given(configs(), st.booleans())
 def test_random_configs(server, config, by_file):
     text = text_format.MessageToString(config)
@@ -153,6 +154,7 @@ def test_random_configs(server, config, by_file):
     server.check_sane()
 
 
+@fuzz_settings
 @given(st.sampled_from(TEMPLATES), st.data())
 def test_mutated_text(server, template, data):
     text = 'backend: "python"\n' * ("ensemble" not in template) + template
@@ -163,6 +165,21 @@ def test_mutated_text(server, template, data):
         new = data.draw(st.sampled_from(tokens) | st.text(max_size=3))
         text = text[:low] + new + text[high:]
     _write(server, text)
+    server.call(load_and_ask(server, None, None))
+    server.check_sane()
+
+
+@pytest.mark.parametrize("number", ["77", "-1", "4000000000", "9" * 25])
+@pytest.mark.parametrize(
+    "template",
+    [
+        'input {{ name: "IN" data_type: {number} dims: 1 }}',
+        "instance_group {{ kind: {number} }}",
+        "optimization {{ priority: {number} }}",
+    ],
+)
+def test_unknown_enum_numbers(server, template, number):
+    _write(server, 'backend: "python"\n' + template.format(number=number))
     server.call(load_and_ask(server, None, None))
     server.check_sane()
 
@@ -179,6 +196,7 @@ JSON = configs().map(json_format.MessageToJson)
 ODD_JSON = st.sampled_from(["", "{", "[]", "null", "{}", '{"backend": 5}', '{"input": [{"dims": [1e3]}]}'])
 
 
+@fuzz_settings
 @given(st.one_of(JSON, ODD_JSON), FILES)
 @example("{}", {"file:1/model.py": ECHO.encode(), "file:1": b""})
 @example("[" * 10_000, {})

@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from fuzz_oracle import check_message
+from fuzz_profile import fuzz_settings
 from fuzz_server import MODELS, TYPES, FuzzServer
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -114,12 +115,14 @@ def asks_for_many(message: Any) -> bool:
     )
 
 
+@fuzz_settings
 @given(infer_requests())
 def test_infer(server, stub, message):
     call(stub.ModelInfer, message)
     server.check_sane()
 
 
+@fuzz_settings
 @given(st.lists(infer_requests(), min_size=1, max_size=5), st.booleans(), st.booleans())
 def test_streams(server, stub, messages, status_errors, hang_up):
     messages = [message for message in messages if not asks_for_many(message)]
@@ -137,6 +140,7 @@ def test_streams(server, stub, messages, status_errors, hang_up):
     server.check_sane()
 
 
+@fuzz_settings
 @given(st.binary(max_size=200) | infer_requests().map(lambda message: message.SerializeToString()), st.data())
 @example(good_message("echo").SerializeToString() + b"\x3a\xff\xff\xff\xff\x0f", None)
 def test_bytes_that_may_be_no_message(server, channel, wire, data):
@@ -166,6 +170,7 @@ MANAGEMENT = {
 }
 
 
+@fuzz_settings
 @given(st.sampled_from(sorted(MANAGEMENT)), st.data())
 def test_management(server, stub, method, data):
     kind, names = MANAGEMENT[method]

@@ -6,6 +6,7 @@ import json
 import re
 
 from fuzz_oracle import check_message
+from fuzz_profile import fuzz_settings
 from fuzz_server import FuzzServer
 from http_exchange import Reply, exchange
 from http_messages import HEADER_NAMES, Message, generate_messages, infer_messages, messages
@@ -40,6 +41,7 @@ def talk(server: FuzzServer, message: Message) -> list[Reply]:
     return replies
 
 
+@fuzz_settings
 @given(messages())
 def test_one_request(server, message):
     message.headers.extend(CLOSE)
@@ -50,6 +52,7 @@ def test_one_request(server, message):
         check(reply, whole=not odd)
 
 
+@fuzz_settings
 @given(
     st.one_of(infer_messages(), generate_messages()), st.sampled_from(HEADER_NAMES), st.binary(max_size=12)
 )
@@ -65,6 +68,7 @@ def test_any_header_value(server, message, name, value):
         check(reply)
 
 
+@fuzz_settings
 @given(st.lists(st.one_of(infer_messages(), generate_messages()), min_size=2, max_size=6), st.data())
 def test_pipelined_in_any_pieces(server, sent, data):
     wire = b"".join(message.encode() for message in sent)
@@ -77,6 +81,7 @@ def test_pipelined_in_any_pieces(server, sent, data):
         check(reply)
 
 
+@fuzz_settings
 @given(messages(), st.data())
 def test_clients_that_vanish(server, message, data):
     wire = message.encode()
@@ -85,6 +90,7 @@ def test_clients_that_vanish(server, message, data):
     server.check_sane()
 
 
+@fuzz_settings
 @given(st.lists(st.binary(max_size=60), min_size=1, max_size=4))
 def test_bytes_that_are_no_http(server, pieces):
     for reply in exchange(server.http.port, [*pieces, b"\r\n\r\n\r\n"], expected=1, patience=0.3):

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from neso.generation import InvalidParameter, PooledOutput, PoolingInfo, PoolingRequest
-from neso.generation.chat_images import split_images
-from neso.generation.pooling_batch import AT_ONCE, pool_together
-from neso.generation.scoring import Scoring
+from neso.generation.pooling import MAX_TASKS_PER_TURN, Scoring, pool_all
+from neso.generation.request import split_images
 
 EMBEDDER = PoolingInfo(tasks=frozenset({"embed"}), dimensions=2, kind="mean")
 RERANKER = PoolingInfo(tasks=frozenset({"embed", "classify"}), dimensions=2, kind="cls", labels=["LABEL_0"])
@@ -42,8 +41,8 @@ async def test_many_requests_keep_their_order():
         await asyncio.sleep(0.001 * (request.prompt[0] % 3))
         return output(request.prompt[0])
 
-    count = 2 * AT_ONCE + 3
-    pooled = await pool_together(pool, [PoolingRequest([i]) for i in range(count)])
+    count = 2 * MAX_TASKS_PER_TURN + 3
+    pooled = await pool_all(pool, [PoolingRequest([i]) for i in range(count)])
     assert [o.values[0] for o in pooled] == list(range(count))
 
 
@@ -61,7 +60,7 @@ async def test_one_that_fails_cancels_the_others():
         return output(0)
 
     with pytest.raises(InvalidParameter, match="is bad"):
-        await pool_together(pool, [PoolingRequest([i]) for i in range(3)])
+        await pool_all(pool, [PoolingRequest([i]) for i in range(3)])
     assert cancelled == [[0], [2]]
 
 

@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 
-from neso.server.shared_memory.cuda_driver import CudaDriver
+from neso.server.shared_memory.cuda import CudaDriver
 
 pytest.importorskip("cuda.bindings.runtime", reason="tritonclient's CUDA shared memory needs cuda-python")
 pytestmark = pytest.mark.skipif(CudaDriver.load() is None, reason="there is no GPU")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import FinishReason, SamplingParams
 from neso.models import SHIPPED_MODELS
 

@@ -11,9 +11,9 @@ from google.protobuf import text_format
 from repository_builder import IDENTITY_TENSORS
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.classification import Classifier, largest
 from neso.server.errors import InvalidArgument
 from neso.server.metadata import ModelState
+from neso.server.signature import Classifier, largest
 from neso.server.tensor import Tensor
 
 OUTPUT = 'name: "m" output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] label_filename: "labels.txt" }'

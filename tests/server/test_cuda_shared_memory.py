@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from fake_cuda import FakeCuda
 
-from neso.server.datatypes import DataType
 from neso.server.errors import ErrorCode, ServerError
-from neso.server.shared_memory.cuda_driver import CudaDriver
-from neso.server.shared_memory.manager import SharedMemory
-from neso.server.tensor import Tensor
+from neso.server.shared_memory.cuda import CudaDriver
+from neso.server.shared_memory.regions import SharedMemory
+from neso.server.tensor import DataType, Tensor
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from neso.server.memory import release_memory, settle_memory
+from neso.server.memory import freeze_gc, release_memory
 
 
 class Node:
@@ -27,7 +27,7 @@ def as_before() -> Iterator[None]:
 def test_what_is_there_is_left_alone_until_memory_is_released() -> None:
     node = Node()
     gone = weakref.ref(node)
-    settle_memory()
+    freeze_gc()
     del node
     gc.collect()
     assert gone() is not None

@@ -73,7 +73,7 @@ async def test_an_agent_of_another_package(repository, start_core, monkeypatch):
     def entry_points(*, group: str, name: str) -> list[type[Entry]]:
         return [Entry] if (group, name) == ("neso.repository_agents", "rewriter") else []
 
-    monkeypatch.setattr("neso.server.repository_agents.agent.entry_points", entry_points)
+    monkeypatch.setattr("neso.server.repository_agents.entry_points", entry_points)
     repository.add("m", config=agent("rewriter", value="7"))
     repository.add("bad", config=agent("rewriter", fail="yes"))
     core = await start_core(explicit=True, startup_models=("m", "bad"))

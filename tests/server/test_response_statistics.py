@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from core_requests import ask, collect
 
-from neso.server.response_statistics import MAX_RESPONSES, ResponseOutcome, ResponseStatistics
-from neso.server.statistics import Timeline
+from neso.server.statistics import MAX_RESPONSES, ResponseOutcome, ResponseStatistics, Timeline
 
 MS = 1_000_000
 NAMES = ["compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"]

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.followed_generation import FollowedGeneration
-from neso.backends.llm import signature
-from neso.backends.llm.engine_backend import EngineBackend
-from neso.backends.llm.options import engine_config
-from neso.backends.llm.tensor_request import TensorRequest, parse
+from neso.backends.llm.engine_backend import EngineBackend, engine_config
+from neso.backends.llm.tensor_request import TensorRequest, complete_signature, parse
 from neso.backends.llm.tensor_response import ResponseTensors
 from neso.engine.config import EngineConfig
 from neso.server.errors import InvalidArgument
@@ -25,7 +23,7 @@ class LlmBackend(EngineBackend):
     def auto_complete(
         cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
-        signature.complete(config)
+        complete_signature(config)
 
     def engine_config(self) -> EngineConfig:
         return engine_config(self.context.config, self.context.version_directory)

@@ -1,4 +1,4 @@
-"""A backend on Neso's engine: its start and end, its metrics, and the faces that are not made of tensors."""
+"""Base class of backends that run Neso's engine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,26 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
-from neso.backends.default_sampling import log_default_sampling
+from msgspec.structs import replace
+
 from neso.backends.llm.metrics import LlmMetrics, RequestTimer
+from neso.backends.option_files import (
+    log_default_sampling,
+    read_object,
+    resolve_generation_config,
+    resolve_relative,
+)
 from neso.backends.request_tasks import RequestTasks
-from neso.backends.request_values import in_tensors_words
-from neso.engine.async_engine import AsyncEngine
+from neso.backends.request_tensors import tensor_error_text
+from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
 from neso.engine.open_tokenizer import EngineText
-from neso.engine.text.no_tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import NO_TOKENIZER
+from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.generation import (
     FinishReason,
     GenerationOutput,
@@ -36,6 +45,51 @@ from neso.server.backend import Backend, ModelContext
 from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.log import request_fields
+
+FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")
+"""Parameters of a model that say how its messages are read: the engine does not know them."""
+
+
+def engine_config(config: Any, version_directory: Path) -> EngineConfig:
+    """Options from `model.json` in the version's folder, overridden by the config's `parameters`.
+
+    With `enable_lora`, the adapters in `multi_lora.json` beside it, names and paths, are `lora_modules`. Paths of
+    adapters may be relative to the version's folder.
+
+    The checkpoint is the option `model` (a path, relative to the version's folder, or a name on the hub), else
+    the version's folder itself; `speculative_model` and `generation_config` are found in the same way.
+    Raises `InvalidArgument`.
+    """
+    options = read_object(version_directory / "model.json")
+    options |= {
+        name: value.string_value
+        for name, value in config.parameters.items()
+        if name not in FRONT_END_PARAMETERS
+    }
+    adapters = read_object(version_directory / "multi_lora.json")
+    if adapters and str(options.get("enable_lora", "")).lower() in ("true", "1"):
+        options.setdefault("lora_modules", adapters)
+    model = options.pop("model", None) or str(version_directory)
+    if not isinstance(model, str):
+        raise InvalidArgument(f"option 'model' must be a path or a name, got {model!r}")
+    if isinstance(source := options.get("generation_config"), str):
+        options["generation_config"] = resolve_generation_config(source, version_directory)
+    draft = options.get("speculative_model")
+    try:
+        directory = resolve_model(resolve_relative(model, version_directory) or model)
+        if isinstance(draft, str) and draft:
+            options["speculative_model"] = str(
+                resolve_model(resolve_relative(draft, version_directory) or draft)
+            )
+        engine = EngineConfig.from_options(str(directory), options)
+        paths = {
+            name: str(resolve_relative(path, version_directory) or path)
+            for name, path in engine.lora.lora_modules.items()
+        }
+        return replace(engine, lora=replace(engine.lora, lora_modules=paths))
+    except (ModelNotFound, ValueError) as error:
+        raise InvalidArgument(str(error)) from None
+
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +197,7 @@ class EngineBackend(Backend):
         kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
         return kind(f"model '{self.context.name}': {error}")
 
-    # -- adapters: neso.generation.AdaptableModel ---------------------------------------------------------------
+    # -- adapters: neso.generation.SupportsLora ---------------------------------------------------------------
 
     @property
     def allows_runtime_lora(self) -> bool:
@@ -193,7 +247,7 @@ class EngineBackend(Backend):
         try:
             await work
         except InvalidParameter as error:
-            stream.fail(InvalidArgument(in_tensors_words(error)))
+            stream.fail(InvalidArgument(tensor_error_text(error)))
         except ServerError as error:
             stream.fail(error)
         except Exception as error:

@@ -1,19 +1,185 @@
-"""Reads a request for text out of tensors and parameters."""
+"""Tensors of a text-generation model: its signature, and requests read from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 import orjson
 
-from neso.backends.llm import signature
-from neso.backends.llm.adapter_request import requested_adapter
-from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
-from neso.backends.request_values import flag, json_object, text, want_logprobs
-from neso.generation import DraftTokens, GenerationRequest, InvalidParameter, SamplingParams
+from neso.backends.request_tensors import (
+    TensorField,
+    add_inputs,
+    add_outputs,
+    bool_input,
+    json_input,
+    request_logprobs,
+    text_input,
+)
+from neso.generation import (
+    DraftTokens,
+    GenerationRequest,
+    InvalidParameter,
+    LoraRequest,
+    LoraTensors,
+    SamplingParams,
+)
+from neso.generation.request import TASK_PREFIX, FloatType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
+
+VECTORS = ("prompt_embedding_table", "prompt_embeds")
+"""Inputs [rows, hidden_size]."""
+IMAGE = "image"
+"""Input [images], base64 of the files."""
+
+INPUTS = (
+    TensorField("text_input", "TYPE_STRING"),
+    TensorField("stream", "TYPE_BOOL", optional=True),
+    TensorField("sampling_parameters", "TYPE_STRING", optional=True),
+    TensorField("exclude_input_in_output", "TYPE_BOOL", optional=True),
+    TensorField("return_finish_reason", "TYPE_BOOL", optional=True),
+    TensorField("return_cumulative_logprob", "TYPE_BOOL", optional=True),
+    TensorField("return_logprobs", "TYPE_BOOL", optional=True),
+    TensorField("return_num_input_tokens", "TYPE_BOOL", optional=True),
+    TensorField("return_num_output_tokens", "TYPE_BOOL", optional=True),
+    TensorField("return_context_logits", "TYPE_BOOL", optional=True),
+    TensorField("return_generation_logits", "TYPE_BOOL", optional=True),
+    TensorField("prompt_vocab_size", "TYPE_INT32", optional=True),
+    TensorField(IMAGE, "TYPE_STRING", (-1,), optional=True),
+    # TensorRT-LLM's, for an adapter; for weights of another type, config.pbtxt names the input.
+    TensorField("lora_task_id", "TYPE_UINT64", optional=True),
+    TensorField("lora_weights", "TYPE_FP16", (-1, -1), optional=True),
+    TensorField("lora_config", "TYPE_INT32", (-1, 3), optional=True),
+    *(TensorField(name, "TYPE_FP32", (-1, -1), optional=True) for name in VECTORS),
+    # TensorRT-LLM's, for guessed tokens.
+    TensorField("draft_input_ids", "TYPE_INT32", (-1,), optional=True),
+    TensorField("draft_logits", "TYPE_FP32", (-1, -1), optional=True),
+    TensorField("draft_acceptance_threshold", "TYPE_FP32", optional=True),
+)
+
+OUTPUTS = (
+    TensorField("text_output", "TYPE_STRING", (-1,)),
+    TensorField("finish_reason", "TYPE_STRING", (-1,)),
+    TensorField("cumulative_logprob", "TYPE_FP32", (-1,)),
+    TensorField("logprobs", "TYPE_STRING", (-1,)),
+    TensorField("num_input_tokens", "TYPE_UINT32"),
+    TensorField("num_output_tokens", "TYPE_UINT32", (-1,)),
+    TensorField("context_logits", "TYPE_FP32", (-1, -1)),
+    TensorField("generation_logits", "TYPE_FP32", (-1, -1, -1)),
+    TensorField("total_draft_tokens", "TYPE_INT32"),
+    TensorField("total_accepted_draft_tokens", "TYPE_INT32"),
+    TensorField("acceptance_rate", "TYPE_FP32"),
+)
+"""One element a sequence; [prompt, vocabulary] and [sequence, token, vocabulary] of logits."""
+
+
+def complete_signature(config: Any) -> None:
+    """Add the inputs and outputs that the `ModelConfig` does not name, and make the model decoupled."""
+    config.model_transaction_policy.decoupled = True
+    config.max_batch_size = 0
+    add_inputs(config, INPUTS)
+    add_outputs(config, OUTPUTS)
+
+
+_DTYPES: dict[np.dtype[Any], FloatType] = {
+    np.dtype(np.float32): "float32",
+    np.dtype(np.float16): "float16",
+    np.dtype(ml_dtypes.bfloat16): "bfloat16",
+}
+
+
+def requested_adapter(request: InferenceRequest, values: dict[str, Any]) -> LoraRequest | None:
+    """The adapter, by `lora_name` among the sampling parameters, which is taken out of `values`, or by tensors.
+
+    `lora_path` beside the name says where it is, on the server's disk. Raises `InvalidArgument`.
+    """
+    name, path = values.pop("lora_name", None), values.pop("lora_path", None)
+    task = request.inputs.get("lora_task_id")
+    if task is None:
+        for tensor in ("lora_weights", "lora_config"):
+            if tensor in request.inputs:
+                raise InvalidArgument(f"{tensor}: needs lora_task_id")
+        return None if name is None and path is None else _by_name(name, path)
+    if name is not None:
+        raise InvalidArgument("lora_name: cannot come together with lora_task_id")
+    weights, config = (request.inputs.get(name) for name in ("lora_weights", "lora_config"))
+    return adapter_of_task(
+        int(task.array.reshape(-1)[0]),
+        None if weights is None else weights.array,
+        None if config is None else config.array,
+    )
+
+
+def adapter_of_task(
+    task_id: int, weights: npt.NDArray[Any] | None = None, config: npt.NDArray[np.int32] | None = None
+) -> LoraRequest:
+    """The adapter that clients know by a number. The first time, it comes with its tensors (TensorRT-LLM's form):
+    `weights` [rows, width] and `config` [rows, 3]. Raises `InvalidArgument`.
+    """
+    return LoraRequest(name=f"{TASK_PREFIX}{task_id}", tensors=_tensors(weights, config))
+
+
+def _by_name(name: object, path: object) -> LoraRequest:
+    if not isinstance(name, str) or not name:
+        raise InvalidArgument("lora_name: must be a name")
+    if path is not None and not isinstance(path, str):
+        raise InvalidArgument("lora_path: must be a path")
+    return LoraRequest(name=name, path=path)
+
+
+def _tensors(weights: npt.NDArray[Any] | None, config: npt.NDArray[np.int32] | None) -> LoraTensors | None:
+    """None if neither has come."""
+    if weights is None and config is None:
+        return None
+    if weights is None or config is None:
+        raise InvalidArgument("lora_weights: must come together with lora_config")
+    rows, columns = weights, config
+    # A batch of one may be around them; newer clients add a column that says whether the adapter is DoRA.
+    if rows.ndim == 3 and len(rows) == 1:
+        rows = rows[0]
+    columns = columns.reshape(-1, columns.shape[-1])
+    if rows.ndim != 2 or columns.shape[1] not in (3, 4) or len(rows) != len(columns):
+        raise InvalidArgument(
+            f"lora_weights: must be [rows, values], lora_config [rows, 3], got {list(rows.shape)} and "
+            f"{list(columns.shape)}"
+        )
+    if columns.shape[1] == 4 and columns[:, 3].any():
+        raise InvalidArgument("lora_config: DoRA is not supported")
+    dtype = _DTYPES.get(rows.dtype)
+    if dtype is None:
+        raise InvalidArgument(f"lora_weights: must be floats of 32 or 16 bits, got {rows.dtype}")
+    return LoraTensors(
+        dtype=dtype,
+        width=rows.shape[1],
+        weights=rows.tobytes(),
+        config=[(int(row[0]), int(row[1]), int(row[2])) for row in columns],
+    )
+
+
+DRAFT_NAMES = ("draft_input_ids", "draft_logits", "draft_acceptance_threshold")
+
+
+def read_draft(ids: Any, logits: Any, threshold: Any) -> DraftTokens | None:
+    """Of the values of `DRAFT_NAMES`, each an array, a list or None. Raises `InvalidArgument`."""
+    if ids is None:
+        if threshold is not None or logits is not None:
+            raise InvalidArgument("draft_input_ids: must come with the other tensors of a draft")
+        return None
+    try:
+        tokens = np.asarray(ids).reshape(-1)
+        if tokens.size and tokens.dtype.kind not in "iu":
+            raise ValueError("must be integers")
+        return DraftTokens(
+            tokens.tolist(),
+            None if logits is None else np.asarray(logits, np.float32).reshape(len(tokens), -1),
+            None if threshold is None else float(np.asarray(threshold).reshape(-1)[0]),
+        )
+    except (ValueError, TypeError, IndexError) as error:
+        raise InvalidArgument(f"{', '.join(DRAFT_NAMES)}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +196,17 @@ class TensorRequest:
 
 def parse(request: InferenceRequest) -> TensorRequest:
     """Raises `InvalidArgument` that names what is wrong."""
-    prompt = text(request, "text_input")
-    stream = flag(request, "stream", default=False)
+    prompt = text_input(request, "text_input")
+    stream = bool_input(request, "stream", default=False)
     wanted = {
         name.removeprefix("return_")
         for name in request.inputs
-        if name.startswith("return_") and flag(request, name, default=False)
+        if name.startswith("return_") and bool_input(request, name, default=False)
     }
     values = _sampling_values(request)
     lora = requested_adapter(request, values)
     draft = _draft(request, values)
-    want_logprobs(values, wanted)
+    request_logprobs(values, wanted)
     for name in wanted & {"context_logits", "generation_logits"}:
         values[f"return_{name}"] = True
     try:
@@ -60,21 +226,19 @@ def parse(request: InferenceRequest) -> TensorRequest:
         ),
         prompt=prompt,
         stream=stream,
-        exclude_input=flag(request, "exclude_input_in_output", default=True),
+        exclude_input=bool_input(request, "exclude_input_in_output", default=True),
         wanted=frozenset(wanted),
     )
 
 
 def _vectors(request: InferenceRequest) -> dict[str, Any]:
     """What stands in place of tokens: see `GenerationRequest`."""
-    fields: dict[str, Any] = {
-        name: request.inputs[name].array for name in signature.VECTORS if name in request.inputs
-    }
+    fields: dict[str, Any] = {name: request.inputs[name].array for name in VECTORS if name in request.inputs}
     size = request.inputs.get("prompt_vocab_size")
     if size is not None:
         fields["prompt_vocab_size"] = int(size.array.reshape(-1)[0])
-    if signature.IMAGE in request.inputs:
-        fields["images"] = tuple(request.inputs[signature.IMAGE].strings())
+    if IMAGE in request.inputs:
+        fields["images"] = tuple(request.inputs[IMAGE].strings())
     return fields
 
 
@@ -105,7 +269,7 @@ def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | N
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
     """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
     if "sampling_parameters" in request.inputs:
-        return json_object(request, "sampling_parameters")
+        return json_input(request, "sampling_parameters")
     return {name: _from_json(name, value) for name, value in request.parameters.items()}
 
 

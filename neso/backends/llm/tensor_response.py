@@ -8,10 +8,9 @@ import numpy as np
 import orjson
 
 from neso.backends.llm.tensor_request import TensorRequest
-from neso.generation import CompletionDelta, GenerationOutput, TokenLogprobs, Usage
+from neso.generation import Completion, GenerationOutput, TokenLogprobs, Usage
 from neso.generation.output import FloatRows
-from neso.server.datatypes import DataType
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 
 @dataclass(slots=True)
@@ -23,7 +22,7 @@ class _Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     logits: list[FloatRows] = field(default_factory=list)
 
-    def extend(self, delta: CompletionDelta) -> None:
+    def extend(self, delta: Completion) -> None:
         self.text += delta.text
         self.num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:

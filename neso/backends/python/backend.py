@@ -8,19 +8,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from neso.backends.python.auto_completion import auto_complete
-from neso.backends.python.instance import Work
-from neso.backends.python.instances import Instances, ThreadInstances
+from google.protobuf import json_format  # type: ignore[import-untyped]
+
+from neso.backends.python.description import ModelDescription, PythonSettings
+from neso.backends.python.errors import describe
 from neso.backends.python.local_server import LocalServer
-from neso.backends.python.model_description import ModelDescription
-from neso.backends.python.process.instances import ProcessInstances
-from neso.backends.python.settings import PythonSettings
+from neso.backends.python.model_instance import Work
+from neso.backends.python.model_module import forget_model_class, load_model_class
+from neso.backends.python.pb_utils import complete_config
+from neso.backends.python.process.process_instances import ProcessInstances
+from neso.backends.python.process.spawn import complete_in_process
+from neso.backends.python.thread_instances import Instances, ThreadInstances
 from neso.server.backend import Backend
-from neso.server.errors import Unavailable
+from neso.server.config.model_config import config_to_dict
+from neso.server.errors import InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
 from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)
+
 
 READY_TIMEOUT = 5.0
 """Seconds that the `is_ready` functions of a model may take; one that takes longer is not ready."""
@@ -128,3 +134,47 @@ def _differ_in_counts_only(before: list[Any], after: list[Any]) -> bool:
         if same != new:
             return False
     return True
+
+
+_COMPLETABLE = ("max_batch_size", "input", "output", "dynamic_batching", "model_transaction_policy")
+
+
+def auto_complete(config: Any, directory: Path, path: Path, settings: PythonSettings) -> None:
+    """Run the `auto_complete_config` of the model in `path` over a `ModelConfig` message, which is changed.
+
+    Blocks. Raises `ServerError`.
+    """
+    values = config_to_dict(config)
+    try:
+        if settings.in_process:
+            completed = complete_in_process(values, directory, path, settings)
+        else:
+            completed = _complete_here(values, path)
+    except ServerError:
+        raise
+    except Exception as error:
+        logger.debug("auto_complete_config of '%s' failed", config.name, exc_info=error)
+        raise InvalidArgument(describe(error)) from None
+    _apply_completed(config, completed)
+
+
+def _complete_here(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    model_class = load_model_class(path, values["name"])
+    try:
+        return complete_config(values, model_class)
+    finally:
+        forget_model_class(model_class)
+
+
+def _apply_completed(config: Any, completed: dict[str, Any]) -> None:
+    values = {key: value for key, value in completed.items() if key in _COMPLETABLE}
+    try:
+        message = json_format.ParseDict(values, type(config)())
+    except json_format.ParseError as error:
+        raise InvalidArgument(
+            f"auto_complete_config function in model '{config.name}' returned a bad configuration: {error}"
+        ) from None
+    for field in _COMPLETABLE:
+        if field in values:
+            config.ClearField(field)
+    config.MergeFrom(message)

@@ -8,8 +8,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from neso.backends.python.errors import TritonModelException
-from neso.backends.python.loop_calls import LoopCalls
-from neso.backends.python.server_access import Deliver, ServerAccess
+from neso.backends.python.server_access import Deliver, LoopCalls, ServerAccess
 from neso.server.custom_metrics import CustomFamily, MetricKind
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_request import InferenceRequest

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
-from neso.backends.python.datatypes import (
+from neso.backends.python.errors import TritonError, TritonModelException
+from neso.backends.python.model_module import current_folder, known_folder
+from neso.backends.python.request import (
+    TRITONSERVER_MEMORY_CPU,
+    TRITONSERVER_MEMORY_GPU,
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+    TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
+    InferenceRequest,
+    InferenceTrace,
+    MemoryType,
+    PreferredMemory,
+)
+from neso.backends.python.response import (
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+    InferenceResponse,
+    ResponseSender,
+)
+from neso.backends.python.server_access import FamilyHandle, MetricHandle, current_access
+from neso.backends.python.tensor import (
+    Tensor,
     deserialize_bytes_tensor,
     numpy_to_triton_type,
     serialize_byte_tensor,
     triton_string_to_numpy,
     triton_to_numpy_type,
 )
-from neso.backends.python.errors import TritonError, TritonModelException
-from neso.backends.python.logger import Logger, LogLevel
-from neso.backends.python.memory import (
-    TRITONSERVER_MEMORY_CPU,
-    TRITONSERVER_MEMORY_GPU,
-    MemoryType,
-    PreferredMemory,
-)
-from neso.backends.python.metrics import Metric, MetricFamily
-from neso.backends.python.model_config import ModelConfig
-from neso.backends.python.model_module import current_folder
-from neso.backends.python.request import (
-    TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
-    TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
-    TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
-    InferenceRequest,
-)
-from neso.backends.python.response import InferenceResponse
-from neso.backends.python.response_sender import TRITONSERVER_RESPONSE_COMPLETE_FINAL, ResponseSender
-from neso.backends.python.server_access import current_access
-from neso.backends.python.tensor import Tensor
-from neso.backends.python.trace import InferenceTrace
+from neso.server.errors import ServerError
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -122,3 +128,224 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
 def _tensor_config(model_config: dict[str, Any], kind: str, name: str) -> dict[str, Any] | None:
     return next((tensor for tensor in model_config.get(kind, []) if tensor["name"] == name), None)
+
+
+_TENSOR_KEYS = {"name", "data_type", "dims"}
+
+
+class ModelConfig:
+    """A configuration that a model completes: tensors, batching, and whether it is decoupled."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._config
+
+    def set_max_batch_size(self, max_batch_size: int) -> None:
+        """Raises `ValueError` when the user's configuration asks for more than the model can do."""
+        given = self._config["max_batch_size"]
+        if given > max_batch_size:
+            raise ValueError(
+                f"configuration specified max_batch_size {given}, but in auto_complete_config function for "
+                f"model '{self._config['name']}' specified max_batch_size {max_batch_size}"
+            )
+        self._config["max_batch_size"] = max_batch_size
+
+    def set_dynamic_batching(self) -> None:
+        """Raises `ValueError` when another scheduler is configured."""
+        for scheduler in ("sequence_batching", "ensemble_scheduling"):
+            if scheduler in self._config:
+                raise ValueError(
+                    f"configuration specified '{scheduler}', but in auto_complete_config function for model "
+                    f"'{self._config['name']}' tried to set 'dynamic_batching'"
+                )
+        self._config.setdefault("dynamic_batching", {})
+
+    def set_model_transaction_policy(self, policy: dict[str, Any]) -> None:
+        """`{"decoupled": bool}`. Raises `ValueError` when the user's configuration says otherwise."""
+        if unknown := set(policy) - {"decoupled"}:
+            raise ValueError(f"model transaction policy has unknown properties {sorted(unknown)}")
+        given = self._config.get("model_transaction_policy")
+        if given is not None and given["decoupled"] != policy.get("decoupled", False):
+            raise ValueError(
+                "trying to change decoupled property in auto_complete_config for model "
+                f"'{self._config['name']}', which is already set to '{given['decoupled']}'"
+            )
+        self._config["model_transaction_policy"] = {"decoupled": bool(policy.get("decoupled", False))}
+
+    def add_input(self, tensor: dict[str, Any]) -> None:
+        """`{"name", "data_type", "dims", "optional"?}`. Raises `ValueError` for another of the same name."""
+        self._add("input", tensor, _TENSOR_KEYS | {"optional"})
+
+    def add_output(self, tensor: dict[str, Any]) -> None:
+        """`{"name", "data_type", "dims"}`. Raises `ValueError` for another of the same name."""
+        self._add("output", tensor, _TENSOR_KEYS)
+
+    def _add(self, kind: str, tensor: dict[str, Any], allowed: set[str]) -> None:
+        if unknown := set(tensor) - allowed:
+            raise ValueError(f"model {kind} has unknown properties {sorted(unknown)}")
+        if missing := _TENSOR_KEYS - set(tensor):
+            raise ValueError(f"model {kind} lacks the properties {sorted(missing)}")
+        for given in self._config[kind]:
+            if given["name"] != tensor["name"]:
+                continue
+            for key in ("data_type", "dims"):
+                unset = not given[key] or given[key] == "TYPE_INVALID"
+                if not unset and _as_list(given[key]) != _as_list(tensor[key]):
+                    raise ValueError(
+                        f"unable to add {kind} '{tensor['name']}' to model '{self._config['name']}': "
+                        f"its configuration has {key} {given[key]}, the model {tensor[key]}"
+                    )
+                given[key] = tensor[key]
+            return
+        self._config[kind].append(dict(tensor))
+
+
+def complete_config(config: dict[str, Any], model_class: Any) -> dict[str, Any]:
+    """What a model's `auto_complete_config` makes of a configuration. Raises `TritonModelException`."""
+    auto_complete = getattr(model_class, "auto_complete_config", None)
+    if auto_complete is None:
+        return config
+    completed = auto_complete(ModelConfig(copy.deepcopy(config)))
+    if not isinstance(completed, ModelConfig):
+        raise TritonModelException(
+            f"auto_complete_config function in model '{config['name']}' must return a valid "
+            "pb_utils.ModelConfig object"
+        )
+    return completed.as_dict()
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else value
+
+
+class Metric:
+    """One metric of a family. Made by `MetricFamily.Metric`, and of no use once that family is gone, as in Triton.
+
+    Its methods raise `TritonModelException` then.
+    """
+
+    def __init__(self, family: MetricFamily, metric: MetricHandle) -> None:
+        self._family = weakref.ref(family)
+        self._held_by_family = weakref.ref(metric)
+
+    def increment(self, value: float) -> None:
+        """Add to a counter or a gauge. Raises `TritonModelException` for a counter that would sink."""
+        with _server_errors():
+            self._metric().increment(value)
+
+    def set(self, value: float) -> None:
+        """Replace the value of a gauge. Raises `TritonModelException` for other kinds."""
+        with _server_errors():
+            self._metric().set(value)
+
+    def observe(self, value: float) -> None:
+        """Count a value in a histogram. Raises `TritonModelException` for other kinds."""
+        with _server_errors():
+            self._metric().observe(value)
+
+    def value(self) -> float:
+        """The value of a counter or a gauge. Raises `TritonModelException` for a histogram."""
+        with _server_errors():
+            return self._metric().value()
+
+    def _metric(self) -> MetricHandle:
+        family, metric = self._family(), self._held_by_family()
+        if family is None or metric is None:
+            raise TritonModelException(
+                "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. "
+                "Keep the 'MetricFamily' for as long as its metrics are used."
+            )
+        return metric
+
+
+class MetricFamily:
+    """Metrics of one name, which stay in /metrics as long as this object lives.
+
+    Families of one name and kind, of whatever model, are the same; a metric that two of them have made is there until
+    both are gone.
+
+    Raises `TritonModelException` for a name that is taken by another kind or by the server, or is no name.
+    """
+
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+    def __init__(self, name: str = "", description: str = "", kind: int = COUNTER) -> None:
+        kinds = {self.COUNTER: "counter", self.GAUGE: "gauge", self.HISTOGRAM: "histogram"}
+        if kind not in kinds:
+            raise TritonModelException(f"unknown kind {kind!r} of metric family '{name}'")
+        with _server_errors():
+            self._family: FamilyHandle = current_access().metric_family(name, description, kinds[kind])
+        self._metrics: set[MetricHandle] = set()
+
+    def Metric(
+        self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
+    ) -> Metric:
+        """The family's metric with these labels; a histogram needs `buckets`, its increasing upper bounds.
+
+        Raises `TritonModelException`.
+        """
+        with _server_errors():
+            metric = self._family.metric(labels, buckets)
+        self._metrics.add(metric)
+        return Metric(self, metric)
+
+
+@contextmanager
+def _server_errors() -> Iterator[None]:
+    try:
+        yield
+    except ServerError as error:
+        raise TritonModelException(error.message) from None
+
+
+_log = logging.getLogger("neso.model")
+
+
+class LogLevel(IntEnum):
+    """How much a message matters."""
+
+    INFO = logging.INFO
+    WARNING = logging.WARNING
+    ERROR = logging.ERROR
+    VERBOSE = logging.DEBUG
+
+
+class Logger:
+    """The log; all methods are static, as models call them on the class."""
+
+    INFO = LogLevel.INFO
+    WARNING = LogLevel.WARNING
+    ERROR = LogLevel.ERROR
+    VERBOSE = LogLevel.VERBOSE
+
+    @staticmethod
+    def log(message: str, level: int = LogLevel.INFO) -> None:
+        _write_log(level, message)
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        _write_log(LogLevel.INFO, message)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        _write_log(LogLevel.WARNING, message)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        _write_log(LogLevel.ERROR, message)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        _write_log(LogLevel.VERBOSE, message)
+
+
+def _write_log(level: int, message: str) -> None:
+    if not _log.isEnabledFor(level):
+        return
+    folder = known_folder()
+    about = {} if folder is None else {"model": Path(folder).parent.name, "model_version": Path(folder).name}
+    _log.log(int(level), "%s", message, stacklevel=3, extra=about)  # by the line of the model that called

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import queue
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
 from typing import Any
 
-from neso.backends.python.errors import TritonModelException
-from neso.backends.python.memory import PreferredMemory
-from neso.backends.python.model_call import AsyncResponseIterator, ResponseIterator
-from neso.backends.python.response import InferenceResponse
-from neso.backends.python.response_sender import Responder, ResponseSender
-from neso.backends.python.server_access import current_access
+from neso.backends.python.errors import TritonError, TritonModelException
+from neso.backends.python.response import InferenceResponse, RequestTrace, Responder, ResponseSender
+from neso.backends.python.server_access import ServerAccess, current_access, running_loop_calls
 from neso.backends.python.tensor import Tensor
-from neso.backends.python.trace import InferenceTrace
 from neso.server.inference_request import InferenceRequest as ServerRequest
+from neso.server.inference_response import InferenceResponse as ServerResponse
 
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
@@ -169,3 +170,100 @@ class InferenceRequest:
     def trace(self) -> InferenceTrace:
         """The trace of the request, there even if it is not traced: then it has no context."""
         return self._trace or InferenceTrace()
+
+
+class ResponseIterator:
+    """The responses of a call that is waited for, as they come. The last one may be empty: the final flag only."""
+
+    def __init__(self, access: ServerAccess, request: ServerRequest, decoupled: bool) -> None:
+        self._responses: queue.SimpleQueue[ServerResponse] = queue.SimpleQueue()
+        self._call = access.call(request, decoupled, self._responses.put)
+        self._ended = False
+
+    def __iter__(self) -> Iterator[InferenceResponse]:
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._ended:
+            raise StopIteration
+        response = self._responses.get()
+        self._ended = response.final
+        return _response_from_server(response)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class AsyncResponseIterator:
+    """The responses of an awaited call, on the event loop where it was made."""
+
+    def __init__(self, access: ServerAccess, request: ServerRequest, decoupled: bool) -> None:
+        self._responses: asyncio.Queue[ServerResponse] = asyncio.Queue()
+        self._call = access.call(
+            request, decoupled, partial(running_loop_calls().post, self._responses.put_nowait)
+        )
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[InferenceResponse]:
+        return self
+
+    async def __anext__(self) -> InferenceResponse:
+        if self._ended:
+            raise StopAsyncIteration
+        response = await self._responses.get()
+        self._ended = response.final
+        return _response_from_server(response)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def _response_from_server(response: ServerResponse) -> InferenceResponse:
+    """What another model answered, as models see it."""
+    error = None if response.error is None else TritonError.from_server(response.error)
+    return InferenceResponse(
+        [Tensor.from_server(tensor) for tensor in response.outputs], error, dict(response.parameters)
+    )
+
+
+class InferenceTrace:
+    """What `request.trace()` gives, for `InferenceRequest(trace=…)` and for spans of the model's own."""
+
+    def __init__(self, trace: RequestTrace | None = None) -> None:
+        self._trace = trace
+
+    def get_context(self) -> str | None:
+        """W3C's `traceparent` (and `tracestate`) as JSON; None unless the request is traced by OpenTelemetry."""
+        context = None if self._trace is None else self._trace.context
+        return None if context is None else json.dumps(context)
+
+    def to_server(self) -> RequestTrace | None:
+        """The trace as the server knows it, or its stand-in; None if there is none."""
+        return self._trace
+
+
+class MemoryType(IntEnum):
+    """Kinds of memory."""
+
+    TRITONSERVER_MEMORY_CPU = 0
+    TRITONSERVER_MEMORY_GPU = 1
+
+
+TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
+TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
+
+
+class PreferredMemory:
+    """A wish for `InferenceRequest(preferred_memory=…)`, which the server may not be able to fulfil."""
+
+    def __init__(
+        self, preferred_memory_type: MemoryType = TRITONSERVER_MEMORY_CPU, preferred_device_id: int = 0
+    ) -> None:
+        self._type = MemoryType(preferred_memory_type)
+        self._device_id = preferred_device_id
+
+    def preferred_memory_type(self) -> MemoryType:
+        return self._type
+
+    def preferred_device_id(self) -> int:
+        return self._device_id

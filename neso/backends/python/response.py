@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from neso.backends.python.errors import TritonError, TritonModelException
 from neso.backends.python.tensor import Tensor
+from neso.server.errors import InternalError, ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse as ServerResponse
+from neso.server.statistics import Timeline
+from neso.server.tensor import DataType
+from neso.server.tensor import Tensor as ServerTensor
+
+logger = logging.getLogger(__name__)
 
 
 class InferenceResponse:
@@ -52,3 +62,183 @@ def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
                 f"{type(value).__name__}"
             )
     return dict(parameters)
+
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+
+class RequestTrace(Protocol):
+    """The trace of a request as its model sees it: the server's own, or what stands for it in another process."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def context(self) -> dict[str, str] | None: ...
+
+
+class RequestStream(Protocol):
+    """A request in flight as its model sees it: the server's own stream, or what stands for it in another process."""
+
+    request: InferenceRequest
+    timeline: Timeline
+
+    @property
+    def trace(self) -> RequestTrace | None: ...
+
+
+Post = Callable[[Any, ServerResponse], None]
+"""post(stream, response): send a response on a stream of the instance, from any thread."""
+
+
+@dataclass
+class ModelOutputs:
+    """What the responders of one instance need to know of its model, and how they answer.
+
+    `datatypes`: of all outputs, implicit states included; `states`: the names of those. `reschedule`: has the
+    request of a stream executed again, as an iterative sequence, from any thread; None where that cannot be.
+    """
+
+    post: Post
+    instance: str
+    decoupled: bool
+    datatypes: dict[str, DataType]
+    states: tuple[str, ...] = ()
+    reschedule: Callable[[Any], None] | None = None
+    mismatched: set[str] = field(default_factory=set)
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.datatypes)
+
+    def convert(self, response: InferenceResponse) -> ServerResponse:
+        """As the server's response. Outputs that the configuration does not declare are dropped, as in Triton."""
+        error = response.error()
+        if error is not None:
+            return ServerResponse("", "", error=error.to_server(), parameters=response._parameters)
+        outputs = []
+        for tensor in response.output_tensors():
+            expected = self.datatypes.get(tensor.name())
+            if expected is not None:
+                output = tensor.to_server()
+                if output.datatype is not expected and output.name not in self.mismatched:
+                    self._note_mismatch(output, expected)
+                outputs.append(output)
+        return ServerResponse("", "", "", outputs, dict(response._parameters))
+
+    def _note_mismatch(self, output: ServerTensor, expected: DataType) -> None:
+        self.mismatched.add(output.name)
+        logger.warning(
+            "output '%s' of '%s' is %s, its configuration says %s; it is sent as it is",
+            output.name,
+            self.instance,
+            output.datatype.value,
+            expected.value,
+        )
+
+
+class Responder:
+    """Answers one request, from any thread. Shared by the request and its sender.
+
+    When both are gone and the final response was not sent, nobody can send it any more: the request fails then,
+    so that no client waits for ever.
+    """
+
+    __slots__ = ("_held", "_outputs", "_released", "closed", "rescheduled", "stream")
+
+    def __init__(self, stream: RequestStream, outputs: ModelOutputs) -> None:
+        self.stream = stream
+        self.closed = False
+        self.rescheduled = False  # asked for by the model
+        self._released = False  # another responder follows, for the next execution
+        self._outputs = outputs
+        self._held: ServerResponse | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self.stream.request.cancelled
+
+    def send(self, response: InferenceResponse | None, *, final: bool) -> None:
+        """Raises `TritonModelException` after the final response, or for a second response of a model that is
+        not decoupled. The response of such a model waits for the final flag.
+        """
+        if self.closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        converted = self._outputs.convert(response) if response is not None else None
+        if not self._outputs.decoupled:
+            if converted is not None and self._held is not None:
+                raise TritonModelException(
+                    "Unable to send response. A model that is not decoupled must send exactly one response."
+                )
+            self._held = converted = converted or self._held
+            if not final:
+                return
+            if converted is None:
+                self.fail(InternalError(f"model instance '{self._outputs.instance}' sent no response"))
+                return
+        self.closed = final
+        if converted is None:
+            self._post(ServerResponse("", "", final=True))
+        else:
+            converted.final = final
+            self._post(converted)
+
+    def set_reschedule(self, reschedule: bool) -> None:
+        """Whether the request is to be executed again. Raises `TritonModelException` where it cannot be."""
+        if reschedule and self._outputs.reschedule is None:
+            raise TritonModelException(
+                "Unable to set request release flags. Rescheduling requests needs "
+                "'sequence_batching { iterative_sequence: true }' in the model configuration."
+            )
+        self.rescheduled = reschedule
+
+    def reschedule_if_asked(self) -> None:
+        """The execution is over: hand the request back to its scheduler."""
+        if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
+            self._released = True
+            self._outputs.reschedule(self.stream)
+
+    def fail(self, error: ServerError) -> None:
+        """End the request with an error, unless it has ended."""
+        if not self.closed:
+            self.closed = True
+            self._post(ServerResponse("", "", error=error, final=True))
+
+    def _post(self, response: ServerResponse) -> None:
+        self._outputs.post(self.stream, response)
+
+    def __del__(self) -> None:
+        if not self.closed and not self._released:
+            self.fail(
+                InternalError(
+                    f"model instance '{self._outputs.instance}' let go of a request without a final response"
+                )
+            )
+
+
+class ResponseSender:
+    """`request.get_response_sender()`: sends any number of responses, the last one with the final flag."""
+
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Send a response, the final flag, or both."""
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException(f"Unable to send response. Unsupported flag provided: {flags}")
+        if response is None and not flags:
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flag is set to zero."
+            )
+        if response is not None and not isinstance(response, InferenceResponse):
+            raise TritonModelException(
+                f"response must be a pb_utils.InferenceResponse, got {type(response).__name__}"
+            )
+        self._responder.send(response, final=bool(flags))
+
+    def is_cancelled(self) -> bool:
+        """Whether the client gave up."""
+        return self._responder.cancelled

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from neso.backends.python.errors import TritonModelException
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
+
+logger = logging.getLogger(__name__)
+
 
 Deliver = Callable[[InferenceResponse], None]
 
@@ -106,3 +112,48 @@ def current_access() -> ServerAccess:
     if len(servers) == 1:
         return next(iter(servers.values()))
     raise TritonModelException("which server to ask is known in the threads that run the model only")
+
+
+_current_loop = threading.local()
+
+
+class LoopCalls:
+    """Has functions called on an event loop, in order, by any thread; the loop is woken once for those that wait.
+
+    Waking it takes the time of several calls, and a batch of requests ends with one for each of them.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._woken = False
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call it soon. Of no effect once the loop has ended."""
+        self._waiting.append((function, arguments))
+        # Whoever finds it set has appended before `_run` takes what waits.
+        if not self._woken:
+            self._woken = True
+            try:
+                self.loop.call_soon_threadsafe(self._run)
+            except RuntimeError:
+                logger.debug("a call came after the server's end")
+
+    def _run(self) -> None:
+        self._woken = False
+        waiting = self._waiting
+        while waiting:
+            function, arguments = waiting.popleft()
+            try:
+                function(*arguments)
+            except Exception:
+                logger.exception("a call on the server's loop failed")
+
+
+def running_loop_calls() -> LoopCalls:
+    """Those of the event loop that runs this thread."""
+    loop = asyncio.get_running_loop()
+    known: LoopCalls | None = getattr(_current_loop, "calls", None)
+    if known is None or known.loop is not loop:
+        known = _current_loop.calls = LoopCalls(loop)
+    return known

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from neso.backends.python import dlpack
-from neso.backends.python.datatypes import numpy_to_triton_type
 from neso.backends.python.errors import TritonModelException
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
+from neso.server.tensor import DataType
 from neso.server.tensor import Tensor as ServerTensor
 
 
@@ -58,7 +57,7 @@ class Tensor:
     def from_dlpack(name: str, tensor: Any) -> Tensor:
         """From a capsule, or an object with `__dlpack__`; shares the memory of CPU tensors."""
         try:
-            return Tensor(name, dlpack.load(tensor))
+            return Tensor(name, _array_from_dlpack(tensor))
         except (RuntimeError, BufferError, TypeError, ValueError) as error:
             raise TritonModelException(f"Tensor '{name}' cannot be made from DLPack: {error}") from None
 
@@ -66,10 +65,10 @@ class Tensor:
         """A DLPack capsule that shares the memory; not for BYTES, for which it raises `TritonModelException`."""
         if self._datatype is DataType.BYTES:
             raise TritonModelException("DLPack does not have support for string tensors.")
-        return dlpack.export(self.as_numpy(), **options)
+        return _export_dlpack(self.as_numpy(), **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return dlpack.CPU, 0
+        return _DLPACK_CPU, 0
 
     @classmethod
     def from_server(cls, tensor: ServerTensor) -> Tensor:
@@ -104,3 +103,143 @@ def _datatype_of(name: str, array: npt.NDArray[Any]) -> DataType:
     if len(_DATATYPES) < 256:  # text has a dtype for each length
         _DATATYPES[array.dtype] = datatype
     return datatype
+
+
+# The numbers of `DataType` in model_config.proto, which is not there in a model's own environment.
+_BY_NUMBER = dict(
+    enumerate(
+        (
+            DataType.BOOL, DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64,
+            DataType.INT8, DataType.INT16, DataType.INT32, DataType.INT64,
+            DataType.FP16, DataType.FP32, DataType.FP64, DataType.BYTES, DataType.BF16,
+        ),
+        start=1,
+    )
+)  # fmt: skip
+_NUMBER = {datatype: number for number, datatype in _BY_NUMBER.items()}
+
+
+def triton_to_numpy_type(data_type: int) -> type[np.generic]:
+    """The numpy type of a datatype's number."""
+    return _BY_NUMBER[data_type].dtype.type
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    """The number of a numpy type."""
+    return int(_NUMBER[DataType.of_numpy(np.dtype(data_type))])
+
+
+def triton_string_to_numpy(name: str) -> type[np.generic]:
+    """The numpy type of a `TYPE_*` name."""
+    try:
+        return DataType.from_config(name).dtype.type
+    except InvalidArgument as error:
+        raise TritonModelException(error.message) from None
+
+
+def serialize_byte_tensor(array: npt.NDArray[Any]) -> bytes | None:
+    """The elements, each after its length; None for an array that is empty or not of strings."""
+    if array.size == 0 or array.dtype.kind not in "SO":
+        return None
+    encoded = [element if isinstance(element, bytes) else str(element).encode() for element in array.flat]
+    return b"".join(len(element).to_bytes(4, "little") + element for element in encoded)
+
+
+def deserialize_bytes_tensor(data: bytes) -> npt.NDArray[Any]:
+    """The elements that `serialize_byte_tensor` wrote, as a flat array of `bytes`."""
+    count, offset = 0, 0
+    while offset < len(data):
+        offset += 4 + int.from_bytes(data[offset : offset + 4], "little")
+        count += 1
+    try:
+        return ServerTensor.from_wire("", DataType.BYTES, (count,), data).array
+    except InvalidArgument as error:
+        raise TritonModelException(error.message) from None
+
+
+_DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3  # DLDeviceType, what a _DLPACK_CPU can read
+_UINT, _BFLOAT = 1, 4  # DLDataTypeCode
+
+
+class _DLPackDtype(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLPackTensor(ctypes.Structure):
+    """The start of a DLManagedTensor, up to what is changed here."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLPackDtype),
+    )
+
+
+def _export_dlpack(array: npt.NDArray[Any], **options: Any) -> Any:
+    """A capsule that shares the array's memory."""
+    if DataType.of_numpy(array.dtype) is not DataType.BF16:
+        return array.__dlpack__(**options)
+    capsule = array.view(np.uint16).__dlpack__()
+    _dlpack_dtype(capsule).code = _BFLOAT
+    return capsule
+
+
+def _array_from_dlpack(source: Any) -> npt.NDArray[Any]:
+    """An array that shares the memory of a capsule, or of an object with `__dlpack__`.
+
+    Raises what numpy does: `BufferError`, `RuntimeError`, `TypeError`, `ValueError`.
+    """
+    if hasattr(source, "__dlpack__"):
+        device = int(source.__dlpack_device__()[0])
+        if device not in (_DLPACK_CPU, _DLPACK_CUDA_HOST):
+            raise BufferError(f"its memory is on a device (DLPack device type {device}), not the CPU's")
+        if not str(getattr(source, "dtype", "")).endswith("bfloat16"):
+            return np.from_dlpack(source)
+        source = source.__dlpack__()
+    if type(source).__name__ != "PyCapsule":
+        raise TypeError(
+            f"expected a DLPack capsule or an object with __dlpack__, got {type(source).__name__}"
+        )
+    dtype = _dlpack_dtype(source)
+    if dtype.code != _BFLOAT or dtype.bits != 16:
+        return _writable_view(np.from_dlpack(_DLPackSource(source)))
+    dtype.code = _UINT
+    return _writable_view(np.from_dlpack(_DLPackSource(source))).view(DataType.BF16.dtype)
+
+
+def _dlpack_dtype(capsule: Any) -> _DLPackDtype:
+    """The element type in a capsule, to be read or changed. Raises `ValueError` for one that was used."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    tensor = _DLPackTensor.from_address(pointer(capsule, b"dltensor"))
+    dtype: _DLPackDtype = tensor.dtype
+    return dtype
+
+
+def _writable_view(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """What numpy makes of a capsule is read-only, as such a capsule cannot say; Triton's models may write."""
+    return np.asarray(_WritableBuffer(array))
+
+
+class _WritableBuffer:
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._owner = array
+        self.__array_interface__ = {
+            **array.__array_interface__,
+            "data": (array.__array_interface__["data"][0], False),
+        }
+
+
+class _DLPackSource:
+    """Gives a bare capsule the methods that numpy asks for."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_options: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CPU, 0

@@ -8,11 +8,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from neso.backends.tensor.execution import Executor, Outcome
-from neso.backends.tensor.instance_thread import InstanceThread, Work, WorkQueue
+from neso.backends.tensor.execution import Executor, InstanceThread, Outcome, Work, WorkQueue
 from neso.backends.tensor.model import Instance, InstanceKind, TensorModel
 from neso.server.backend import Backend, ModelContext
-from neso.server.config.instances import instances_of
+from neso.server.config.scheduling import instances_of
 from neso.server.errors import Unavailable
 from neso.server.inference_response import ResponseStream
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +15,12 @@ import numpy as np
 
 from neso.backends.tensor.model import Arrays, TensorModel
 from neso.server.backend import ModelContext
-from neso.server.batching.batch import Batch
-from neso.server.datatypes import DataType
 from neso.server.errors import Cancelled, InternalError, InvalidArgument, ServerError
 from neso.server.inference_response import NEVER_EXECUTED, InferenceResponse, ResponseStream
+from neso.server.schedulers.batch import Batch
 from neso.server.signature import Signature
 from neso.server.statistics import Timeline
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 
@@ -117,3 +120,69 @@ class Executor:
             )
             for stream in streams
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests for one execution. `done(outcome)` is called in the instance's thread when it is over."""
+
+    streams: list[ResponseStream]
+    done: Callable[[Outcome], None]
+
+
+WorkQueue = queue.SimpleQueue[Work | None]
+"""For the instances of a model; None tells one of them to end."""
+
+
+class InstanceThread:
+    """Makes, loads, runs and unloads a model. `started` and `ended` tell of its life."""
+
+    def __init__(
+        self, name: str, make: Callable[[], TensorModel], executor: Executor, work: WorkQueue
+    ) -> None:
+        self.started: Future[None] = Future()
+        self.ended: Future[None] = Future()
+        self.work = work
+        self._make = make
+        self._executor = executor
+        # A daemon: a model that never returns must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=f"model-{name}", daemon=True)
+
+    def start(self) -> None:
+        for future in (self.started, self.ended):
+            future.set_running_or_notify_cancel()  # nobody can cancel them any more
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        model: TensorModel | None = None
+        try:
+            try:
+                model = self._make()
+                model.load()
+            except BaseException as error:
+                self.started.set_exception(self._server_error(error))
+                return
+            self.started.set_result(None)
+            while (work := self.work.get()) is not None:
+                work.done(self._executor.execute(model, work.streams))
+                del work  # what the requests hold must not live on in this frame
+        finally:
+            self._unload(model)
+            self.ended.set_result(None)
+
+    def _server_error(self, error: BaseException) -> ServerError:
+        if isinstance(error, ServerError):
+            return error
+        logger.error("model instance '%s' failed to load", self._thread.name, exc_info=error)
+        return InternalError(f"{type(error).__name__}: {error}")
+
+    def _unload(self, model: TensorModel | None) -> None:
+        try:
+            if model is not None:
+                model.unload()
+        except Exception:
+            logger.exception("failed to unload a model instance")

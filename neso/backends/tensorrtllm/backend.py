@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from neso.backends.llm.engine_backend import EngineBackend
+from neso.backends.llm.tensor_request import adapter_of_task
 from neso.backends.tensorrtllm import signature
-from neso.backends.tensorrtllm.answer import AnswerFormat, RowAnswer
-from neso.backends.tensorrtllm.prefetched_adapters import read_adapters
-from neso.backends.tensorrtllm.request_answer import RequestAnswer
-from neso.backends.tensorrtllm.running import RunningRequest, RunningRequests
 from neso.backends.tensorrtllm.settings import Settings, read_settings
 from neso.backends.tensorrtllm.token_request import RequestReader, TokenRequest, named_as_here
+from neso.backends.tensorrtllm.token_response import AnswerFormat, RequestAnswer, RowAnswer
 from neso.engine.config import EngineConfig
-from neso.generation import InvalidParameter
+from neso.generation import InvalidParameter, LoraRequest
 from neso.server.backend import ModelContext
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_response import ResponseStream
+from neso.server.tensor import DataType
 
 logger = logging.getLogger(__name__)
 
@@ -129,3 +130,67 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RunningRequest:
+    """One that can be stopped: `stopped` is True then, and its task is cancelled once it has begun."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """The current task works on it. Raises `CancelledError` if it is stopped already."""
+        self._task = asyncio.current_task()
+        if self.stopped:
+            raise asyncio.CancelledError
+
+    def stop(self) -> None:
+        """A task that has not begun is not cancelled: it would end without a word."""
+        self.stopped = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+class RunningRequests:
+    """Ids need not be unique: those that are alike are stopped together. Without an id a request cannot be."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, set[RunningRequest]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def add(self, id: str, request: RunningRequest) -> None:
+        if id:
+            self._by_id.setdefault(id, set()).add(request)
+
+    def remove(self, id: str, request: RunningRequest) -> None:
+        """It has ended."""
+        requests = self._by_id.get(id, set())
+        requests.discard(request)
+        if not requests:
+            self._by_id.pop(id, None)
+
+    def stop(self, id: str) -> None:
+        """Stop the requests of this id; there may be none, they may have ended."""
+        for request in tuple(self._by_id.get(id, ())):
+            request.stop()
+
+
+def read_adapters(directory: Path) -> Iterator[LoraRequest]:
+    """Those of the folders whose names are numbers. Raises `InvalidArgument` that names the file."""
+    for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name.isdecimal()):
+        weights, config = (_read_array(folder / f"model.lora_{what}.npy") for what in ("weights", "config"))
+        try:
+            yield adapter_of_task(int(folder.name), weights, config)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{folder}: {error.message}") from None
+
+
+def _read_array(path: Path) -> npt.NDArray[Any]:
+    try:
+        array: npt.NDArray[Any] = np.load(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{path}: cannot be read: {error}") from None
+    return array

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neso.backends.default_sampling import near_generation_config
-from neso.backends.near_path import near_path
-from neso.backends.tensorrtllm.model_path import model_files
-from neso.backends.tensorrtllm.parameter_values import is_unset
-from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES
+from neso.backends.option_files import resolve_generation_config, resolve_relative
+from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES, is_unset
 from neso.engine.config import EngineConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.runners.registry import has_nvidia_gpu
@@ -132,7 +130,7 @@ class _Reader:
                 self._model("speculative_model", str(options["speculative_model"]))
             )
         if "generation_config" in options:
-            options["generation_config"] = near_generation_config(
+            options["generation_config"] = resolve_generation_config(
                 str(options["generation_config"]), *self._places
             )
         options |= {name: number for name, number in self._limits().items() if name not in options}
@@ -183,15 +181,55 @@ class _Reader:
     def _model(self, name: str, path: str) -> Path:
         """A model's files by a path or a name."""
         try:
-            return resolve_model(near_path(Path(path).expanduser(), *self._places) or path)
+            return resolve_model(resolve_relative(Path(path).expanduser(), *self._places) or path)
         except ModelNotFound as error:
             raise InvalidArgument(f"parameter '{name}' of model '{self._config.name}': {error}") from None
 
     def _directory(self, name: str, path: str) -> Path:
-        found = near_path(Path(path).expanduser(), *self._places)
+        found = resolve_relative(Path(path).expanduser(), *self._places)
         if found is None or not found.is_dir():
             raise self._wrong(name, path, "a directory")
         return found
 
 
 _LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})
+
+
+INSTEAD = "name a Hugging Face checkpoint, a GGUF file, or the directory that `neso build` makes of one"
+
+
+def model_files(path: str | None, version_directory: Path, model_directory: Path) -> Path:
+    """The model that `gpt_model_path` names, which the version's directory itself holds if it is unset.
+
+    Absolute, relative to the version's or the model's directory, or a name: of a shipped model, or on the hub.
+    Raises `InvalidArgument`.
+    """
+    if path is None:
+        found = version_directory
+    else:
+        found = resolve_relative(Path(path).expanduser(), version_directory, model_directory) or Path(path)
+    _refuse_foreign_engine(found)
+    try:
+        resolved = resolve_model(found)
+    except ModelNotFound as error:
+        raise InvalidArgument(f"gpt_model_path: {error}") from None
+    if resolved.is_dir() and not (resolved / "config.json").is_file():
+        unset = "is not set, and " if path is None else ""
+        raise InvalidArgument(f"gpt_model_path: {unset}{resolved} holds no model (no config.json); {INSTEAD}")
+    return resolved
+
+
+def _refuse_foreign_engine(directory: Path) -> None:
+    """Engines of TensorRT, and the checkpoints that they are built from, are not read."""
+    if any(directory.glob("*.engine")):
+        raise InvalidArgument(
+            f"gpt_model_path: {directory} holds an engine of TensorRT, which only runs there; {INSTEAD}"
+        )
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return
+    if isinstance(config, dict) and ("pretrained_config" in config or "mapping" in config):
+        raise InvalidArgument(
+            f"gpt_model_path: {directory} holds a model that was converted for TensorRT-LLM; {INSTEAD}"
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from neso.backends.tensor_fields import TensorField, add_inputs, add_outputs
+from neso.backends.request_tensors import TensorField, add_inputs, add_outputs
 
 
 def _scalars(data_type: str, *names: str) -> tuple[TensorField, ...]:

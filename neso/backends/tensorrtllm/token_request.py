@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from neso.backends.llm.adapter_request import adapter_of_task
-from neso.backends.llm.draft_request import DRAFT_NAMES, read_draft
-from neso.backends.tensorrtllm.retention import RANGES, read_retention
+from neso.backends.llm.tensor_request import DRAFT_NAMES, adapter_of_task, read_draft
 from neso.backends.tensorrtllm.settings import Settings
-from neso.backends.tensorrtllm.word_list import read_words
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
-from neso.generation.cache_retention import CacheRetention
+from neso.generation.request import DEFAULT_PRIORITY, CacheRetention, RetainedRange
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 
@@ -288,3 +285,69 @@ class _Row:
         if weights is not None or config is not None:
             raise InvalidArgument("lora_weights: needs lora_task_id")
         return None
+
+
+RANGES = tuple(f"retention_token_range_{what}" for what in ("starts", "ends", "priorities", "durations_ms"))
+"""Tensors of one value a range; -1 in the second: to the end of the prompt, in the last: for ever."""
+_UNSET = -1
+
+
+def read_retention(
+    ranges: list[npt.NDArray[Any] | None], decode_priority: int | None, decode_duration_ms: int | None
+) -> CacheRetention | None:
+    """`ranges` are the tensors of `RANGES`, None for those that are not there.
+
+    Raises `InvalidArgument`, `InvalidParameter`.
+    """
+    given = {
+        name: values.reshape(-1).tolist()
+        for name, values in zip(RANGES, ranges, strict=True)
+        if values is not None
+    }
+    if not given and decode_priority is None and decode_duration_ms is None:
+        return None
+    if RANGES[0] not in given and given:
+        raise InvalidArgument(f"{next(iter(given))}: needs {RANGES[0]}")
+    count = len(given.get(RANGES[0], ()))
+    given.setdefault(RANGES[3], [_UNSET] * count)
+    for name in RANGES:
+        if len(given.setdefault(name, [])) != count:
+            raise InvalidArgument(f"{name}: must have as many values as {RANGES[0]}, {count}")
+    return CacheRetention(
+        [
+            RetainedRange(start, _optional(end), priority, _optional(duration))
+            for start, end, priority, duration in zip(*(given[name] for name in RANGES), strict=True)
+        ],
+        DEFAULT_PRIORITY if decode_priority is None else decode_priority,
+        _optional(decode_duration_ms),
+    )
+
+
+def _optional(number: int | None) -> int | None:
+    return None if number == _UNSET else number
+
+
+Words = tuple[tuple[int, ...], ...]
+
+
+def read_words(name: str, array: npt.NDArray[Any]) -> Words:
+    """The words in int32[2, N]: the tokens of all in the first row, in the second where each ends, then -1.
+
+    [[5, 7, 9], [1, 3, -1]] is (5,) and (7, 9). Raises `InvalidArgument`.
+    """
+    if array.ndim != 2 or len(array) != 2:
+        raise InvalidArgument(f"{name}: must have the shape [2, -1], got {list(array.shape)}")
+    tokens, ends = array.tolist()
+    words = []
+    start = 0
+    for end in ends:
+        if end == -1:
+            break
+        if not start < end <= len(tokens):
+            raise InvalidArgument(
+                f"{name}: the second row must say where words end, rising, at most {len(tokens)}, and then be -1; "
+                f"got {ends}"
+            )
+        words.append(tuple(tokens[start:end]))
+        start = end
+    return tuple(words)

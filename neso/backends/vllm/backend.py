@@ -11,24 +11,26 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from neso.backends.default_sampling import log_default_sampling
+from neso.backends.option_files import log_default_sampling
 from neso.backends.request_tasks import RequestTasks
-from neso.backends.request_values import in_tensors_words
-from neso.backends.vllm import library, signature
-from neso.backends.vllm.adapters import Adapters, UnknownAdapter
+from neso.backends.request_tensors import tensor_error_text
+from neso.backends.vllm import library
+from neso.backends.vllm.conversion import IMAGES, image_data, parse_sampling_values
 from neso.backends.vllm.engine import VllmEngine
-from neso.backends.vllm.generation import IMAGES, image_data
-from neso.backends.vllm.language_model import VllmLanguageModel
 from neso.backends.vllm.metrics import VllmMetrics
-from neso.backends.vllm.model_files import ModelFiles
-from neso.backends.vllm.pooling_model import VllmPoolingModel, vector_of
-from neso.backends.vllm.sampling import from_loose
-from neso.backends.vllm.tensor_request import EmbeddingRequest, TextRequest, read_request
-from neso.backends.vllm.tensor_response import ResponseTensors, embedding_tensors
-from neso.backends.vllm.text import text_tools
+from neso.backends.vllm.model_files import Adapters, ModelFiles, UnknownAdapter
+from neso.backends.vllm.tensors import (
+    EmbeddingRequest,
+    ResponseTensors,
+    TextRequest,
+    complete_config,
+    embedding_tensors,
+    read_request,
+)
+from neso.backends.vllm.text_models import VllmLanguageModel, VllmPoolingModel, text_tools, vector_of
 from neso.generation import InvalidParameter, LanguageModel, PoolingModel
 from neso.server.backend import Backend, ModelContext
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
@@ -61,7 +63,7 @@ class VllmBackend(Backend):
     def auto_complete(
         cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
-        signature.complete(config)
+        complete_config(config)
 
     async def load(self) -> None:
         context = self.context
@@ -168,7 +170,7 @@ class VllmBackend(Backend):
         except UnknownAdapter as error:
             self._fail(stream, InvalidArgument(str(error)), "[Error] Unsupported LoRA.")
         except InvalidParameter as error:
-            self._fail(stream, InvalidArgument(f"Error generating stream: {in_tensors_words(error)}"))
+            self._fail(stream, InvalidArgument(f"Error generating stream: {tensor_error_text(error)}"))
         except ServerError as error:
             self._fail(stream, type(error)(f"Error generating stream: {error.message}"))
         except Exception as error:
@@ -195,7 +197,7 @@ class VllmBackend(Backend):
             raise InvalidArgument(
                 f"model '{self.context.name}' gives vectors, not text: send embedding_request"
             )
-        values = from_loose(request.values, self._types, self._form)
+        values = parse_sampling_values(request.values, self._types, self._form)
         params = self.engine.sampling_params(values, stream=request.stream)
         prompt: dict[str, Any] = {"prompt": request.prompt}
         if request.images:

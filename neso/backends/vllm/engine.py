@@ -10,8 +10,8 @@ from multiprocessing import active_children
 from typing import Any
 
 from neso.backends.vllm import library
-from neso.backends.vllm.generation import IMAGES
-from neso.backends.vllm.guardian import Guardian
+from neso.backends.vllm.conversion import IMAGES
+from neso.backends.vllm.orphan_reaper import Guardian
 from neso.generation import InvalidParameter, check_prompt_length
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 

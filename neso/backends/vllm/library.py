@@ -19,7 +19,7 @@ from vllm import AsyncEngineArgs, AsyncLLMEngine, PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from neso.generation import InvalidParameter, SamplingDefaults
-from neso.generation.sampling_defaults import AUTO, means_a_limit
+from neso.generation.sampling_params import AUTO, max_new_tokens_is_limit
 from neso.server.errors import InvalidArgument
 
 VERSION: str = vllm.__version__
@@ -140,7 +140,7 @@ def default_sampling(model_config: Any) -> SamplingDefaults:
     values["max_new_tokens"] = values.pop("max_tokens", None)
     source, override = model_config.generation_config, model_config.override_generation_config or {}
     try:
-        return SamplingDefaults.from_mapping(values, limits_tokens=means_a_limit(source, override))
+        return SamplingDefaults.from_mapping(values, limits_tokens=max_new_tokens_is_limit(source, override))
     except InvalidParameter as error:
         place = "generation_config.json" if source == AUTO else source
         place = "override_generation_config" if error.field in override else place

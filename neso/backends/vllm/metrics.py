@@ -7,7 +7,7 @@ from typing import Any
 
 from neso.backends.generation_metrics import ENGINE_FAMILIES, GenerationMetrics
 from neso.generation import FinishReason
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 
 class VllmMetrics:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from neso.engine.core.input_embeddings import InputEmbeddings, PromptImage
-from neso.generation.cache_retention import CacheRetention
-from neso.generation.lora import LoraRequest
 from neso.generation.output import FinishReason
 from neso.generation.pooling import PoolingParams
+from neso.generation.request import CacheRetention, LoraRequest
 from neso.generation.sampling_params import SamplingParams
 
 

@@ -17,10 +17,10 @@ import zmq
 import zmq.asyncio
 
 from neso.engine.config import EngineConfig
+from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
 from neso.engine.errors import EngineDead
 from neso.engine.ipc.engine_loop import run_engine
 from neso.engine.ipc.messages import Command, Event, Shutdown, command_encoder, event_decoder
-from neso.engine.watchdog import HANG_STATUS, StepWatchdog
 
 
 class Unsendable(ValueError):
@@ -146,7 +146,7 @@ class ThreadChannel(EngineChannel):
         await asyncio.shield(self.dead)
 
     def _run(self, socket: zmq.Socket[bytes], config: EngineConfig) -> None:
-        from neso.engine.loader import load_engine
+        from neso.engine.load.loader import load_engine
 
         try:
             # A thread cannot be ended: a step that hangs is only told of.

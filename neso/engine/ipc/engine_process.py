@@ -14,9 +14,9 @@ import msgspec
 import zmq
 
 from neso.engine.config import EngineConfig
+from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
 from neso.engine.ipc.engine_loop import run_engine
-from neso.engine.loader import load_engine
-from neso.engine.watchdog import HANG_STATUS, StepWatchdog
+from neso.engine.load.loader import load_engine
 
 
 def main(address: str, config_json: str) -> None:

@@ -6,7 +6,7 @@ from neso.engine.errors import EngineError
 from neso.engine.lora.config import LoraConfig
 from neso.engine.lora.manager import LoraManager
 from neso.engine.runners.base import Runner, SpecRunner
-from neso.generation.lora import LoraRequest
+from neso.generation.request import LoraRequest
 
 
 def open_adapters(config: LoraConfig, runner: Runner) -> LoraManager | None:

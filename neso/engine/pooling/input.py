@@ -9,7 +9,7 @@ import msgspec
 from neso.engine.core.request import EngineRequest
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.open_tokenizer import EngineText
-from neso.engine.sampling_limits import check_tokens
+from neso.engine.sampling.limits import check_tokens
 from neso.generation import InvalidParameter, PoolingParams, PoolingRequest, SamplingParams
 
 _NOTHING_SAMPLED = SamplingParams()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.attention_window import AttentionWindow
-from neso.engine.sampling.random_choice import Draws, choose
+from neso.engine.sampling.token_sampling import SamplingBatch, choose
 
 if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
@@ -94,7 +94,7 @@ class LaunchedTokens(Protocol):
     """Sampled tokens of a step that may still be running."""
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """One token per draw, int32[R]; BROKEN for rows with NaN logits. Raises the step's error, if it failed."""
+        """One token per draw, int32[R]; INVALID_TOKEN for NaN logits. Raises the step's error if it failed."""
 
 
 class PackedAdapter(Protocol):
@@ -157,10 +157,10 @@ class Runner(ABC):
         """
         raise NotImplementedError
 
-    def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
-        """Sample a token for each of the first len(draws) rows of `step`'s logits, as `random_choice.choose` does.
+    def choose(self, logits: Logits, draws: SamplingBatch) -> npt.NDArray[np.int32]:
+        """Sample a token for each of the first len(draws) rows of `step`'s logits, as `token_sampling.choose` does.
 
-        BROKEN for rows with NaN logits. Runners override this with faster implementations.
+        INVALID_TOKEN for rows with NaN logits. Runners override this with faster implementations.
         """
         return choose(logits[: len(draws)], draws)
 
@@ -175,7 +175,7 @@ class Runner(ABC):
         """
         raise NotImplementedError
 
-    def launch(self, plan: StepPlan, draws: Draws) -> LaunchedTokens:
+    def launch(self, plan: StepPlan, draws: SamplingBatch) -> LaunchedTokens:
         """Start a step and the sampling of its tokens, for runners with `can_overlap`.
 
         A token id -1 - r in the plan means the token sampled for row r of the previously launched step.

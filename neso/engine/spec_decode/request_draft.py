@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest, RequestDraft
-from neso.engine.sampling_limits import check_tokens
-from neso.engine.spec_decode.distributions import probabilities_of
+from neso.engine.sampling.limits import check_tokens
+from neso.engine.spec_decode.verification import probabilities_of
 from neso.generation import GenerationRequest, InvalidParameter
 from neso.generation.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Chat messages as clients send them, made ready for chat templates."""
+"""Validation and normalization of chat messages for chat templates."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from neso.generation import InvalidParameter
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_LEVELS = 100
-"""Deepest nesting of lists and objects in what a client sends."""
+"""Maximum nesting of lists and objects in a message."""
 IMAGE_TOKEN = "<image>"
-"""What stands for an image where a template takes one string: LLaVA's token, which templates of parts write too."""
+"""Placeholder of an image in a content that is one string: LLaVA's token, which templates for parts print too."""
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Fresh messages of plain JSON values, as templates expect them; the given ones are not changed.
+    """Copies of the messages in the form that templates expect, made of plain JSON values.
 
-    - Fields that are null are left out: templates test whether a field is there.
-    - `tool_calls[].function.arguments` given as JSON text become the value.
-    - Reasoning is there under each of the names that templates read.
-    - A content that is a list has parts {"type": "text", "text": …}, and {"type": "image"} where an image stands.
+    - Null fields are removed: templates test for the presence of a field.
+    - `tool_calls[].function.arguments` are decoded if they are JSON text.
+    - Reasoning is set under each of the names that templates read.
+    - A list content has parts {"type": "text", "text": …} and {"type": "image"}.
 
-    Raises `InvalidParameter("messages", …)` for what is no message, and for parts that are not text.
+    Raises `InvalidParameter("messages", …)` for an invalid message or content part.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidParameter("messages", "must be a list of messages")
@@ -37,7 +37,7 @@ def prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 def plain(value: Any, field: str, where: str, levels: int = MAX_LEVELS) -> Any:
     """A copy of a JSON value made of plain dicts, lists and scalars.
 
-    Templates call methods of what they are given, so nothing else may reach them. Raises `InvalidParameter`.
+    Templates can call methods of their arguments, therefore other types are rejected. Raises `InvalidParameter`.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -47,14 +47,14 @@ def plain(value: Any, field: str, where: str, levels: int = MAX_LEVELS) -> Any:
         return {str(key): plain(item, field, where, levels - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item, field, where, levels - 1) for item in value]
-    for base in (str, int, float):  # enumerations and the like
+    for base in (str, int, float):  # enumerations and other subclasses
         if isinstance(value, base):
             return base(value.value if isinstance(value, Enum) else value)
     raise InvalidParameter(field, f"{where} holds a {type(value).__name__}, which is not a JSON value")
 
 
 def flatten_content(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a content that is one string: the texts of its parts, a newline between them."""
+    """The message with its content parts joined to one string by newlines."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -62,7 +62,7 @@ def flatten_content(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_content(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a content that is a list of one part."""
+    """The message with its string content as a list of one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -70,7 +70,7 @@ def split_content(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as JSON text."""
+    """The message with the arguments of its tool calls as JSON text."""
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function")
@@ -129,9 +129,9 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _parse_arguments(tool_calls: Any, where: str) -> None:
-    """Replace arguments that are JSON text by their value, in place.
+    """Decode arguments that are JSON text, in place.
 
-    Text that is no JSON object stays: a model can have written it, and most templates can quote it.
+    Text that is not a JSON object is kept: it can be the output of a model, and most templates can quote it.
     """
     if not isinstance(tool_calls, list) or not all(isinstance(call, dict) for call in tool_calls):
         raise InvalidParameter("messages", f"tool_calls of {where} must be a list of objects")

@@ -1,14 +1,21 @@
-"""Chat messages to the prompt of a model, by the model's own template."""
+"""Chat templates: chat messages to the prompt of a model."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from neso.engine.text.chat_messages import (
     flatten_content,
@@ -17,22 +24,21 @@ from neso.engine.text.chat_messages import (
     split_content,
     with_arguments_as_text,
 )
-from neso.engine.text.template_environment import TemplateRefusal, make_environment
 from neso.generation import InvalidParameter
 
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
 MAX_SECONDS = 10.0
-"""Limits of one rendering. They are looked at between pieces of output, so a loop that prints nothing is only
-bounded by the sandbox's limit of 100,000 for `range`."""
+"""Limits of one rendering. They are checked after each piece of output; a loop without output is bounded only by the
+sandbox's limit of 100,000 for `range`."""
 
 _CONTINUE_MARK = "\ue000continue here\ue001 "
-"""Private use characters, which are in no template. The space at the end tells whether the template trims."""
+"""Private use characters, which no template contains. The space at the end shows whether the template trims."""
 
 _PROBE = "8d1f0a"
 
 
 class ChatTemplate:
-    """The templates of one model. Compiled at first use; safe to share between threads."""
+    """Chat templates of one model, compiled at first use. Thread-safe."""
 
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """`sources` is jinja2 source, or sources by name ("default", "tool_use", …).
@@ -53,31 +59,31 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages`.
 
-        `variables` go to the template (`documents`, `enable_thinking`, …), except two: `chat_template` takes
-        one of the model's templates by name; `continue_final_message` leaves the last message open, so that
-        the model goes on with it. Raises `InvalidParameter` with the field that is at fault.
+        `variables` are passed to the template (`documents`, `enable_thinking`, …), except two: `chat_template` selects
+        one of the model's templates by name; `continue_final_message` leaves the last message open, so that the model
+        continues it. Raises `InvalidParameter` with the name of the invalid field.
         """
         extra = plain(dict(variables or {}), "chat_template_kwargs", "it")
         template = self._choose(extra.pop("chat_template", None), tools)
         continue_final = bool(extra.pop("continue_final_message", False))
-        fresh = [template.fit(message) for message in prepare_messages(messages)]
+        prepared = [template.adapt(message) for message in prepare_messages(messages)]
         if continue_final:
             if add_generation_prompt:
                 raise InvalidParameter("continue_final_message", "cannot go with add_generation_prompt")
-            fresh[-1] = _mark_end(fresh[-1])
+            prepared[-1] = _mark_end(prepared[-1])
         arguments = {
             "documents": None,
             **self._special_tokens,
             **extra,
-            "messages": fresh,
+            "messages": prepared,
             "tools": None if tools is None else plain(list(tools), "tools", "it"),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
             prompt = template.run(arguments)
-        except TemplateRefusal as error:
+        except TemplateRejection as error:
             raise InvalidParameter("messages", str(error)) from None
-        except Exception as error:  # a template can fail in any way that an expression can
+        except Exception as error:  # expressions in a template can raise anything
             raise InvalidParameter(
                 "messages", f"the chat template fails on them: {type(error).__name__}: {error}"
             ) from error
@@ -109,22 +115,22 @@ def _compile(source: str, special_tokens: Mapping[str, str]) -> _Compiled:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled template, and what it makes of the two forms of a message's content."""
+    """A compiled template and the message format that it expects, detected by rendering probes."""
 
     template: jinja2.Template
     special_tokens: Mapping[str, str]
 
-    def fit(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with its content, and the arguments of its calls, in the form that the template understands."""
+    def adapt(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its content and tool call arguments in the form that the template supports."""
         if "tool_calls" in message and self._takes_arguments_as_text:
             message = with_arguments_as_text(message)
         if isinstance(message.get("content"), list):
             return message if self._takes_parts else flatten_content(message)
-        # Templates of multimodal models may look at parts only, and print nothing for a string.
+        # Some templates of multimodal models print nothing for a content that is a string.
         return split_content(message) if self._takes_only_parts else message
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """Render within the limits of time and size."""
+        """Render within the limits of time and size. Raises `OverflowError`."""
         deadline = time.monotonic() + MAX_SECONDS
         pieces: list[str] = []
         size = 0
@@ -137,10 +143,7 @@ class _Compiled:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template goes through a list of parts: simply tried.
-
-        A template that does not either fails, or prints the list as Python writes it.
-        """
+        """Whether the template iterates over content parts: otherwise it fails or prints the repr of the list."""
         printed = self._try([{"type": "text", "text": _PROBE}])
         return _PROBE in printed and "'type'" not in printed and '"type"' not in printed
 
@@ -150,14 +153,14 @@ class _Compiled:
 
     @cached_property
     def _takes_arguments_as_text(self) -> bool:
-        """Whether the template joins the arguments of calls to text, as DeepSeek's do, in place of writing JSON."""
+        """Whether the template concatenates tool call arguments as a string (DeepSeek), instead of `tojson`."""
         as_object = self._try_messages(_calls({_PROBE: 1}))
         if f'"{_PROBE}"' in as_object:
             return False
         return f'"{_PROBE}"' in self._try_messages(_calls(f'{{"{_PROBE}": 1}}'))
 
     def _try(self, content: Any) -> str:
-        """What the template makes of one user message; nothing if it fails."""
+        """Rendering of one user message; "" if the template fails."""
         return self._try_messages([{"role": "user", "content": content}])
 
     def _try_messages(self, messages: list[dict[str, Any]]) -> str:
@@ -169,7 +172,7 @@ class _Compiled:
 
 
 def _calls(arguments: Any) -> list[dict[str, Any]]:
-    """A chat in which a function is called, as most templates want one."""
+    """A chat with a function call, in the order of roles that most templates require."""
     call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
@@ -179,7 +182,7 @@ def _calls(arguments: Any) -> list[dict[str, Any]]:
 
 
 def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a mark after its text, at which the prompt will be cut."""
+    """The message with a mark after its text, at which the prompt is cut."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + _CONTINUE_MARK}
@@ -196,3 +199,113 @@ def _cut_at_mark(prompt: str) -> str:
             "continue_final_message", "the chat template does not show the last message as it is"
         )
     return before if after.startswith(" ") else before.rstrip()
+
+
+MAX_REPEAT = 1_000_000
+"""Maximum length of a string or list that a template makes by multiplication."""
+
+
+class TemplateRejection(jinja2.TemplateError):
+    """The template rejected the messages by `raise_exception`."""
+
+
+def make_environment() -> ChatTemplateEnvironment:
+    """An environment with the filters, tags and globals of `transformers`' `apply_chat_template`."""
+    environment = ChatTemplateEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=_strftime_now,
+        dict=_TemplateDict(),
+        namespace=_TemplateNamespace,
+    )
+    return environment
+
+
+class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox that also rejects `"x" * 10**9` and `9 ** 10**9`; jinja2 limits `range` to 100,000."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """`left operator right`. Raises `OverflowError` if the result is too big."""
+        if operator == "**" and not (abs(left) <= 2**64 and abs(right) <= 64):
+            raise OverflowError(f"{left} ** {right} is too big")
+        if operator == "*":
+            _check_repeat(left, right)
+            _check_repeat(right, left)
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_repeat(items: Any, times: Any) -> None:
+    if isinstance(items, (str, list, tuple)) and isinstance(times, int) and len(items) * times > MAX_REPEAT:
+        raise OverflowError(f"{len(items)} items {times} times is too much")
+
+
+class GenerationTag(Extension):
+    """`{% generation %}`, which marks the assistant's text for training; its body is rendered unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        block = CallBlock(self.call_method("_render"), [], [], body)
+        block.set_lineno(line)
+        return block
+
+    def _render(self, caller: Any) -> str:
+        return str(caller())
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateRejection(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """`tojson` without jinja2's HTML escaping, which models are not trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+class _TemplateDict:
+    """`dict(…)` in templates, without access to the type `dict`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _TemplateNamespace(Namespace):
+    """`namespace(…)` in templates, without names that access Python internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args  # allows namespace(self=…), as jinja2's own
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace in a chat template cannot hold {name!r}")

@@ -1,19 +1,170 @@
-"""The text of one sequence: its tokens as text, up to the first stop string."""
+"""Text of one sequence up to the first stop string or stop word."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from neso.engine.text.detokenizer import Detokenizer
-from neso.engine.text.stop_strings import StopChecker, StopResult
+
+
+class StopResult(NamedTuple):
+    """Text that can be output, and the stop string that ended it, if any."""
+
+    text: str
+    matched: str | None
+
+
+class StopChecker:
+    """Finds stop strings in the text of one sequence as it grows.
+
+    The stop string that is complete first wins; of two that are complete at the same character, the longer. This is the
+    result of generation character by character, therefore it does not depend on how the text is split into tokens.
+    (Preferring the one that starts first would have to wait: with "abcd" and "bc", "abc" could not stop.)
+    """
+
+    def __init__(self, stop: Sequence[str], *, include_stop_str_in_output: bool = False) -> None:
+        """Raises `ValueError` for an empty stop string."""
+        if not all(stop):
+            raise ValueError("a stop string must not be empty")
+        self._stop = tuple(stop)
+        self._include = include_stop_str_in_output
+        self._held = ""  # end of the text so far that can be the start of a stop string
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found, or None."""
+        return self._matched
+
+    def add(self, text: str, *, match: bool = True) -> StopResult:
+        """Append text and return the part that can be output. After a match it is empty.
+
+        With `match=False` a stop string that ends within `text` is ignored; one that starts there is not.
+        """
+        if not self._stop:
+            return StopResult(text, None)
+        if self._matched is not None or not text:
+            return StopResult("", self._matched)
+        buffer = self._held + text
+        if match and (found := self._find(buffer, len(self._held))) is not None:
+            start, self._matched = found
+            self._held = ""
+            return StopResult(buffer[: start + len(self._matched) if self._include else start], self._matched)
+        safe = len(buffer) - self._possible_start(buffer)
+        self._held = buffer[safe:]
+        return StopResult(buffer[:safe], None)
+
+    def flush(self) -> str:
+        """The held back text, at the end of the sequence. Empty after a match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, buffer: str, old: int) -> tuple[int, str] | None:
+        """Start and text of the stop string that ends first in `buffer`, beyond its first `old` characters."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            start = buffer.find(stop, max(0, old + 1 - len(stop)))
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                best = candidate if best is None else min(best, candidate)
+        return None if best is None else best[1:]
+
+    def _possible_start(self, buffer: str) -> int:
+        """Length of the longest suffix of `buffer` that is a proper prefix of a stop string."""
+        longest = 0
+        for stop in self._stop:
+            at = max(0, len(buffer) - len(stop) + 1)
+            # Only suffixes longer than the best so far, that start with the right character.
+            while (at := buffer.find(stop[0], at, len(buffer) - longest)) >= 0:
+                if stop.startswith(buffer[at:]):
+                    longest = len(buffer) - at
+                    break
+                at += 1
+        return longest
+
+
+Word = tuple[int, ...]
+
+
+class _PartialMatch(NamedTuple):
+    """The first `length` tokens of the sorted words [start, end) have occurred; each of these words is longer."""
+
+    length: int
+    start: int
+    end: int
+
+
+class StopWords:
+    """Stop words (token sequences that end a sequence), sorted so that words with a common prefix are adjacent."""
+
+    def __init__(self, words: Iterable[Word]) -> None:
+        self.words = sorted(set(words))
+        self._first_tokens = frozenset(word[0] for word in self.words)
+
+    def start(self, token: int) -> _PartialMatch | None:
+        """The words that start with `token` and are longer."""
+        whole = _PartialMatch(0, 0, len(self.words))
+        return self.extend(whole, token) if token in self._first_tokens else None
+
+    def extend(self, partial: _PartialMatch, token: int) -> _PartialMatch | None:
+        """The words of `partial` that continue with `token` and are longer."""
+        length, start, end = partial
+
+        def next_token(word: Word) -> int:
+            return word[length]
+
+        start = bisect_left(self.words, token, start, end, key=next_token)
+        end = bisect_right(self.words, token, start, end, key=next_token)
+        if start < end and len(self.words[start]) == length + 1:
+            start += 1  # a complete word sorts before the words that it is a prefix of
+        return _PartialMatch(length + 1, start, end) if start < end else None
+
+
+class StopWordFilter:
+    """Holds back the tokens of one sequence that can become a stop word; the engine core detects complete ones.
+
+    A token costs two binary searches for every position where a stop word can have started.
+    """
+
+    def __init__(self, words: StopWords) -> None:
+        self._words = words
+        self._partial: list[_PartialMatch] = []  # the longest first
+        self._held: list[int] = []
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def add(self, token_ids: Sequence[int]) -> list[int]:
+        """Append tokens and return the tokens that can be output."""
+        tokens = [*self._held, *token_ids]
+        for token in token_ids:
+            extended = [self._words.extend(partial, token) for partial in self._partial]
+            self._partial = [p for p in (*extended, self._words.start(token)) if p is not None]
+        safe = len(tokens) - (self._partial[0].length if self._partial else 0)
+        self._held = tokens[safe:]
+        return tokens[:safe]
+
+    def finish(self, token_ids: Sequence[int], *, by_word: bool) -> tuple[list[int], Word | None]:
+        """Append the last tokens and return the rest of the output, and the stop word that was removed from its end.
+
+        `by_word`: a stop word ended the sequence.
+        """
+        tokens, self._held = [*self._held, *token_ids], []
+        ends = [word for word in self._words.words if tuple(tokens[-len(word) :]) == word] if by_word else []
+        if not ends:
+            return tokens, None
+        longest = max(ends, key=len)
+        return tokens[: -len(longest)], longest
 
 
 class TextDelta(NamedTuple):
-    """What tokens added to the text of a sequence.
+    """Text added by some tokens.
 
-    `stop_reason` is the stop string that ended the text, else None. `num_tokens_kept` counts the given tokens
-    up to and with the one that completed the stop string; the sequence does not have those after it.
+    `stop_reason` is the stop string that ended the text, or None. `num_tokens_kept` counts the tokens up to and
+    including the one that completed the stop string; the tokens after it are dropped.
     """
 
     text: str
@@ -22,7 +173,7 @@ class TextDelta(NamedTuple):
 
 
 class SequenceText:
-    """Turns the tokens of one sequence into the text that the client sees."""
+    """Output text of one sequence: incremental detokenization with stop strings."""
 
     def __init__(
         self,
@@ -32,7 +183,7 @@ class SequenceText:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """A stop string counts only if it ends in text that comes after the first `min_tokens` tokens."""
+        """Stop strings that end within the first `min_tokens` tokens are ignored."""
         self._detokenizer = detokenizer
         self._checker = StopChecker(stop, include_stop_str_in_output=include_stop_str_in_output)
         self._has_stop = bool(stop)
@@ -40,11 +191,11 @@ class SequenceText:
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string that ended the text, None while there is none."""
+        """The stop string that ended the text, or None."""
         return self._checker.matched
 
     def add(self, token_ids: Sequence[int]) -> TextDelta:
-        """Text that may be shown now that `token_ids` follow. After a stop string: nothing; no token kept."""
+        """Append tokens and return the text that can be output. After a stop string all tokens are dropped."""
         if not self._has_stop:
             return TextDelta(self._detokenizer.add(token_ids), None, len(token_ids))
         if self._checker.matched is not None:
@@ -58,7 +209,7 @@ class SequenceText:
         return TextDelta(shown, None, len(token_ids))
 
     def finish(self) -> str:
-        """The rest of the text when no more tokens come: what was held back. Empty after a stop string."""
+        """The held back text, at the end of the sequence. Empty after a stop string."""
         if self._checker.matched is not None:
             return ""
         text, _ = self._checker.add(self._detokenizer.finish(), match=self._min_tokens_left <= 0)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model."""
+"""Tokenizer of a model: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from neso.engine.text.detokenizer import (
     Detokenizer,
-    DetokenizerWithout,
+    FilteredDetokenizer,
     PieceDetokenizer,
+    TokenPieces,
     WindowDetokenizer,
+    token_name,
 )
-from neso.engine.text.errors import TokenizerError
-from neso.engine.text.special_tokens import SpecialTokens, special_token_texts, token_text
-from neso.engine.text.token_pieces import TokenPieces, token_name
-from neso.engine.text.tokenizer_files import TokenizerFiles
+from neso.engine.text.tokenizer_files import (
+    SpecialTokens,
+    TokenizerError,
+    TokenizerFiles,
+    special_token_texts,
+    token_text,
+)
+from neso.engine.weights.hub import resolve_model
 from neso.generation import InvalidParameter
 
 if TYPE_CHECKING:
@@ -30,24 +36,23 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """The tokenizer of a model (`TextTools` of `neso.generation`). Safe to share between threads.
+    """Tokenizer of a model, a `neso.generation.TokenizerLike`. Thread-safe.
 
-    It gives the token ids that `transformers.AutoTokenizer` gives. As there (from version 5), tokenizer.json
-    says which special tokens are put around a text; `add_bos_token` and `add_eos_token` in
-    tokenizer_config.json do not count beside it: they are what its post-processor was once made from.
-    The one known difference: for older Llama files `transformers` 5 does not put a "▁" before a text that
-    starts with a space; tokenizer.json and SentencePiece do, and so does this class.
+    It gives the same token ids as `transformers.AutoTokenizer`. As in version 5 of it, tokenizer.json defines the
+    special tokens around a text; `add_bos_token` and `add_eos_token` in tokenizer_config.json are ignored, because the
+    post-processor in tokenizer.json was made from them. One known difference: for older Llama files `transformers` 5
+    does not prepend "▁" to a text that starts with a space; tokenizer.json, SentencePiece and this class do.
     """
 
     def __init__(
         self, backend: Backend, special_tokens: SpecialTokens, chat_templates: Mapping[str, str]
     ) -> None:
-        """Use `from_model`, or give the parts. `backend` is taken over: truncation and padding go off."""
+        """See `from_model`. `backend` becomes owned by this object; its truncation and padding are disabled."""
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = special_tokens
         self._backend = backend
-        self._cutting_lock = Lock()
+        self._truncation_lock = Lock()
         self._chat_templates = dict(chat_templates)
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -58,17 +63,17 @@ class Tokenizer:
     def from_directory(
         cls, path: str | Path, *, add_bos_token: bool | None = None, add_eos_token: bool | None = None
     ) -> Tokenizer:
-        """Load the tokenizer in a Hugging Face model directory. Raises `TokenizerError`; it names the file.
+        """Load the tokenizer of a Hugging Face model directory. Raises `TokenizerError` with the file.
 
-        `add_bos_token` and `add_eos_token` override what tokenizer.json puts around a text; if only one is
-        given, the other is False (as in `transformers`).
+        `add_bos_token` and `add_eos_token` override the special tokens that tokenizer.json adds to a text; if only one
+        is given, the other is False (as in `transformers`).
         """
         return cls._from_files(TokenizerFiles.read(Path(path)), add_bos_token, add_eos_token)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
-        """Load the tokenizer within a GGUF file. Raises `TokenizerError`; it names the file."""
-        from neso.engine.text.gguf_tokenizer import read_gguf_tokenizer  # most models have no need of it
+        """Load the tokenizer of a GGUF file. Raises `TokenizerError` with the file."""
+        from neso.engine.text.gguf_tokenizer import read_gguf_tokenizer  # lazy: only for GGUF files
 
         files = read_gguf_tokenizer(Path(path))
         config = files.tokenizer_config
@@ -76,7 +81,7 @@ class Tokenizer:
 
     @classmethod
     def from_model(cls, path: str | Path) -> Tokenizer:
-        """Load the tokenizer of a model: `from_gguf` for a file, `from_directory` for anything else."""
+        """Load the tokenizer of a model: `from_gguf` for a file, otherwise `from_directory`."""
         return cls.from_gguf(path) if Path(path).is_file() else cls.from_directory(path)
 
     @classmethod
@@ -93,21 +98,21 @@ class Tokenizer:
         return cls(backend, special_tokens, files.chat_templates)
 
     def save(self, directory: Path) -> None:
-        """Write the files that `from_directory` makes the same tokenizer of, but for the ids of config.json."""
+        """Write files from which `from_directory` loads the same tokenizer, except the ids in config.json."""
         self._backend.save(str(directory / "tokenizer.json"))
         templates = [{"name": name, "template": text} for name, text in self._chat_templates.items()]
         config = {**self.special_tokens.texts, **({"chat_template": templates} if templates else {})}
         (directory / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises `InvalidParameter("prompt", …)` for text that is not Unicode."""
+        """Token ids of `text`. Raises `InvalidParameter("prompt", …)` for invalid Unicode."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each of `texts`, on all cores if there are many. Raises as `encode`."""
+        """Token ids of each of `texts`, in parallel if there are many. Raises as `encode`."""
         try:
-            # For one text too: unlike `encode` it lets other threads run (that one held the interpreter lock
-            # for 2.5 s over 1.8 MB), and it does not note where in the text tokens are (3.7 times as fast there).
+            # Also for one text: unlike the library's `encode` it releases the GIL (`encode` held it for 2.5 s over
+            # 1.8 MB) and does not compute offsets (3.7 times as fast).
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidParameter("prompt", f"is not valid Unicode text: {error}") from None
@@ -121,22 +126,22 @@ class Tokenizer:
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Token ids and token types of a text, or of a pair as the model's template joins them.
+        """Token ids and token types of a text, or of a pair in the format of the model's post-processor.
 
-        Beyond `max_tokens` the end is cut off, of a pair that of the longer text. Raises as `encode`, and
-        `InvalidParameter("truncate_prompt_tokens", …)` where no token of the text would be left.
+        Truncates to `max_tokens`: the end of the text, or of the longer text of a pair. Raises as `encode`, and
+        `InvalidParameter("truncate_prompt_tokens", …)` if no token of the text would be left.
         """
-        backend = self._backend if max_tokens is None else self._cutting
+        backend = self._backend if max_tokens is None else self._truncating_backend
         if max_tokens is not None and add_special_tokens:
             num_special = self._backend.num_special_tokens_to_add(second is not None)
-            if max_tokens <= num_special:  # the library would cut nothing
+            if max_tokens <= num_special:  # the library would not truncate
                 raise InvalidParameter(
                     "truncate_prompt_tokens",
                     f"must be more than {num_special}, the special tokens around a text, got {max_tokens}",
                 )
         given = text if second is None else (text, second)
         try:
-            with self._cutting_lock if max_tokens is not None else nullcontext():
+            with self._truncation_lock if max_tokens is not None else nullcontext():
                 if max_tokens is not None:
                     backend.enable_truncation(max_tokens)
                 (encoding,) = backend.encode_batch_fast([given], add_special_tokens=add_special_tokens)
@@ -145,12 +150,12 @@ class Tokenizer:
         return encoding.ids, encoding.type_ids
 
     @cached_property
-    def _cutting(self) -> Backend:
-        """A copy of its own for those who cut: how long is a property of the library's tokenizer."""
+    def _truncating_backend(self) -> Backend:
+        """A separate copy for truncation, which is a setting of the library's tokenizer."""
         return Backend.from_str(self._backend.to_str())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Text of `token_ids`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary are skipped."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
@@ -161,15 +166,15 @@ class Tokenizer:
         shown_special_tokens: Sequence[str] = (),
         prompt_token_ids: Sequence[int] = (),
     ) -> Detokenizer:
-        """A detokenizer for one sequence, whose texts joined are what `decode` gives.
+        """An incremental detokenizer for one sequence; its concatenated output equals `decode`.
 
-        Those of `shown_special_tokens` are not skipped. With `prompt_token_ids` the text continues that of the prompt:
-        it keeps the space before its first word, and a character that began in the prompt.
+        `shown_special_tokens` are not skipped. With `prompt_token_ids` the text is a continuation of the prompt: it
+        keeps the space before its first word, and a character whose first bytes are in the prompt.
         """
         shown = self._special_ids.intersection(map(self._backend.token_to_id, shown_special_tokens))
         if shown and skip_special_tokens:
             every = self.detokenizer(skip_special_tokens=False, prompt_token_ids=prompt_token_ids)
-            return DetokenizerWithout(every, self._special_ids - shown)
+            return FilteredDetokenizer(every, self._special_ids - shown)
         if self._pieces is not None:
             return PieceDetokenizer(
                 self._pieces, skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
@@ -178,7 +183,7 @@ class Tokenizer:
         return WindowDetokenizer(self._backend, special_ids=hidden, prompt_token_ids=prompt_token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, as log probabilities show it: a part of a character is U+FFFD."""
+        """Text of one token, for log probabilities: a part of a character is U+FFFD."""
         if self._pieces is not None:
             return self._pieces.piece(token_id).decode("utf-8", "replace")
         if token_name(self._backend, token_id) is None:
@@ -187,17 +192,17 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes of one token, exactly; None if the tokenizer has no bytes for single tokens (WordPiece)."""
+        """Exact bytes of one token; None if the tokenizer has no bytes for single tokens (WordPiece)."""
         return None if self._pieces is None else self._pieces.piece(token_id)
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the highest token id. The model may have more rows, as padding."""
+        """Highest token id + 1. The model can have more rows, as padding."""
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """Ids of the special tokens."""
         return self._special_ids
 
     @property
@@ -206,7 +211,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence: those of the tokenizer, generation_config.json and config.json."""
+        """End-of-sequence tokens of the tokenizer, generation_config.json and config.json."""
         return self.special_tokens.eos_ids
 
     @property
@@ -215,7 +220,7 @@ class Tokenizer:
 
     @property
     def backend(self) -> Backend:
-        """The library's tokenizer, for grammars that need it. Do not change it."""
+        """The library's tokenizer, for guided decoding. Do not modify it."""
         return self._backend
 
     @property
@@ -224,7 +229,7 @@ class Tokenizer:
 
     @cached_property
     def chat_template_source(self) -> str:
-        """The text of the chat templates, "" if there is none."""
+        """Source of the chat templates; "" if there is none."""
         return "\n".join(self._chat_templates.values())
 
     def apply_chat_template(
@@ -243,16 +248,16 @@ class Tokenizer:
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
-        from neso.engine.text.chat_template import ChatTemplate  # brings jinja2, which not everyone needs
+        from neso.engine.text.chat_template import ChatTemplate  # lazy: imports jinja2
 
         return ChatTemplate(self._chat_templates, self.special_tokens.texts)
 
 
 def _add_missing_tokens(backend: Backend, files: TokenizerFiles) -> None:
-    """Make special those tokens that only the configuration says are so.
+    """Add special tokens that are only in tokenizer_config.json.
 
-    Named special tokens must be in the vocabulary: one that is not has no row in the model. Others that
-    `added_tokens_decoder` lists are added if they get the id that it says.
+    Named special tokens must be in the vocabulary, otherwise the model has no row for them. Tokens of
+    `added_tokens_decoder` are added if the library assigns them the listed id.
     """
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for text in special_token_texts(files).values():
@@ -274,7 +279,7 @@ def _add_missing_tokens(backend: Backend, files: TokenizerFiles) -> None:
 
 
 def _surround(backend: Backend, begin: str | None, end: str | None) -> None:
-    """Put `begin` before and `end` after every text that is encoded with special tokens."""
+    """Add `begin` before and `end` after texts that are encoded with special tokens."""
     special = {token: backend.token_to_id(token) for token in (begin, end) if token is not None}
     missing = [token for token, token_id in special.items() if token_id is None]
     if missing:
@@ -283,3 +288,88 @@ def _surround(backend: Backend, begin: str | None, end: str | None) -> None:
     backend.post_processor = processors.TemplateProcessing(
         single=single, pair=[*single, "$B:1"], special_tokens=list(special.items())
     )
+
+
+class NoTokenizer:
+    """Replacement of `Tokenizer` for engines without one (`skip_tokenizer_init`).
+
+    Tokens have no text; texts are rejected with `InvalidParameter("prompt", …)`.
+    """
+
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    has_chat_template = False
+    chat_template_source = ""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self._reject()
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Empty in, empty out; raises `InvalidParameter` for texts."""
+        return self._reject() if texts else []
+
+    def encode_pair(
+        self,
+        text: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+    ) -> tuple[list[int], list[int]]:
+        self._reject()
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown_special_tokens: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
+    ) -> NoDetokenizer:
+        return _NO_DETOKENIZER
+
+    def token_text(self, token_id: int) -> str:
+        return ""
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return None
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        self._reject()
+
+    def _reject(self) -> NoReturn:
+        raise InvalidParameter("prompt", "this engine has no tokenizer: it takes token ids only")
+
+
+class NoDetokenizer:
+    """A detokenizer whose text is always empty."""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+NO_TOKENIZER = NoTokenizer()
+EngineTokenizer = Tokenizer | NoTokenizer
+_NO_DETOKENIZER = NoDetokenizer()
+
+
+def load_tokenizer(model: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint directory, a GGUF file, a bundled model, or a model on the Hugging Face hub.
+
+    Raises `ModelNotFound` and `TokenizerError`.
+    """
+    return Tokenizer.from_model(resolve_model(model))

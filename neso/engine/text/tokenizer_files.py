@@ -1,16 +1,19 @@
-"""What the files of a model say about its text: the tokenizer, configurations and chat templates."""
+"""Tokenizer files of a model: vocabulary, special tokens, generation config, chat templates."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from neso.engine.text.errors import TokenizerError
+
+class TokenizerError(ValueError):
+    """The tokenizer files of a model are missing or invalid. The message has the file and a remedy."""
+
 
 _CONVERT_HINT = (
     'convert it once with `python -c "from transformers import AutoTokenizer as T; '
@@ -21,9 +24,9 @@ _CONVERT_HINT = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a model directory says, by its files; a file that is not there is an empty mapping.
+    """Contents of the files of a model directory; a missing file is an empty mapping.
 
-    Models in other formats fill in the same fields.
+    Readers of other formats fill the same fields.
     """
 
     backend: Backend
@@ -32,11 +35,11 @@ class TokenizerFiles:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    """Jinja source by name. The usual one is "default"; "tool_use" is taken for requests with tools."""
+    """Jinja source by name: "default", and optionally "tool_use" for requests with tools."""
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
-        """Read the files of `directory`. Raises `TokenizerError` for a missing tokenizer, a corrupt file."""
+        """Read the files of `directory`. Raises `TokenizerError` for a missing tokenizer or a corrupt file."""
         tokenizer_json = directory / "tokenizer.json"
         if not tokenizer_json.is_file():
             raise TokenizerError(_why_missing(directory))
@@ -95,9 +98,9 @@ def _read_text(path: Path) -> str | None:
 
 
 def _read_chat_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: those in files of their own, else tokenizer_config.json, else chat_template.json.
+    """Templates by name: from chat_template.jinja, else tokenizer_config.json, else chat_template.json.
 
-    The order is that of `transformers`; chat_template.json belongs to processors of multimodal models there.
+    The order is that of `transformers`, which uses chat_template.json for processors of multimodal models.
     """
     files: dict[str, str] = {}
     if (default := _read_text(directory / "chat_template.jinja")) is not None:
@@ -126,3 +129,69 @@ def _named_templates(value: Any, where: Path) -> dict[str, str]:
     if named is None or not all(isinstance(x, str) for pair in named.items() for x in pair):
         raise TokenizerError(f"{where}: chat_template must be a string or a list of named strings")
     return dict(named)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens of a model: their texts by name ("bos_token", …), and the ids that the engine needs.
+
+    `eos_ids` is the union of the tokenizer's, generation_config.json's and config.json's, in this order: a chat model
+    often ends a turn with another token than a document.
+    """
+
+    texts: Mapping[str, str]
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    pad_id: int | None
+
+    @classmethod
+    def resolve(cls, files: TokenizerFiles, token_to_id: Callable[[str], int | None]) -> SpecialTokens:
+        """Texts are from the tokenizer's files, ids from these texts or else from the model's files."""
+        texts = special_token_texts(files)
+
+        def ids(name: str) -> tuple[int, ...]:
+            text = texts.get(f"{name}_token")
+            own = None if text is None else token_to_id(text)
+            key = f"{name}_token_id"
+            # Multimodal models keep the fields of their language model in `text_config`.
+            nested = files.config.get("text_config")
+            config = files.config if key in files.config or not isinstance(nested, dict) else nested
+            return _unique(own, files.generation_config.get(key), config.get(key))
+
+        return cls(
+            texts=texts,
+            bos_id=next(iter(ids("bos")), None),
+            eos_ids=ids("eos"),
+            pad_id=next(iter(ids("pad")), None),
+        )
+
+
+def special_token_texts(files: TokenizerFiles) -> dict[str, str]:
+    """Texts of the named special tokens: "bos_token", "eos_token", … and model-specific names.
+
+    As in `transformers`, special_tokens_map.json takes precedence over tokenizer_config.json, unless the latter has
+    `added_tokens_decoder`: versions that write it ignore the former.
+    """
+    merged = dict(files.tokenizer_config)
+    if "added_tokens_decoder" not in merged:
+        merged.update(files.special_tokens_map)
+    extra = merged.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        merged.update(extra)
+    texts = {name: token_text(value) for name, value in merged.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def token_text(value: Any) -> str | None:
+    """Text of a token that is configured as a string or as {"content": …}; None for anything else."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _unique(*values: Any) -> tuple[int, ...]:
+    """Distinct token ids among numbers and lists of numbers. Some configurations write -1 for none."""
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(value if isinstance(value, Iterable) and not isinstance(value, str) else [value])
+    return tuple(dict.fromkeys(v for v in flat if isinstance(v, int) and not isinstance(v, bool) and v >= 0))

@@ -14,11 +14,10 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from neso.frontends.kserve_grpc.parameters import FINAL_RESPONSE, write_parameters
-from neso.server.datatypes import DataType
 from neso.server.errors import ServerError
 from neso.server.inference_response import InferenceResponse
-from neso.server.shared_memory.window import SharedMemoryWindow
-from neso.server.tensor import Tensor
+from neso.server.shared_memory.regions import SharedMemoryWindow
+from neso.server.tensor import DataType, Tensor
 
 # A field's tag is its number << 3 | 2: what follows has a length.
 _RAW_OUTPUT_CONTENTS = bytes([6 << 3 | 2])

@@ -9,8 +9,7 @@ from neso.frontends.kserve_grpc.windows import read_output_windows
 from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.shared_memory.manager import SharedMemory
-from neso.server.shared_memory.window import REGION
+from neso.server.shared_memory.regions import REGION, SharedMemory
 
 
 def read_request(

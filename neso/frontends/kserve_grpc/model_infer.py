@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from neso.frontends.grpc import DeferredCall
 from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.kserve_grpc.calls import STOPPING, Calls, metadata_texts
 from neso.frontends.kserve_grpc.decoding import InferMessage, decode_infer_message
@@ -12,11 +11,11 @@ from neso.frontends.kserve_grpc.encoding import Windows, encode_response
 from neso.frontends.kserve_grpc.errors import STATUS, as_server_error
 from neso.frontends.kserve_grpc.infer import read_request
 from neso.frontends.kserve_grpc.tracing import begin_trace, end_with_reply
+from neso.frontends.transport.grpc import CallbackCall
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unavailable, Unsupported
-from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 from neso.server.model import Model
-from neso.server.single_response import SingleResponse
 from neso.server.tracing import Trace
 
 
@@ -28,7 +27,7 @@ class ModelInfer:
         self._calls = calls
         self._forwarding = forwarding
 
-    def __call__(self, data: bytes, call: DeferredCall) -> None:
+    def __call__(self, data: bytes, call: CallbackCall) -> None:
         began = time.monotonic_ns() if self._core.tracing.enabled else 0
         trace: Trace | None = None
         try:
@@ -54,7 +53,7 @@ class ModelInfer:
         return model
 
     def _submit(
-        self, message: InferMessage, model: Model, call: DeferredCall, trace: Trace | None
+        self, message: InferMessage, model: Model, call: CallbackCall, trace: Trace | None
     ) -> tuple[ResponseStream, Windows]:
         """Raises `ServerError`."""
         request, parameters = read_request(message, self._core.shared_memory)
@@ -72,7 +71,7 @@ class _Answer:
     def __init__(
         self,
         calls: Calls,
-        call: DeferredCall,
+        call: CallbackCall,
         responses: ResponseStream,
         windows: Windows,
         trace: Trace | None,
@@ -113,6 +112,6 @@ class _Answer:
             end_with_reply(trace)
 
 
-def _fail(call: DeferredCall, failure: Exception) -> None:
+def _fail(call: CallbackCall, failure: Exception) -> None:
     error: ServerError = as_server_error(failure, "ModelInfer")
     call.fail(STATUS[error.code], error.message)

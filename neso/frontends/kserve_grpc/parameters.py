@@ -8,7 +8,7 @@ from typing import Any
 
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import ParameterValue
-from neso.server.shared_memory.window import SharedMemoryWindow
+from neso.server.shared_memory.regions import SharedMemoryWindow
 
 EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
 FINAL_RESPONSE = "triton_final_response"

@@ -8,9 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from neso.frontends.restrictions import RequiredHeader, Restrictions
-
-HEADER_PREFIX = "triton-grpc-protocol-"
+from neso.frontends.security import RequiredHeader, Restrictions
 
 # By the last part of the RPC's path.
 _GROUPS = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from neso.frontends.grpc import GrpcServer
+from neso.frontends.frontend_options import GrpcOptions
 from neso.frontends.kserve_grpc.calls import Calls
 from neso.frontends.kserve_grpc.health import health_handler
-from neso.frontends.kserve_grpc.options import GrpcOptions
 from neso.frontends.kserve_grpc.restricted import RestrictionInterceptor
 from neso.frontends.kserve_grpc.servicer import Servicer, add_to_server
+from neso.frontends.transport.grpc import GrpcServer
 from neso.server.core import Core
 from neso.server.errors import Unavailable
 

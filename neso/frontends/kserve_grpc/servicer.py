@@ -10,7 +10,6 @@ import grpc.aio
 from grpc.aio import ServicerContext as Context
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from neso.frontends.grpc import DeferredHandler, GrpcServer
 from neso.frontends.header_forwarding import HeaderForwarding
 from neso.frontends.kserve_grpc.calls import Calls, rpc
 from neso.frontends.kserve_grpc.model_infer import ModelInfer
@@ -22,6 +21,7 @@ from neso.frontends.kserve_grpc.repository import (
 from neso.frontends.kserve_grpc.settings import SettingMethods
 from neso.frontends.kserve_grpc.shared_memory import SharedMemoryMethods
 from neso.frontends.kserve_grpc.stream import InferStream
+from neso.frontends.transport.grpc import CallbackHandler, GrpcServer
 from neso.server.core import Core
 
 
@@ -31,7 +31,7 @@ def add_to_server(servicer: Servicer, server: GrpcServer) -> None:
     server.add_registered_method_handlers(
         "inference.GRPCInferenceService",
         {
-            "ModelInfer": DeferredHandler(ModelInfer(servicer.core, servicer.calls, servicer.forwarding)),
+            "ModelInfer": CallbackHandler(ModelInfer(servicer.core, servicer.calls, servicer.forwarding)),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(servicer.ModelStreamInfer),
         },
     )

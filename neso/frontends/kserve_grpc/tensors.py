@@ -9,11 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.frontends.kserve_grpc.windows import read_input_windows
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
-from neso.server.shared_memory.manager import SharedMemory
-from neso.server.shared_memory.window import REGION
-from neso.server.tensor import Tensor, element_count
+from neso.server.shared_memory.regions import REGION, SharedMemory
+from neso.server.tensor import DataType, Tensor, element_count
 
 # Which field of InferTensorContents holds the elements; FP16 and BF16 have none and travel raw only.
 _CONTENTS = {

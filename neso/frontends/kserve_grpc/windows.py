@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from neso.server.errors import InvalidArgument
-from neso.server.shared_memory.manager import SharedMemory
-from neso.server.shared_memory.window import BYTE_SIZE, OFFSET, REGION, SharedMemoryWindow
+from neso.server.shared_memory.regions import BYTE_SIZE, OFFSET, REGION, SharedMemory, SharedMemoryWindow
 
 
 def read_input_windows(message: Any, shared_memory: SharedMemory) -> dict[str, SharedMemoryWindow]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from neso.frontends.http import Response
+from neso.frontends.transport.http1 import Response
 from neso.server.errors import InvalidArgument, Unsupported
 
 GZIP = "gzip"

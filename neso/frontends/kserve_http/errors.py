@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from neso.frontends.http import Response, error_response
-from neso.frontends.http.response import Headers
+from neso.frontends.transport.http1 import Response, error_response
+from neso.frontends.transport.http1.messages import Headers
 from neso.server.errors import ErrorCode, ServerError
 
 _STATUS = {

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from neso.frontends.http import (
-    Answer,
-    AsgiApp,
-    DeferredResponse,
-    Handler,
-    HttpServer,
-    Request,
-    Response,
-    Router,
-)
-from neso.frontends.http.asgi import AsgiCallable
+from neso.frontends.frontend_options import HttpOptions
 from neso.frontends.kserve_http.errors import respond
 from neso.frontends.kserve_http.generate import GenerateEndpoint
 from neso.frontends.kserve_http.health import HealthEndpoints
 from neso.frontends.kserve_http.infer import InferEndpoint
 from neso.frontends.kserve_http.metadata import MetadataEndpoints
-from neso.frontends.kserve_http.options import HttpOptions
 from neso.frontends.kserve_http.repository import RepositoryEndpoints
 from neso.frontends.kserve_http.restricted import group_of, restrict
 from neso.frontends.kserve_http.settings import SettingEndpoints
 from neso.frontends.kserve_http.shared_memory import SharedMemoryEndpoints
 from neso.frontends.kserve_http.tracing import traced
+from neso.frontends.transport.http1 import (
+    AsgiApp,
+    Handler,
+    HandlerResult,
+    HttpServer,
+    PendingResponse,
+    Request,
+    Response,
+    Router,
+)
+from neso.frontends.transport.http1.asgi import AsgiCallable
 from neso.server.core import Core
 from neso.server.errors import ServerError
 
@@ -81,12 +81,12 @@ class KServeHttp:
         for app in self._apps:
             await app.shutdown()
 
-    def _handle(self, request: Request) -> Response | DeferredResponse | Awaitable[Answer]:
+    def _handle(self, request: Request) -> Response | PendingResponse | Awaitable[HandlerResult]:
         try:
             answer = self._router(request)
         except ServerError as error:
             return respond(error)
-        return answer if isinstance(answer, Response | DeferredResponse) else _guard(answer)
+        return answer if isinstance(answer, Response | PendingResponse) else _guard(answer)
 
     def _add(self, method: str, pattern: str, handler: Handler) -> None:
         required = self.options.restrictions.get(group_of(pattern))
@@ -126,7 +126,7 @@ class KServeHttp:
         add("POST", "/v2/logging", settings.update_log)
 
 
-async def _guard(answer: Awaitable[Answer]) -> Answer:
+async def _guard(answer: Awaitable[HandlerResult]) -> HandlerResult:
     """An error of the core becomes its response, if none has begun."""
     try:
         return await answer

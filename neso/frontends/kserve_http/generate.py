@@ -6,21 +6,21 @@ import json
 from typing import Any
 
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.http import Request, Response, StreamingResponse
-from neso.frontends.http.response import error_body
 from neso.frontends.kserve_http.errors import status_of
 from neso.frontends.kserve_http.json_body import read_object, write_json
 from neso.frontends.kserve_http.json_tensor import read_tensor, write_values
 from neso.frontends.kserve_http.load_metrics import load_headers
 from neso.frontends.kserve_http.parameters import read_parameter, read_string
 from neso.frontends.kserve_http.tracing import PROTOCOL
+from neso.frontends.transport.http1 import Request, Response, StreamingResponse
+from neso.frontends.transport.http1.messages import error_body
 from neso.server.core import Core
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
+from neso.server.tensor import DataType
 
 NOT_ONE_RESPONSE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates "

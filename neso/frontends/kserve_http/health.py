@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from neso.frontends.http import Request, Response, error_response
+from neso.frontends.transport.http1 import Request, Response, error_response
 from neso.server.core import Core
 
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable
 
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.http import DeferredResponse, Request, Response
 from neso.frontends.kserve_http.compression import (
     ACCEPTED,
     IDENTITY,
@@ -19,10 +18,10 @@ from neso.frontends.kserve_http.errors import respond
 from neso.frontends.kserve_http.infer_request import OutputFormat, read_infer_request
 from neso.frontends.kserve_http.infer_response import write_infer_response
 from neso.frontends.kserve_http.load_metrics import LOAD_FORMAT, load_headers
+from neso.frontends.transport.http1 import PendingResponse, Request, Response
 from neso.server.core import Core
 from neso.server.errors import ServerError, Unsupported
-from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.single_response import SingleResponse
+from neso.server.inference_response import InferenceResponse, ResponseStream, SingleResponse
 
 _SPECIAL = frozenset({b"content-encoding", b"accept-encoding", LOAD_FORMAT})
 
@@ -35,12 +34,12 @@ class InferEndpoint:
         self._forwarding = forwarding
         self._max_input_size = max_input_size  # bytes, of a body that is decompressed
 
-    def __call__(self, request: Request) -> DeferredResponse | Awaitable[Response]:
+    def __call__(self, request: Request) -> PendingResponse | Awaitable[Response]:
         headers = request.headers
         if not headers.keys().isdisjoint(_SPECIAL):
             return self.answer(request)
         stream, output_format = self._submit(request)
-        deferred = DeferredResponse(request, stream.cancel)
+        deferred = PendingResponse(request, stream.cancel)
         stream.consume(SingleResponse(_Answer(deferred, output_format)))
         return deferred
 
@@ -87,7 +86,7 @@ class _Answer:
 
     __slots__ = ("_deferred", "_format")
 
-    def __init__(self, deferred: DeferredResponse, output_format: OutputFormat) -> None:
+    def __init__(self, deferred: PendingResponse, output_format: OutputFormat) -> None:
         self._deferred = deferred
         self._format = output_format
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from neso._wire import parse_plain_infer
-from neso.frontends.http import Request
 from neso.frontends.kserve_http.json_body import read_object
 from neso.frontends.kserve_http.json_tensor import read_tensor
 from neso.frontends.kserve_http.parameters import (
@@ -20,14 +19,13 @@ from neso.frontends.kserve_http.parameters import (
     read_unsigned,
 )
 from neso.frontends.kserve_http.shared_memory import read_window
-from neso.server.datatypes import DataType
+from neso.frontends.transport.http1 import Request
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
-from neso.server.shared_memory.manager import SharedMemory
-from neso.server.shared_memory.window import REGION, SharedMemoryWindow
-from neso.server.tensor import Tensor
+from neso.server.shared_memory.regions import REGION, SharedMemory, SharedMemoryWindow
+from neso.server.tensor import DataType, Tensor
 
 PlainInfer = tuple[
     str,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from neso._wire import write_plain_infer
-from neso.frontends.http import Response
 from neso.frontends.kserve_http.infer_request import HEADER_LENGTH, OutputFormat
 from neso.frontends.kserve_http.json_body import write_json
 from neso.frontends.kserve_http.json_tensor import write_values
+from neso.frontends.transport.http1 import Response
 from neso.server.inference_response import InferenceResponse
 from neso.server.tensor import Tensor
 

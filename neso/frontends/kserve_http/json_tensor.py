@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
-from neso.server.tensor import Tensor, element_count
+from neso.server.tensor import DataType, Tensor, element_count
 
 _NO_JSON = (DataType.FP16, DataType.BF16)
 _FLOATS = (DataType.FP32, DataType.FP64)

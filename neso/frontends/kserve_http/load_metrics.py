@@ -6,7 +6,7 @@ import logging
 
 import orjson
 
-from neso.frontends.http import Request
+from neso.frontends.transport.http1 import Request
 from neso.server.core import Core
 
 LOAD_FORMAT = b"endpoint-load-metrics-format"

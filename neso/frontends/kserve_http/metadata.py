@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from neso.frontends.http import Request, Response, json_response
+from neso.frontends.transport.http1 import Request, Response, json_response
 from neso.server.config.model_config import config_to_dict
 from neso.server.core import Core
 from neso.server.metadata import TensorMetadata

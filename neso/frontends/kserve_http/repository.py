@@ -6,9 +6,9 @@ import base64
 import binascii
 from typing import Any
 
-from neso.frontends.http import Request, Response, json_response
 from neso.frontends.kserve_http.json_body import read_optional_object
 from neso.frontends.kserve_http.parameters import read_bool, read_object_member, read_string
+from neso.frontends.transport.http1 import Request, Response, json_response
 from neso.server.core import Core
 from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.metadata import IndexEntry

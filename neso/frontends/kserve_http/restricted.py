@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
-from neso.frontends.http import Answer, DeferredResponse, Handler, Request, Response, error_response
-from neso.frontends.restrictions import RequiredHeader
+from neso.frontends.security import RequiredHeader
+from neso.frontends.transport.http1 import (
+    Handler,
+    HandlerResult,
+    PendingResponse,
+    Request,
+    Response,
+    error_response,
+)
 
 _BY_LAST_SEGMENT = {
     "live": "health",
@@ -35,7 +42,7 @@ def restrict(handler: Handler, required: RequiredHeader) -> Handler:
     name = required.name.encode()
     message = f"This API is restricted, expecting header '{required.name}'"
 
-    def restricted(request: Request) -> Response | DeferredResponse | Awaitable[Answer]:
+    def restricted(request: Request) -> Response | PendingResponse | Awaitable[HandlerResult]:
         if not required.matches(request.headers.get(name)):
             return error_response(403, message)
         return handler(request)

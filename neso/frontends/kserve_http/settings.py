@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from neso.frontends.http import Request, Response, json_response
 from neso.frontends.kserve_http.json_body import read_object
 from neso.frontends.kserve_http.parameters import read_bool, read_string, read_unsigned
+from neso.frontends.transport.http1 import Request, Response, json_response
 from neso.server.core import Core
 from neso.server.errors import InvalidArgument
 

@@ -7,13 +7,12 @@ import binascii
 from collections.abc import Iterator
 from typing import Any
 
-from neso.frontends.http import Handler, Request, Response, json_response
 from neso.frontends.kserve_http.json_body import read_object
 from neso.frontends.kserve_http.parameters import read_object_member, read_string, read_unsigned
+from neso.frontends.transport.http1 import Handler, Request, Response, json_response
 from neso.server.errors import InvalidArgument
-from neso.server.shared_memory.cuda_driver import HANDLE_SIZE
-from neso.server.shared_memory.manager import SharedMemory
-from neso.server.shared_memory.window import BYTE_SIZE, OFFSET, REGION, SharedMemoryWindow
+from neso.server.shared_memory.cuda import HANDLE_SIZE
+from neso.server.shared_memory.regions import BYTE_SIZE, OFFSET, REGION, SharedMemory, SharedMemoryWindow
 
 
 class SharedMemoryEndpoints:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from neso.frontends.http import Answer, DeferredResponse, Request
+from neso.frontends.transport.http1 import HandlerResult, PendingResponse, Request
 from neso.server.core import Core
 from neso.server.tracing import Trace
 
-Endpoint = Callable[[Request], DeferredResponse | Awaitable[Answer]]
-AwaitedEndpoint = Callable[[Request], Awaitable[Answer]]
+Endpoint = Callable[[Request], PendingResponse | Awaitable[HandlerResult]]
+AwaitedEndpoint = Callable[[Request], Awaitable[HandlerResult]]
 
 PROTOCOL = "HTTP"
 
@@ -23,17 +23,19 @@ def traced(core: Core, endpoint: Endpoint, awaited: AwaitedEndpoint) -> Endpoint
     tracing = core.tracing
 
     # A plain function, and what the endpoint itself gives: while nothing is traced this costs a call.
-    def handle(request: Request) -> DeferredResponse | Awaitable[Answer]:
+    def handle(request: Request) -> PendingResponse | Awaitable[HandlerResult]:
         if not tracing.enabled:
             return endpoint(request)
         model = request.params["model"]
-        trace = tracing.sample(model, request.header, request.begun) if core.model_ready(model) else None
+        trace = (
+            tracing.sample(model, request.header, request.received_ns) if core.model_ready(model) else None
+        )
         return endpoint(request) if trace is None else _traced(awaited, request, trace)
 
     return handle
 
 
-async def _traced(endpoint: AwaitedEndpoint, request: Request, trace: Trace) -> Answer:
+async def _traced(endpoint: AwaitedEndpoint, request: Request, trace: Trace) -> HandlerResult:
     trace.stamp("HTTP_RECV_START", trace.started)
     trace.stamp("HTTP_RECV_END")
     request.trace = trace

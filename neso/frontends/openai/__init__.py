@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai_options import OpenAIOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -26,6 +26,6 @@ def create_app(core: Core, options: OpenAIOptions | None = None) -> FastAPI:
 
 def check_model_config(config: Any) -> None:
     """Raises `InvalidArgument` for a configuration that names parsers which there are not."""
-    from neso.frontends.openai.chat.parser_parameters import check_parsers
+    from neso.frontends.openai.chat.message_format import check_parsers
 
     check_parsers(config)

@@ -15,27 +15,33 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import neso
-from neso.frontends.openai.access.options import AccessOptions
-from neso.frontends.openai.access.protection import limit_rates, protect
-from neso.frontends.openai.access.restricted_routes import restrict
-from neso.frontends.openai.chat.api import ChatApi
-from neso.frontends.openai.chat.media import Media
-from neso.frontends.openai.completions.api import CompletionsApi
-from neso.frontends.openai.connection import Body
-from neso.frontends.openai.endpoint import GenerationEndpoint, answer_to_body, error_response
+from neso.frontends.openai.access.middleware import add_middleware, limit_rates, restrict
+from neso.frontends.openai.chat.chat_completions import ChatApi
+from neso.frontends.openai.chat.image_fetcher import Media
+from neso.frontends.openai.completions import CompletionsApi
 from neso.frontends.openai.errors import ApiError, to_api_error
-from neso.frontends.openai.models.adapters import AdaptersApi, LoadAdapterRequest, UnloadAdapterRequest
-from neso.frontends.openai.models.listing import ModelsApi
-from neso.frontends.openai.models.routes import control_routes, metrics_route
-from neso.frontends.openai.models.targets import Targets
-from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.openai.pooling.embeddings import EmbeddingsApi
-from neso.frontends.openai.pooling.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
-from neso.frontends.openai.pooling.scores import ScoresApi
-from neso.frontends.openai.requests.schemas import ChatCompletionRequest, CompletionRequest
+from neso.frontends.openai.model_resolver import Targets
+from neso.frontends.openai.models_api import (
+    AdaptersApi,
+    LoadAdapterRequest,
+    ModelsApi,
+    UnloadAdapterRequest,
+    control_routes,
+    metrics_route,
+)
+from neso.frontends.openai.pooling import (
+    EmbeddingRequest,
+    EmbeddingsApi,
+    RerankRequest,
+    ScoreRequest,
+    ScoresApi,
+)
 from neso.frontends.openai.responses import ResponsesApi
-from neso.frontends.openai.responses.routes import response_routes
-from neso.frontends.openai.tokens import DetokenizeRequest, TokenizeRequest, TokensApi
+from neso.frontends.openai.responses.api import response_routes
+from neso.frontends.openai.routing import Body, GenerationEndpoint, answer_to_body, error_response
+from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
+from neso.frontends.openai.tokenization import DetokenizeRequest, TokenizeRequest, TokensApi
+from neso.frontends.openai_options import AccessOptions, OpenAIOptions
 
 if TYPE_CHECKING:
     from neso.server.core import Core
@@ -75,7 +81,7 @@ def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
         app.router.routes.extend(restrict(routes, group, options))
     app.openapi = lambda: _description(options.access)  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _on_http_exception)
-    protect(app, options.access)
+    add_middleware(app, options.access)
     return app
 
 

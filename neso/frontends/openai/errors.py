@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import orjson
 
 from neso.engine.errors import EngineDead
-from neso.frontends.openai.request_id import REQUEST_ID
 from neso.generation import InvalidParameter, PromptTooLong
 from neso.server.errors import ErrorCode, ServerError
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 logger = logging.getLogger(__name__)
+
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""As its client knows it; "" outside of a request."""
+
 
 _STATUS = {
     ErrorCode.NOT_FOUND: 404,

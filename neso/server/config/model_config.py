@@ -1,8 +1,9 @@
-"""The configuration of a model: read, completed, checked, and written as JSON."""
+"""Model configurations (config.pbtxt): read, complete, check, write as JSON."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,32 @@ from google.protobuf import json_format, text_format  # type: ignore[import-unty
 from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from neso.server.config.scheduling_config import check_scheduling
+from neso.server.config.scheduling import available_gpus, check_scheduling
 from neso.server.errors import InvalidArgument
-from neso.server.gpus import available_gpus
 from neso.server.schedulers.sequence_batcher import DEFAULT_IDLE_US
+
+_FIELDS = ("optimization", "cc_model_filenames", "model_operations", "runtime")
+_FIELDS_OF_INSTANCE_GROUP = ("host_policy", "secondary_devices")
+
+
+def ignored_fields(config: Any, heeded: Set[str] = frozenset()) -> list[str]:
+    """Those that the configuration sets, but for those that the backend heeds."""
+    names = [field.name for field, _ in config.ListFields() if field.name in _FIELDS]
+    for group in config.instance_group:
+        names += [
+            f"instance_group.{field.name}"
+            for field, _ in group.ListFields()
+            if field.name in _FIELDS_OF_INSTANCE_GROUP
+        ]
+    return [name for name in dict.fromkeys(names) if name not in heeded]
+
+
+def string_parameter(config: Any, name: str, default: str = "") -> str:
+    """The text of a parameter of a `ModelConfig` message; `default` where it is not set."""
+    parameters = config.parameters
+    # In a map of messages, looking a name up would put it in.
+    return str(parameters[name].string_value) if name in parameters else default
+
 
 CONFIG_FILENAME = "config.pbtxt"
 CONFIG_FOLDER = "configs"
@@ -49,8 +72,9 @@ def read_config(directory: Path, custom_name: str = "") -> ModelConfig | None:
     if not path.is_file():
         return None
     try:
-        return text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
-    except (text_format.ParseError, UnicodeDecodeError, OSError) as error:
+        return _check_enums(text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig()))
+    except (text_format.ParseError, ValueError, OSError) as error:
+        # protobuf raises a plain ValueError for an enum number out of range, without its position.
         raise InvalidArgument(f"failed to read text proto from {path}: {error}") from None
 
 
@@ -60,11 +84,31 @@ def config_from_json(text: str) -> ModelConfig:
         document = json.loads(text)
         if not isinstance(document, dict):
             raise InvalidArgument("failed to parse the model configuration: expected a JSON object")
-        return json_format.ParseDict(document, ModelConfig())
+        return _check_enums(json_format.ParseDict(document, ModelConfig()))
     except (json_format.ParseError, ValueError) as error:
         raise InvalidArgument(f"failed to parse the model configuration: {error}") from None
     except RecursionError:
         raise InvalidArgument("failed to parse the model configuration: nested too deeply") from None
+
+
+def _check_enums(message: Any, path: str = "") -> Any:
+    """Return the message. Raises `ValueError` for an enum number without a name, which proto3 parsers accept."""
+    for field, value in message.ListFields():
+        if field.message_type is None and field.enum_type is None:
+            continue
+        is_map = field.is_repeated and field.message_type and field.message_type.GetOptions().map_entry
+        if is_map:
+            entries = [(f"{field.name}['{key}']", value[key]) for key in value]
+        elif field.is_repeated:
+            entries = [(f"{field.name}[{i}]", element) for i, element in enumerate(value)]
+        else:
+            entries = [(field.name, value)]
+        for name, entry in entries:
+            if field.enum_type is not None and entry not in field.enum_type.values_by_number:
+                raise ValueError(f"{path}{name}: {field.enum_type.name} has no value {entry}")
+            if field.message_type is not None and hasattr(entry, "ListFields"):
+                _check_enums(entry, f"{path}{name}.")
+    return message
 
 
 def config_to_json(config: ModelConfig) -> str:

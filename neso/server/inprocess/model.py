@@ -1,16 +1,21 @@
-"""A model of an in-process server."""
+"""Models of the in-process API."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from neso.server.config.model_config import config_to_dict
 from neso.server.errors import ServerError
-from neso.server.inprocess.flight import Flight
-from neso.server.inprocess.request import InferenceRequest
-from neso.server.inprocess.response import InferenceResponse
-from neso.server.inprocess.responses import AsyncResponseIterator, ResponseIterator, Responses
-from neso.server.metadata import ModelMetadata, ModelState
+from neso.server.inprocess.requests import (
+    AsyncResponseIterator,
+    InferenceRequest,
+    InferenceResponse,
+    InFlightRequest,
+    ResponseIterator,
+    Responses,
+)
+from neso.server.metadata import IndexEntry, ModelMetadata, ModelState
 from neso.server.model import Model as CoreModel
 
 if TYPE_CHECKING:
@@ -18,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """A name and version to send requests to. Looked up anew for each request, so a reload is noticed.
+    """A model name and version to send requests to. Looked up for each request, so reloads take effect.
 
-    Version "" is the newest that is ready. `state` and `reason` are those of the repository index, where the model
-    comes from there. All methods raise `ServerError` when there is no such model.
+    Version "" selects the newest ready version. `state` and `reason` come from the repository index. All methods
+    raise `ServerError` for an unknown model.
     """
 
     def __init__(
@@ -55,11 +60,11 @@ class Model:
         return self._server.call(lambda core: core.model(self.name, self.version).metadata())
 
     def config(self) -> dict[str, Any]:
-        """The completed configuration, by the names of config.pbtxt."""
+        """The completed configuration, with the field names of config.pbtxt."""
         return config_to_dict(self._server.call(lambda core: core.model(self.name, self.version).config))
 
     def statistics(self) -> dict[str, Any]:
-        """Counters and durations, by the names of the statistics extension."""
+        """Counters and durations, with the field names of the statistics extension."""
         return self._server.call(lambda core: core.model(self.name, self.version).statistics.snapshot())
 
     def create_request(self, **fields: Any) -> InferenceRequest:
@@ -69,13 +74,13 @@ class Model:
     def infer(
         self, request: InferenceRequest | None = None, *, raise_on_error: bool = True, **fields: Any
     ) -> ResponseIterator[InferenceResponse]:
-        """Send a request and return its responses as they come. Raises `InvalidArgument` if it does not fit.
+        """Send an `InferenceRequest` (or its fields as keywords) and return an iterator over the responses.
 
-        Takes an `InferenceRequest`, or its fields as keywords.
+        Raises `InvalidArgument` if the request does not match the model's signature.
         """
         request = self._request(request, fields)
         responses = ResponseIterator(
-            request.maker(), raise_on_error=raise_on_error, copies=request.response_queue
+            request.response_factory(), raise_on_error=raise_on_error, copies=request.response_queue
         )
         self.send(request, responses)
         return responses
@@ -83,23 +88,23 @@ class Model:
     def async_infer(
         self, request: InferenceRequest | None = None, *, raise_on_error: bool = True, **fields: Any
     ) -> AsyncResponseIterator[InferenceResponse]:
-        """`infer` for the event loop that this is called in: `async for response in model.async_infer(…)`."""
+        """`infer` for the running event loop: `async for response in model.async_infer(…)`."""
         request = self._request(request, fields)
         responses = AsyncResponseIterator(
-            request.maker(), raise_on_error=raise_on_error, copies=request.response_queue
+            request.response_factory(), raise_on_error=raise_on_error, copies=request.response_queue
         )
         self.send(request, responses)
         return responses
 
     def send(self, request: InferenceRequest, responses: Responses[Any]) -> None:
-        """Send a request and have `responses` take the answers. Raises `ServerError` if it does not fit."""
-        if responses.waits:
+        """Send a request whose responses go to `responses`. Raises `ServerError` if it does not match the model."""
+        if responses.blocks:
             self._server.check_may_wait()
-        # In the caller's thread: to convert long lists would keep the server's loop busy.
-        flight = Flight(self._server, request.to_core(self._find(), self.version), responses.deliver)
-        responses.flight = flight
-        request.track(flight)
-        flight.start()
+        # Convert in the caller's thread: long lists would block the server's loop.
+        core_request = request.to_core(self._find(), self.version)
+        responses.in_flight = submitted = InFlightRequest(self._server, core_request, responses.deliver)
+        request.track(submitted)
+        submitted.start()
 
     def _request(self, request: InferenceRequest | None, fields: dict[str, Any]) -> InferenceRequest:
         if request is None:
@@ -114,5 +119,33 @@ class Model:
             if model := core.model(self.name, self.version):
                 return model
         except Exception:
-            pass  # maybe the loop was just replacing the model: what it says itself counts
+            pass  # the loop may be replacing the model right now: ask on the loop
         return self._server.call(lambda core: core.model(self.name, self.version))
+
+
+class Models(Mapping[tuple[str, str], Model]):
+    """Maps `(name, version)` to a model, and a name to the newest ready version of the model."""
+
+    def __init__(self, server: Server, entries: Iterable[IndexEntry]) -> None:
+        self._server = server
+        self._models = {
+            (entry.name, entry.version): Model(server, entry.name, entry.version, entry.state, entry.reason)
+            for entry in entries
+        }
+
+    def __getitem__(self, key: str | tuple[str, str | int]) -> Model:
+        if isinstance(key, tuple):
+            name, version = key
+            return self._models[name, str(version)]
+        if any(name == key for name, _ in self._models):
+            return Model(self._server, key)
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __repr__(self) -> str:
+        return f"Models({list(self._models)!r})"

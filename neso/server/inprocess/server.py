@@ -17,9 +17,8 @@ from neso.server.core import Core
 from neso.server.custom_metrics import CustomFamily as MetricFamily
 from neso.server.custom_metrics import MetricKind
 from neso.server.errors import Unavailable
-from neso.server.inprocess.flight import Flight
-from neso.server.inprocess.model import Model
-from neso.server.inprocess.models import Models
+from neso.server.inprocess.model import Model, Models
+from neso.server.inprocess.requests import InFlightRequest
 from neso.server.metadata import IndexEntry, ServerMetadata
 from neso.server.options import ServerOptions
 
@@ -55,7 +54,7 @@ class Server:
         self._open = False
         self._starting: Future[None] | None = None
         self._front_ends: list[FrontEnd] = []
-        self.in_flight: set[Flight] = set()  # belongs to the loop
+        self.in_flight: set[InFlightRequest] = set()  # belongs to the loop
 
     def start(self, wait_until_ready: bool = False, timeout: float | None = None) -> Server:
         """Start to load the models; `wait_until_ready`: until each has been loaded or has failed.
@@ -229,8 +228,8 @@ class Server:
                 if error is not None:
                     logger.error("a front end did not stop cleanly", exc_info=error)
             await self.core.stop()
-            for flight in tuple(self.in_flight):
-                flight.fail(Unavailable("the server has stopped"))
+            for request in tuple(self.in_flight):
+                request.fail(Unavailable("the server has stopped"))
             this = asyncio.current_task()
             rest = [task for task in asyncio.all_tasks() if task is not this]
             for task in rest:

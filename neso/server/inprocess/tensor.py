@@ -1,17 +1,124 @@
-"""Tensors as a Python program likes them, and what it may give in their place."""
+"""Tensors of the in-process API: host arrays, GPU memory through torch, DLPack."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import IntEnum
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from neso.server.datatypes import DataType
-from neso.server.errors import InvalidArgument
-from neso.server.inprocess import dlpack, gpu
-from neso.server.inprocess.memory import Device, MemoryBuffer, MemoryType, memory_type, parse_device
+from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.inprocess import dlpack
+from neso.server.inprocess.dlpack import DLDeviceType
+from neso.server.tensor import DataType
 from neso.server.tensor import Tensor as ServerTensor
+
+
+class MemoryType(IntEnum):
+    """Kinds of memory by Triton's numbers."""
+
+    CPU = 0
+    CPU_PINNED = 1
+    GPU = 2
+
+
+Device = str | MemoryType | tuple[MemoryType, int] | tuple[DLDeviceType, int]
+"""`"cpu"`, `"gpu"`, `"gpu:1"`, `MemoryType.GPU`, `(MemoryType.GPU, 1)` or `(DLDeviceType.kDLCUDA, 1)`."""
+
+_OF_DLPACK = {
+    DLDeviceType.kDLCPU: MemoryType.CPU,
+    DLDeviceType.kDLCUDA: MemoryType.GPU,
+    DLDeviceType.kDLCUDAHost: MemoryType.CPU_PINNED,
+}
+
+
+def memory_type(device_type: int) -> MemoryType:
+    """Of a device by DLPack's number. Raises `InvalidArgument` for devices that are not served."""
+    found = _OF_DLPACK.get(device_type)  # type: ignore[call-overload]
+    if found is None:
+        raise InvalidArgument(f"DLPack device type {int(device_type)} is not supported")
+    return found  # type: ignore[no-any-return]
+
+
+def parse_device(device: Device) -> tuple[MemoryType, int]:
+    """Kind of memory and number of the device. Raises `InvalidArgument`."""
+    kind: Any = device
+    index: Any = 0
+    if isinstance(device, str):
+        kind, _, number = device.partition(":")
+        kind = MemoryType.__members__.get(kind.upper())
+        index = int(number) if number.isascii() and number.isdigit() else None if number else 0
+    elif isinstance(device, tuple) and len(device) == 2:
+        kind, index = device
+    if isinstance(kind, DLDeviceType):
+        kind = memory_type(kind)
+    if not isinstance(kind, MemoryType) or not isinstance(index, int):
+        raise InvalidArgument(
+            f"invalid memory type {device!r}, expected cpu, cpu_pinned or gpu, or gpu:NUMBER for a certain one"
+        )
+    return kind, index
+
+
+@dataclass
+class MemoryBuffer:
+    """Memory of a tensor: `size` bytes from address `data_ptr` on. Whoever holds `owner` holds the memory."""
+
+    data_ptr: int
+    memory_type: MemoryType
+    memory_type_id: int
+    size: int
+    owner: Any
+
+    @classmethod
+    def from_dlpack(cls, owner: Any) -> MemoryBuffer:
+        """The memory of an object with DLPack, on any device. Raises `InvalidArgument`."""
+        found = dlpack.describe(owner)
+        if not found.contiguous:
+            raise InvalidArgument("only contiguous memory is supported")
+        return cls(found.data_ptr, memory_type(found.device_type), found.device_id, found.size, owner)
+
+
+def wrap_gpu(owner: Any) -> Any:
+    """A `torch.Tensor` that shares the memory of an object with DLPack. Raises `ServerError`."""
+    torch = _torch()
+    try:
+        return torch.from_dlpack(owner).contiguous()
+    except (RuntimeError, BufferError, TypeError, AssertionError) as error:  # the last: no CUDA in it
+        raise InvalidArgument(f"the object cannot be read through DLPack: {error}") from None
+
+
+def upload_to_gpu(array: npt.NDArray[Any], index: int) -> Any:
+    """A copy of an array on a GPU. Raises `Unsupported` when there is none."""
+    torch = _torch()
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise Unsupported(f"there is no GPU {index} to move a tensor to")
+    # torch takes arrays that it may write to only; it does not write.
+    source = array.view(np.uint16) if array.dtype == dlpack.BFLOAT16 else array
+    with torch.cuda.device(index):
+        moved = torch.from_numpy(source if source.flags.writeable else source.copy()).cuda()
+    return moved.view(torch.bfloat16) if array.dtype == dlpack.BFLOAT16 else moved
+
+
+def download_from_gpu(tensor: Any) -> npt.NDArray[Any]:
+    """A copy of a tensor on the host."""
+    return dlpack.to_numpy(tensor.detach().cpu())
+
+
+def gpu_datatype(tensor: Any) -> DataType:
+    """The KServe datatype of a tensor. Raises `InvalidArgument`."""
+    return DataType.of_numpy(dlpack.to_numpy(_torch().empty(0, dtype=tensor.dtype)).dtype)
+
+
+def _torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError:
+        raise Unsupported("tensors on a GPU need torch: pip install 'neso[torch]'") from None
+    return torch
+
 
 AnyTensor = TypeVar("AnyTensor", bound="Tensor")
 
@@ -47,7 +154,7 @@ class Tensor:
             raise InvalidArgument(f"{type(owner).__name__} has no __dlpack__")
         if dlpack.is_on_host(owner):
             return cls._wrap(ServerTensor.from_numpy("", dlpack.to_numpy(owner)))
-        return cls._on_gpu(gpu.wrap(owner))
+        return cls._on_gpu(wrap_gpu(owner))
 
     @classmethod
     def from_string_array(cls: type[AnyTensor], strings: Any) -> AnyTensor:
@@ -74,7 +181,7 @@ class Tensor:
 
     @property
     def datatype(self) -> DataType:
-        return gpu.datatype(self._gpu) if self._host is None else self._host.datatype
+        return gpu_datatype(self._gpu) if self._host is None else self._host.datatype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -143,13 +250,13 @@ class Tensor:
             return self
         if self.datatype is DataType.BYTES:
             return self
-        return self._on_gpu(gpu.upload(self.numpy(), index))
+        return self._on_gpu(upload_to_gpu(self.numpy(), index))
 
     def to_server(self) -> ServerTensor:
         """The tensor as the core knows it, on the host."""
         if self._host is not None:
             return self._host
-        return ServerTensor("", self.datatype, gpu.download(self._gpu))
+        return ServerTensor("", self.datatype, download_from_gpu(self._gpu))
 
     @classmethod
     def _wrap(cls: type[AnyTensor], tensor: ServerTensor) -> AnyTensor:
@@ -200,7 +307,7 @@ def make_input(name: str, value: Any, datatype: DataType | None) -> ServerTensor
         return ServerTensor(name, value.datatype, value.array)
     if hasattr(value, "__dlpack__"):
         if not dlpack.is_on_host(value):
-            return ServerTensor.from_numpy(name, gpu.download(gpu.wrap(value)))
+            return ServerTensor.from_numpy(name, download_from_gpu(wrap_gpu(value)))
         return ServerTensor.from_numpy(name, dlpack.to_numpy(value, f"input '{name}'"))
     return _from_plain(name, value, datatype)
 

@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Any
 from neso.server.backend import ModelContext
 from neso.server.config.model_config import differ_in_instances_only, is_ensemble
 from neso.server.errors import InternalError, ServerError
-from neso.server.loading.load_order import LoadOrder
-from neso.server.loading.loader import ModelPlan, plan_model
-from neso.server.loading.model_table import UNLOADED, ModelRecord, ModelTable, VersionSlot
-from neso.server.loading.warmup import warm_up
+from neso.server.loading.loader import ModelPlan, plan_model, warm_up
+from neso.server.loading.model_table import UNLOADED, LoadOrder, ModelRecord, ModelTable, VersionSlot
 from neso.server.memory import release_memory
 from neso.server.metadata import ModelState
 from neso.server.metrics.model_latencies import ModelLatencies, first_response_histogram
 from neso.server.model import Model
 from neso.server.options import ServerOptions
 from neso.server.rate_limiter.limiter import LimitedInstances
-from neso.server.repository.source import ModelSource
-from neso.server.repository.versions import find_versions
+from neso.server.repository.source import ModelSource, find_versions
 from neso.server.statistics import ModelStatistics
 
 if TYPE_CHECKING:

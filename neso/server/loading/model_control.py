@@ -14,10 +14,9 @@ from neso.server.loading.lifecycle import ModelLifecycle
 from neso.server.loading.model_table import ModelTable
 from neso.server.metadata import IndexEntry
 from neso.server.options import ModelControlMode, ServerOptions
-from neso.server.repository.fingerprint import Fingerprint
 from neso.server.repository.names import check_model_name
 from neso.server.repository.repositories import ModelRepositories
-from neso.server.repository.source import ModelSource, source_of_files
+from neso.server.repository.source import Fingerprint, ModelSource, source_of_files
 
 logger = logging.getLogger(__name__)
 

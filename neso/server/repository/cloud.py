@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from neso.server.errors import InvalidArgument, NotFound, Unavailable, Unsupported
-from neso.server.repository.fingerprint import Fingerprint
-from neso.server.repository.source import ModelSource, Scratch, make_scratch
+from neso.server.repository.source import Fingerprint, ModelSource, Scratch, make_scratch
 
 _S3_ENDPOINT = re.compile(r"^(?:(?P<protocol>https?)://)?(?P<host>[^/:]+:\d+)/(?P<path>.+)$")
 

@@ -10,9 +10,8 @@ from typing import Protocol
 
 from neso.server.errors import AlreadyExists, InvalidArgument, NotFound
 from neso.server.repository.cloud import CloudRepository, is_cloud_uri
-from neso.server.repository.local import LocalRepository
 from neso.server.repository.names import check_model_name, stays_inside
-from neso.server.repository.source import ModelSource
+from neso.server.repository.source import LocalRepository, ModelSource
 
 logger = logging.getLogger(__name__)
 

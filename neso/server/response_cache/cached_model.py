@@ -1,22 +1,27 @@
-"""What a model does with the response cache: which requests it answers from it, and which responses go into it."""
+"""Response caching of one model: look up requests, store responses."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import itertools
+import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.response_cache.key import Key, request_key
-from neso.server.response_cache.local import LocalCache
-from neso.server.response_cache.response import CachedResponse
+from neso.server.options import ServerOptions
+from neso.server.response_cache.cache import FORMAT, CachedResponse, Key, LocalCache, request_key
 
 if TYPE_CHECKING:
     from neso.server.backend import ModelContext
+    from neso.server.response_cache.redis import RedisCache
     from neso.server.tracing import ModelTrace
 
 _loads = itertools.count()
@@ -153,3 +158,141 @@ class LocalCachedModel(CachedModel[Key]):
             kept = miss.responses[0]
             self._cache.put(miss.key, CachedResponse.copy_of(kept.outputs, kept.parameters))
         self._count(miss, started)
+
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "neso"
+
+
+class RemoteCachedModel(CachedModel[str]):
+    """Keys are `neso:<model>:<version>:<hash>`. The hash is of the request, the configuration and the version's files.
+
+    So servers with the same model share what they cached, and a model that was changed does not get what the old one
+    said.
+    """
+
+    def __init__(
+        self,
+        context: ModelContext,
+        cache: RedisCache,
+        start: Callable[[ResponseStream], None],
+        ended: Callable[[ResponseStream], None],
+    ) -> None:
+        super().__init__(context, start, ended)
+        self._cache = cache
+        self._tasks: set[asyncio.Task[Any]] = set()
+        config = context.config.SerializeToString(deterministic=True)
+        # Large files take their time: requests wait, the event loop does not.
+        self._fingerprint = self._begin(asyncio.to_thread(fingerprint, config, context.version_directory))
+
+    async def close(self) -> None:
+        """Give up what is asked and stored at the moment."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(self, stream: ResponseStream) -> bool:
+        self._begin(self._look_up(stream))
+        stream.fail_if_cancelled_while_waiting()
+        return True
+
+    async def _look_up(self, stream: ResponseStream) -> None:
+        started = time.monotonic_ns()
+        key, found = "", None
+        try:
+            key = await self._key(stream.request)
+            found = await self._cache.get(key)
+        except Exception:  # a cache that fails must not fail a request
+            logger.exception("the response cache of model '%s' failed", self._name)
+        if stream.closed:  # cancelled, or the model is unloaded
+            return
+        if found is not None:
+            self._answer(stream, found, started)
+            return
+        if key:
+            self._miss(stream, key, started)
+        self._start(stream)
+
+    async def _key(self, request: InferenceRequest) -> str:
+        scope = (FORMAT, self._name, self._version, await asyncio.shield(self._fingerprint))
+        digest = request_key(scope, request.inputs, request.requested_outputs, request.parameters)
+        return f"{PREFIX}:{self._name}:{self._version}:{digest.hex()}"
+
+    def _keep(self, miss: Miss[str]) -> None:
+        if len(miss.responses) == 1:
+            kept = miss.responses[0]
+            self._begin(self._put(miss, CachedResponse.copy_of(kept.outputs, kept.parameters)))
+        else:
+            self._count(miss, time.monotonic_ns())
+
+    async def _put(self, miss: Miss[str], response: CachedResponse) -> None:
+        started = time.monotonic_ns()
+        try:
+            await self._cache.put(miss.key, response)
+        except Exception:
+            logger.exception("the response cache of model '%s' failed", self._name)
+        self._count(miss, started)
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def fingerprint(config: bytes, version_directory: Path) -> str:
+    """A hash of a configuration and of all files of a version. Blocks. Raises `OSError`."""
+    digest = hashlib.sha256(hashlib.sha256(config).digest())
+    for path in sorted(version_directory.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            # Of each part its own hash: their lengths do not matter then.
+            digest.update(hashlib.sha256(str(path.relative_to(version_directory)).encode()).digest())
+            digest.update(_hash_of_file(path))
+    return digest.hexdigest()
+
+
+def _hash_of_file(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.digest()
+
+
+def open_cache(options: ServerOptions) -> LocalCache | RedisCache | None:
+    """None without one. Raises `InvalidArgument` where the client for Redis is not installed."""
+    if options.redis_cache is None:
+        return LocalCache(options.response_cache_size) if options.response_cache_size else None
+    try:
+        from neso.server.response_cache.redis import RedisCache
+    except ImportError as error:
+        raise InvalidArgument(
+            f"a response cache in Redis needs `pip install 'neso[redis]'`: {error}"
+        ) from None
+    return RedisCache(options.redis_cache)
+
+
+def open_cached_model(
+    context: ModelContext,
+    start: Callable[[ResponseStream], None],
+    ended: Callable[[ResponseStream], None],
+) -> CachedModel[Any] | None:
+    """None for a model whose responses are not cached; says so in the log where the user expects it."""
+    if not context.config.response_cache.enable:
+        return None
+    cache = context.core.response_cache
+    reason = ""
+    if context.config.model_transaction_policy.decoupled:
+        reason = "it is decoupled"
+    elif context.config.HasField("sequence_batching"):
+        reason = "it is stateful"
+    elif cache is None:
+        reason = "the server has no cache (--cache-config)"
+    if cache is None or reason:
+        logger.warning("model '%s': response_cache has no effect, %s", context.name, reason)
+        return None
+    if isinstance(cache, LocalCache):
+        return LocalCachedModel(context, cache, start, ended)
+    return RemoteCachedModel(context, cache, start, ended)

@@ -22,13 +22,9 @@ from neso.server.errors import Cancelled, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.rate_limiter.limiter import LimitedInstances
-from neso.server.schedulers.batch_choice import NOTHING, Choice
-from neso.server.schedulers.control_inputs import ControlInputs
-from neso.server.schedulers.dispatcher import Dispatcher
-from neso.server.schedulers.dynamic_batcher import ResponseOrder
-from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots
-from neso.server.schedulers.sequence_state import SequenceStates
-from neso.server.schedulers.sequence_strategy import Strategy
+from neso.server.schedulers.dynamic_batcher import NOTHING, Choice, Dispatcher, ResponseOrder
+from neso.server.schedulers.sequence_inputs import ControlInputs, SequenceStates
+from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots, Strategy
 from neso.server.signature import Shape, Signature
 from neso.server.tensor import Tensor
 

@@ -1,13 +1,17 @@
-"""Sequences that are under way, and the slots of the instances that they hold."""
+"""Active sequences, the slots they hold, and the strategies that form batches of them."""
 
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from neso.server.inference_response import ResponseStream
-from neso.server.schedulers.sequence_state import States
+from neso.server.schedulers.dynamic_batcher import BatchChooser, Choice, after_delay
+from neso.server.schedulers.sequence_inputs import States
+from neso.server.signature import Signature
 
 
 @dataclass(slots=True, eq=False)
@@ -84,3 +88,53 @@ class SequenceSlots:
             del self._backlog[sequence]
             sequence.instance, sequence.slot = instance, heapq.heappop(self._free[instance])
             self._holders[instance][sequence] = None
+
+
+class Strategy(ABC):
+    """`slots`: how many sequences an instance serves at the same time."""
+
+    slots: int
+
+    @classmethod
+    def of(cls, config: Any, signature: Signature) -> Strategy:
+        """By a `ModelConfig` message."""
+        if config.sequence_batching.HasField("oldest"):
+            return OldestStrategy(config, signature)
+        return DirectStrategy(config, signature)
+
+    @abstractmethod
+    def choose(self, ready: list[ResponseStream]) -> Choice:
+        """From the next requests of an instance's sequences, oldest first, at least one."""
+
+
+class DirectStrategy(Strategy):
+    """All that the slots of the instance have, once enough of them have something."""
+
+    def __init__(self, config: Any, signature: Signature) -> None:
+        direct = config.sequence_batching.direct
+        self.slots = max(int(config.max_batch_size), 1)
+        self._signature = signature
+        self._delay_ns = 1000 * direct.max_queue_delay_microseconds
+        self._enough = direct.minimum_slot_utilization * self.slots
+
+    def choose(self, ready: list[ResponseStream]) -> Choice:
+        first = ready[0].request
+        batch = [stream for stream in ready if self._signature.batches_with(first, stream.request)]
+        if len(batch) < len(ready) or len(ready) >= self._enough:
+            return Choice(batch)
+        return after_delay(batch, batch, self._delay_ns)
+
+
+class OldestStrategy(Strategy):
+    """Dynamic batching, among the next requests of the candidates."""
+
+    def __init__(self, config: Any, signature: Signature) -> None:
+        oldest = config.sequence_batching.oldest
+        self.slots = max(int(oldest.max_candidate_sequences), 1)
+        most = min(max(int(config.max_batch_size), 1), self.slots)
+        self._chooser = BatchChooser(
+            signature, most, oldest.preferred_batch_size, oldest.max_queue_delay_microseconds
+        )
+
+    def choose(self, ready: list[ResponseStream]) -> Choice:
+        return self._chooser.choose(ready)

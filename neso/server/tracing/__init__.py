@@ -1,9 +1,7 @@
 """Traces of single requests: which are taken, what is noted of them, and where they go."""
 
-from neso.server.tracing.config import OtelConfig, TraceConfig
-from neso.server.tracing.model_trace import ModelTrace, TraceParent
-from neso.server.tracing.setting import TraceLevel, TraceMode, TraceSetting
-from neso.server.tracing.trace import Trace
+from neso.server.trace_config import OtelConfig, TraceConfig, TraceLevel, TraceMode, TraceSetting
+from neso.server.tracing.trace import ModelTrace, Trace, TraceParent
 from neso.server.tracing.tracing import Tracing
 
 __all__ = [

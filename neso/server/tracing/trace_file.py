@@ -1,7 +1,8 @@
-"""Traces as files in Triton's format: an array of small objects, which Triton's trace_summary reads."""
+"""Trace files in Triton's JSON format, which Triton's trace_summary.py reads."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from neso.server.tracing.model_trace import Activity, ModelTrace
-from neso.server.tracing.trace import Trace
+from neso.server.trace_config import TraceSetting
+from neso.server.tracing.trace import Activity, ModelTrace, Trace, TraceSink
 
 logger = logging.getLogger(__name__)
 
@@ -111,3 +112,51 @@ def _model_entries(model: ModelTrace) -> list[dict[str, Any]]:
 
 def _timestamps(id: int, activities: Sequence[Activity]) -> list[dict[str, Any]]:
     return [{"id": id, "timestamps": [{"name": name, "ns": ns}]} for name, ns in activities]
+
+
+FLUSH_AFTER = 1.0
+"""Seconds that a trace may wait for others before it is written."""
+FLUSH_SIZE = 256
+"""Traces that are written without waiting for more."""
+
+
+class Collection(TraceSink):
+    """Puts `log_frequency` traces into each file; with 0 all go to one, which follows a second behind.
+
+    A setting with a `count` fills one numbered file with all of them, as Triton does.
+    """
+
+    def __init__(self, setting: TraceSetting, file: TraceFile) -> None:
+        self._file = file
+        self._numbered = bool(setting.log_frequency) or setting.count > 0
+        self._size = setting.log_frequency or (setting.count if setting.count > 0 else FLUSH_SIZE)
+        self._left = setting.count
+        self._traces: list[Trace] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._retired = False
+
+    def end(self, trace: Trace) -> None:
+        self._left -= 1
+        if trace.models:  # a request that no model has accepted leaves nothing
+            self._traces.append(trace)
+        if self._retired or self._left == 0 or len(self._traces) >= self._size:
+            self._flush()
+        elif not self._numbered and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_AFTER, self._flush)
+
+    def retire(self) -> None:
+        """The setting is no longer in force: write what there is, and what may still come as it comes."""
+        self._retired = True
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        traces, self._traces = self._traces, []
+        if not traces:
+            return
+        if self._numbered:
+            self._file.write_next(traces)
+        else:
+            self._file.append(traces)

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 import neso.server.core
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import PoolingParams
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest

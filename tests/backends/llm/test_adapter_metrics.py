@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from neso.backends.llm.adapter_metrics import AdapterMetrics
+from neso.backends.llm.metrics import AdapterMetrics
 from neso.engine.lora.config import LoraConfig
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 
 def test_names_that_nobody_uses_are_forgotten():

@@ -16,7 +16,7 @@ from pathlib import Path
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from neso.backends.onnxruntime.session import open_session, read_signature
 from neso.backends.tensor.model import Instance, InstanceKind
-from neso.backends.tensor.parameters import Parameters
+from neso.backends.tensor.model import Parameters
 
 path, instance = Path(sys.argv[1]), Instance("m_0", InstanceKind.CPU, 0)
 

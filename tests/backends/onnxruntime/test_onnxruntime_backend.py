@@ -12,9 +12,8 @@ from core_requests import ask, collect
 from eventually import until
 from onnx_models import T, accumulator, graph, identity, linear, node, onnx
 
-from neso.server.datatypes import DataType
 from neso.server.inference_request import InferenceRequest
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 LINEAR = {"model.onnx": linear()}
 CONFIG = 'platform: "onnxruntime_onnx"\n'

@@ -8,7 +8,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 onnxruntime = pytest.importorskip("onnxruntime")
 
-from neso.backends.onnxruntime.providers import CPU, CUDA, find_providers  # noqa: E402
+from neso.backends.onnxruntime.session import CPU, CUDA, find_providers  # noqa: E402
 from neso.backends.tensor import Instance, InstanceKind  # noqa: E402
 from neso.server.errors import ServerError  # noqa: E402
 

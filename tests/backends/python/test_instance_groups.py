@@ -12,11 +12,10 @@ from google.protobuf import text_format
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server import gpus as server_gpus
-from neso.server.config.instances import instances_of
+from neso.server.config import scheduling as server_gpus
 from neso.server.config.model_config import complete_config
+from neso.server.config.scheduling import available_gpus, instances_of
 from neso.server.core import Core
-from neso.server.gpus import available_gpus
 from neso.server.options import ServerOptions
 
 

@@ -91,7 +91,7 @@ def test_preferred_memory():
 def test_numbers_of_datatypes_are_those_of_the_protocol():
     from tritonclient.grpc import model_config_pb2
 
-    from neso.server.datatypes import DataType
+    from neso.server.tensor import DataType
 
     for datatype in DataType:
         number = model_config_pb2.DataType.Value(datatype.config_name)

@@ -485,7 +485,7 @@ async def test_batches_go_to_all_instances(serve):
         assert (await collect(stream))[0].error is None
 
 
-async def test_the_logger_obeys_the_settings_of_the_log(serve, caplog, same_log):
+async def test_the_logger_obeys_the_settings_of_the_log(serve, caplog):
     code = """
         import triton_python_backend_utils as pb_utils
 

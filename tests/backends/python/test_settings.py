@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.backends.python.settings import PythonSettings
+from neso.backends.python.description import PythonSettings
 from neso.server.errors import InvalidArgument
 
 

@@ -27,11 +27,10 @@ from torch_models import (
     trace,
 )
 
-from neso.backends.pytorch import model as model_module
-from neso.backends.pytorch import settings
-from neso.server.datatypes import DataType
+from neso.backends.pytorch import backend as model_module
+from neso.backends.pytorch import backend as settings
 from neso.server.inference_request import InferenceRequest
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit:DeprecationWarning", "ignore:The given NumPy array is not writable:UserWarning"

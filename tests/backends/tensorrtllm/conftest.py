@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import make_checkpoint
 from trtllm_repository import NAME, PROMPT, write_model
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import SamplingParams
 from neso.server.core import Core
 from neso.server.inference_request import InferenceRequest

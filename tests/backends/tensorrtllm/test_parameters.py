@@ -15,8 +15,8 @@ from trtllm_repository import write_model
 
 from neso.backends.tensorrtllm.parameters import BY_NAME, PARAMETERS
 from neso.backends.tensorrtllm.settings import read_settings
-from neso.engine.build import build_engine
 from neso.engine.config import EngineConfig
+from neso.engine.load.build import build_engine
 from neso.engine.runners.base import RunnerOptions
 from neso.server.errors import InvalidArgument
 

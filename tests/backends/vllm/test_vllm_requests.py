@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from neso.backends.vllm.adapters import Adapters, UnknownAdapter
-from neso.backends.vllm.model_files import ModelFiles
-from neso.backends.vllm.sampling import from_loose, from_params
-from neso.backends.vllm.tensor_request import EmbeddingRequest, TextRequest, read_request
+from neso.backends.vllm.conversion import parse_sampling_values, to_vllm_sampling
+from neso.backends.vllm.model_files import Adapters, ModelFiles, UnknownAdapter
+from neso.backends.vllm.tensors import EmbeddingRequest, TextRequest, read_request
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 TYPES: dict[str, Any] = {
     "n": int,
@@ -126,7 +124,7 @@ def test_embedding_requests(dimensions):
     ],
 )
 def test_loose_values_become_what_the_parameter_is(given, made):
-    assert from_loose(given, TYPES, FORM) == made
+    assert parse_sampling_values(given, TYPES, FORM) == made
 
 
 @pytest.mark.parametrize(
@@ -143,13 +141,13 @@ def test_loose_values_become_what_the_parameter_is(given, made):
 )
 def test_values_that_do_not_fit_are_named(given, field):
     with pytest.raises(InvalidParameter) as caught:
-        from_loose(given, TYPES, FORM)
+        parse_sampling_values(given, TYPES, FORM)
     assert caught.value.field == field
 
 
 def test_parameters_of_front_ends():
     params = SamplingParams(n=2, temperature=0.5, top_k=4, stop=("a",), logit_bias={3: 1.0}, max_tokens=9)
-    values = from_params(params)
+    values = to_vllm_sampling(params)
     assert (values["n"], values["temperature"], values["top_k"], values["max_tokens"]) == (2, 0.5, 4, 9)
     assert (values["stop"], values["logit_bias"]) == (["a"], {3: 1.0})
     assert "structured_outputs" not in values and "bad_words" not in values
@@ -170,7 +168,7 @@ def test_parameters_of_front_ends():
     ],
 )
 def test_forms_of_the_output(guided, form):
-    assert from_params(SamplingParams(guided_decoding=guided))["structured_outputs"] == form
+    assert to_vllm_sampling(SamplingParams(guided_decoding=guided))["structured_outputs"] == form
 
 
 @pytest.mark.parametrize(
@@ -187,17 +185,17 @@ def test_forms_of_the_output(guided, form):
 )
 def test_what_vllm_does_not_have_is_refused(params, field):
     with pytest.raises(InvalidParameter) as caught:
-        from_params(SamplingParams(**params))
+        to_vllm_sampling(SamplingParams(**params))
     assert caught.value.field == field
 
 
 def test_special_tokens_are_shown_together():
-    assert from_params(SamplingParams())["skip_special_tokens"]
-    assert not from_params(SamplingParams(shown_special_tokens=("<tool_call>",)))["skip_special_tokens"]
+    assert to_vllm_sampling(SamplingParams())["skip_special_tokens"]
+    assert not to_vllm_sampling(SamplingParams(shown_special_tokens=("<tool_call>",)))["skip_special_tokens"]
 
 
 def test_best_of_as_many_as_are_returned_is_nothing_special():
-    assert "best_of" not in from_params(SamplingParams(n=2, best_of=2))
+    assert "best_of" not in to_vllm_sampling(SamplingParams(n=2, best_of=2))
 
 
 def test_adapters_and_their_texts():

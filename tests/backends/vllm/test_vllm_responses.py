@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from neso.backends.vllm.generation import Outputs
+from neso.backends.vllm.conversion import OutputConverter
 from neso.backends.vllm.metrics import VllmMetrics
-from neso.backends.vllm.signature import WANTED
-from neso.backends.vllm.tensor_request import TextRequest
-from neso.backends.vllm.tensor_response import ResponseTensors, embedding_tensors
+from neso.backends.vllm.tensors import REQUESTABLE_OUTPUTS, ResponseTensors, TextRequest, embedding_tensors
 from neso.generation import FinishReason, SamplingParams
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 
 def logprob(value: float, rank: int, text: str) -> SimpleNamespace:
@@ -52,7 +50,7 @@ def test_the_prompt_stands_before_every_sequence():
 
 
 def test_deltas_of_several_sequences():
-    tensors = ResponseTensors(request_for(*WANTED), 2)
+    tensors = ResponseTensors(request_for(*REQUESTABLE_OUTPUTS), 2)
     position = {5: logprob(-0.5, 1, "x"), 6: logprob(float("-inf"), 2, "y")}
     first = tensors.of(output(completion(1, "x", [5], logprobs=[position], cumulative_logprob=-0.5)))
     written = as_python(first)
@@ -84,7 +82,7 @@ def test_a_vector():
 
 
 def test_outputs_for_front_ends():
-    outputs = Outputs(SamplingParams(n=2, logprobs=1, prompt_logprobs=1))
+    outputs = OutputConverter(SamplingParams(n=2, logprobs=1, prompt_logprobs=1))
     prompt = [None, {8: logprob(-1.0, 3, "eight"), 1: logprob(-0.1, 1, "one")}, {9: logprob(-0.2, 1, "nine")}]
     position = {5: logprob(-2.0, 4, "five"), 1: logprob(-0.1, 1, "one")}
     made = outputs.of(
@@ -115,7 +113,7 @@ def test_outputs_for_front_ends():
 
 @pytest.mark.parametrize(("reason", "made"), [("stop", FinishReason.STOP), ("length", FinishReason.LENGTH)])
 def test_ends(reason, made):
-    outputs = Outputs(SamplingParams())
+    outputs = OutputConverter(SamplingParams())
     assert outputs.of(output(completion(0, "", [], finish_reason=reason))).deltas[0].finish_reason is made
 
 

@@ -6,11 +6,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from neso.engine.core import free_blocks
-from neso.engine.core.block_pool import BlockPool
-from neso.engine.core.free_blocks import FreeBlocks
+from neso.engine.core import block_pool as free_blocks
+from neso.engine.core.block_pool import BlockPool, FreeBlocks
 from neso.generation import InvalidParameter
-from neso.generation.cache_retention import CacheRetention, RetainedRange
+from neso.generation.request import CacheRetention, RetainedRange
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def test_no_block_is_lost(actions):
 
 def test_ranges_of_tokens():
     retention = CacheRetention([RetainedRange(0, 32, 90), RetainedRange(48, None, 10, 500)], 20, 70)
-    places = {position: retention.of(position, 64) for position in (0, 31, 32, 48, 63, 64)}
+    places = {position: retention.at(position, 64) for position in (0, 31, 32, 48, 63, 64)}
     assert places == {
         0: (90, None),
         31: (90, None),

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.guided.trial import Trial
-from neso.engine.llm import LLM
 from neso.generation import GenerationRequest, GuidedDecoding, InvalidParameter, SamplingParams
 
 TIMEOUT = 2.0

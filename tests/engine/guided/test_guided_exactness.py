@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import GuidedDecoding, SamplingParams
 
 SCHEMA = {

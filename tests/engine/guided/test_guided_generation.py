@@ -10,9 +10,16 @@ from typing import Any
 import jsonschema
 import pytest
 
+from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
-from neso.engine.llm import LLM, Completion, Result
-from neso.generation import FinishReason, GuidedDecoding, InvalidParameter, SamplingParams
+from neso.generation import (
+    Completion,
+    FinishReason,
+    GenerationOutput,
+    GuidedDecoding,
+    InvalidParameter,
+    SamplingParams,
+)
 
 PROMPT = "The quick"
 SCHEMA = {
@@ -246,7 +253,7 @@ def test_what_is_not_guided_is_as_ever(llm: LLM) -> None:
     guided = SamplingParams(temperature=0, max_tokens=30, guided_decoding=GuidedDecoding(json=SCHEMA))
     prompts = [PROMPT, "A server", "Voyager 2"]
 
-    def tokens(results: list[Result]) -> list[list[int]]:
+    def tokens(results: list[GenerationOutput]) -> list[list[int]]:
         return [result.outputs[0].token_ids for result in results]
 
     alone = [llm.generate(prompt, free, progress=False)[0] for prompt in prompts]

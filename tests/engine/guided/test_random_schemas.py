@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from random_schemas import random_schema
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.generation import (
     FinishReason,
     GenerationOutput,

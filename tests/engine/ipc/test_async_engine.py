@@ -14,10 +14,10 @@ import pytest
 from eventually import until
 from step_pace import slow_children
 
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineDead, EngineError
-from neso.engine.llm import LLM
 from neso.generation import DraftTokens, FinishReason, GenerationRequest, InvalidParameter, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

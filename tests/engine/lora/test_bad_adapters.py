@@ -12,8 +12,8 @@ import pytest
 from peft_adapters import write_adapter
 from safetensors.numpy import load_file, save_file
 
+from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.generation import InvalidParameter, LoraRequest, LoraTensors, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -12,10 +12,10 @@ import pytest
 from peft_adapters import greedy_with, write_adapter
 from safetensors.numpy import load_file, save_file
 
-from neso.engine.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.engine.runners.native.packing import INT4, INT8, Packer
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from peft_adapters import greedy_with, write_adapter
 
+from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.generation import SamplingParams
 
 MAX_TOKENS = 12

@@ -9,7 +9,7 @@ from peft_adapters import greedy_with, write_adapter
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.loader import load_engine
+from neso.engine.load.loader import load_engine
 from neso.generation import LoraRequest, SamplingParams
 
 MAX_TOKENS = 16

@@ -28,8 +28,8 @@ from torch_cases import (
     with_operations,
 )
 
+from neso.engine.client.llm import LLM
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.llm import LLM
 from neso.engine.runners.base import UnsupportedOption
 from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
 from neso.engine.runners.torch.runner import TorchRunner

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from neso.engine.text.detokenizer import Detokenizer, PieceDetokenizer, WindowDetokenizer
-from neso.engine.text.special_tokens import SpecialTokens
 from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.tokenizer_files import SpecialTokens
 
 NO_SPECIALS = SpecialTokens(texts={}, bos_id=None, eos_ids=(), pad_id=None)
 TOKENIZERS = {name: Tokenizer(make(), NO_SPECIALS, {}) for name, make in BACKENDS.items()}

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as Backend
 from transformers.convert_slow_tokenizer import TikTokenConverter, generate_merges
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN_2
 
-from neso.engine.text.errors import TokenizerError
-from neso.engine.text.gguf_byte_level import PRE_TOKENIZERS
+from neso.engine.text.gguf_tokenizer import PRE_TOKENIZERS
 from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.tokenizer_files import TokenizerError
 
 LLAMA_3 = TikTokenConverter().pattern
 TEXTS = [

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from small_tokenizers import BACKENDS
 
 from neso.engine.text.sequence_text import SequenceText, TextDelta
-from neso.engine.text.special_tokens import SpecialTokens
 from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.text.tokenizer_files import SpecialTokens
 
 NO_SPECIALS = SpecialTokens(texts={}, bos_id=None, eos_ids=(), pad_id=None)
 TOKENIZERS = {name: Tokenizer(make(), NO_SPECIALS, {}) for name, make in BACKENDS.items()}

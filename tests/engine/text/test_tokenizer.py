@@ -12,9 +12,9 @@ import pytest
 from conftest import MakeDirectory
 from small_tokenizers import BYTE_TOKENS, llama_backend, write_directory
 
-from neso.engine.text.errors import TokenizerError
 from neso.engine.text.tokenizer import Tokenizer
-from neso.generation import InvalidParameter, TextTools
+from neso.engine.text.tokenizer_files import TokenizerError
+from neso.generation import InvalidParameter, TokenizerLike
 
 TEXTS = [
     "",
@@ -189,7 +189,7 @@ def test_missing_and_corrupt_files(tmp_path: Path, make_directory: MakeDirectory
 
 
 def test_it_is_a_text_tools(make_directory: MakeDirectory) -> None:
-    tools: TextTools = Tokenizer.from_directory(make_directory("llama"))
+    tools: TokenizerLike = Tokenizer.from_directory(make_directory("llama"))
     assert not tools.has_chat_template
     with pytest.raises(InvalidParameter, match="no chat template"):
         tools.apply_chat_template([{"role": "user", "content": "hi"}])

@@ -15,8 +15,8 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
 from neso.engine.vision.image_processor import ImageProcessor
 from neso.generation import InvalidParameter, SamplingParams
 

@@ -16,11 +16,11 @@ import torch
 from checkpoints import rewrite_config
 from safetensors.torch import load_file, save_file
 
-from neso.engine.build import build_engine
+from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
-from neso.engine.llm import LLM
-from neso.engine.loader import load_engine
+from neso.engine.load.build import build_engine
+from neso.engine.load.loader import load_engine
 from neso.engine.runners.base import RunnerOptions
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.quantized import Float8Matrix

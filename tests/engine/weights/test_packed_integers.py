@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from neso.engine.llm import LLM
+from neso.engine.client.llm import LLM
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.quantized import QuantizedMatrix
 from neso.engine.weights.source import CheckpointError

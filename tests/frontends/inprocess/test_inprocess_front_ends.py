@@ -13,7 +13,7 @@ from eventually import wait_until
 from tritonclient.utils import InferenceServerException
 
 import neso
-from neso.frontends.http import BindError
+from neso.frontends.transport.http1 import BindError
 
 IDENTITY = """
 import triton_python_backend_utils as pb_utils

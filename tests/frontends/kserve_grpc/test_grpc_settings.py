@@ -12,8 +12,6 @@ from tritonclient.utils import InferenceServerException
 
 from neso.server.tracing import TraceConfig, Tracing
 
-pytestmark = pytest.mark.usefixtures("same_log")
-
 
 @pytest.fixture
 async def traced(core, tmp_path):

@@ -7,10 +7,9 @@ from typing import ClassVar
 import numpy as np
 
 from neso.server.backend import Backend
-from neso.server.datatypes import DataType
 from neso.server.errors import Cancelled, InternalError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 BACKENDS = {
     "test_identity": f"{__name__}:Identity",

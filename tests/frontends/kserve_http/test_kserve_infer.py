@@ -14,7 +14,7 @@ from eventually import until
 from kserve_http_backends import Wait
 
 from neso.frontends.kserve_http import KServeHttp
-from neso.server.datatypes import DataType
+from neso.server.tensor import DataType
 
 VALUES: dict[str, list[Any]] = {
     "BOOL": [True, False],

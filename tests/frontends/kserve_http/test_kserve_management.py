@@ -11,8 +11,8 @@ import pytest
 import tritonclient.http as triton
 from fastapi import FastAPI
 
-from neso.frontends.http import AsgiApp
 from neso.frontends.kserve_http import HttpOptions, KServeHttp
+from neso.frontends.transport.http1 import AsgiApp
 
 
 async def test_health(client, core) -> None:

@@ -10,8 +10,6 @@ import tritonclient.http.aio as triton_aio
 
 from neso.server.tracing import TraceConfig, Tracing
 
-pytestmark = pytest.mark.usefixtures("same_log")
-
 
 @pytest.fixture
 async def traced(core, tmp_path):

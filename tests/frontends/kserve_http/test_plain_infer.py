@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neso._wire import parse_plain_infer
-from neso.frontends.http import Request
 from neso.frontends.kserve_http import infer_request
-from neso.server.datatypes import DataType
+from neso.frontends.transport.http1 import Request
 from neso.server.errors import ServerError
-from neso.server.shared_memory.manager import SharedMemory
+from neso.server.shared_memory.regions import SharedMemory
+from neso.server.tensor import DataType
 
 NUMBERS = ["FP32", "FP64", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "FP16"]
 

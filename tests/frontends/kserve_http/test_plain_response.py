@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neso._wire import write_plain_infer
-from neso.frontends.http import Response
 from neso.frontends.kserve_http import infer_response
 from neso.frontends.kserve_http.infer_request import OutputFormat
-from neso.server.datatypes import DataType
+from neso.frontends.transport.http1 import Response
 from neso.server.errors import ServerError
 from neso.server.inference_response import InferenceResponse
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 FIXED_SIZE = [datatype for datatype in DataType if datatype is not DataType.BYTES]
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from neso.generation import (
-    CompletionDelta,
+    Completion,
     FinishReason,
     GenerationOutput,
     GenerationRequest,
@@ -45,7 +45,7 @@ def tokenizer() -> Tokenizer:
 
 
 class ScriptedText:
-    """`TextTools` over that tokenizer, with a chat template in plain Python."""
+    """`TokenizerLike` over that tokenizer, with a chat template in plain Python."""
 
     has_chat_template = True
     chat_template_source = ""
@@ -160,7 +160,7 @@ class _Voice:
         self._shown = ""
         self.done = False
 
-    def next(self) -> CompletionDelta:
+    def next(self) -> Completion:
         token = self._tokens[len(self._made)]
         self._made.append(token)
         text = self._model.text.decode(self._made)
@@ -177,7 +177,7 @@ class _Voice:
         fresh, self._shown = visible[len(self._shown) :], visible
         self.done = finish is not None
         top = self._sampling.logprobs
-        return CompletionDelta(
+        return Completion(
             self._choice,
             fresh,
             [token],

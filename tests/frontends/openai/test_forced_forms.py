@@ -10,15 +10,13 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
+from neso.engine.client.llm import LLM
 from neso.engine.guided.grammar import grammar_text
-from neso.engine.guided.matcher import make_matcher
+from neso.engine.guided.guide import make_matcher
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.llm import LLM
 from neso.engine.text.tokenizer import Tokenizer
-from neso.frontends.openai.chat.dialects import Dialect
-from neso.frontends.openai.chat.message_format import MessageFormat
-from neso.frontends.openai.chat.message_reader import Message
-from neso.frontends.openai.chat.tool_use import ToolUse
+from neso.frontends.openai.chat.message_format import Dialect, Message, MessageFormat
+from neso.frontends.openai.chat.prompt import ToolUse
 from neso.frontends.openai.reasoning_parsers import ReasoningParser, find_reasoning_parser
 from neso.frontends.openai.tool_parsers import find_tool_parser, registry
 from neso.generation import GuidedDecoding, SamplingParams
@@ -178,7 +176,7 @@ def test_an_answer_in_a_form_or_calls(tokens: Any) -> None:
     """OpenAI's way with both; an extension's form is for every answer."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     for field, may_call in (("response_format", True), ("guided_json", False)):
-        asked = GuidedDecoding(json=schema, asked_as=field)
+        asked = GuidedDecoding(json=schema, source_field=field)
         form = format_of("hermes", "auto", asked=asked).guided_decoding
         assert fits(tokens, form, '{"a": 1}') and not fits(tokens, form, "words")
         assert fits(tokens, form, CALLS["hermes"].replace("@", "{}")) == may_call

@@ -12,8 +12,8 @@ from eventually import until
 from fastapi import FastAPI
 from scripted_model import ScriptedModel
 
-from neso.frontends.http.asgi import AsgiServer
-from neso.frontends.http.options import HttpServerOptions
+from neso.frontends.transport.http1.asgi import AsgiServer
+from neso.frontends.transport.http1.server import HttpServerOptions
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]

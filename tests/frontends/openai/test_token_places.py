@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.frontends.openai.answers.token_places import TokenPlaces, token_bytes
+from neso.frontends.openai.logprobs import TokenPlaces, token_bytes
 from neso.generation import TokenLogprobs
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.batching.batch import Batch
 from neso.server.errors import InternalError, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import ResponseStream
+from neso.server.schedulers.batch import Batch
 from neso.server.signature import Signature
 from neso.server.tensor import Tensor
 

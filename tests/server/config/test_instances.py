@@ -7,8 +7,8 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.config.instances import instances_of
 from neso.server.config.model_config import complete_config
+from neso.server.config.scheduling import instances_of
 
 
 def instances(text: str) -> list[tuple[str, str, int, bool]]:

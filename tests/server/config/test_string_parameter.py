@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.server.config.parameters import string_parameter
+from neso.server.config.model_config import string_parameter
 
 
 def test_a_parameter_that_is_read_is_not_set() -> None:

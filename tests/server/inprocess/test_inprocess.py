@@ -14,9 +14,9 @@ from eventually import until, wait_until
 from repository_builder import IDENTITY
 
 import neso
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument, NotFound, ServerError, Unavailable
 from neso.server.metadata import ModelState
+from neso.server.tensor import DataType
 
 
 def test_start_and_infer(models):

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import neso
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.inprocess import MemoryBuffer, MemoryType
 from neso.server.inprocess.dlpack import DLDeviceType
-from neso.server.inprocess.memory import parse_device
-from neso.server.inprocess.tensor import make_input
+from neso.server.inprocess.tensor import make_input, parse_device
+from neso.server.tensor import DataType
 
 NUMBERS = [datatype for datatype in DataType if datatype is not DataType.BYTES]
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from neso.server.core import Core
-from neso.server.metrics import MetricsConfig
+from neso.server.metrics.config import MetricsConfig
 from neso.server.metrics.cpu import CpuMetrics
 from neso.server.metrics.gpu import GpuMetrics
 from neso.server.metrics.system import SystemMetrics

@@ -12,7 +12,7 @@ from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS
 
 from neso.server.custom_metrics import MetricKind
 from neso.server.errors import NotFound
-from neso.server.metrics import MetricsConfig, Quantile
+from neso.server.metrics.config import MetricsConfig, Quantile
 from neso.server.metrics.kv_cache import FAMILY, KvCacheLoad
 
 STAGES = ("request", "queue", "compute_input", "compute_infer", "compute_output")

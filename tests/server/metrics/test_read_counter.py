@@ -1,6 +1,6 @@
 """Counters that are read at the scrape."""
 
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 
 def test_a_watched_total_is_a_counter():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from neso.server.repository.fingerprint import Fingerprint
+from neso.server.repository.source import Fingerprint
 
 
 @pytest.fixture

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.server.datatypes import DataType
-from neso.server.response_cache.key import request_key
-from neso.server.response_cache.local import LocalCache
-from neso.server.response_cache.response import OVERHEAD, CachedResponse
-from neso.server.tensor import Tensor
+from neso.server.response_cache.cache import OVERHEAD, CachedResponse, LocalCache, request_key
+from neso.server.tensor import DataType, Tensor
 
 
 def response(size: int) -> CachedResponse:

@@ -6,10 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from neso.server.datatypes import DataType
 from neso.server.errors import InvalidArgument
-from neso.server.response_cache.response import CachedResponse
-from neso.server.tensor import Tensor
+from neso.server.response_cache.cache import CachedResponse
+from neso.server.tensor import DataType, Tensor
 
 
 @pytest.mark.parametrize("kind", list(DataType))

@@ -191,7 +191,7 @@ async def test_the_last_spans_are_sent_when_the_server_stops(collector, start_co
 
 
 async def test_a_collector_that_is_not_there_harms_nobody(start_core, repository, monkeypatch):
-    monkeypatch.setattr("neso.server.tracing.otel_sink.FLUSH_TIMEOUT", 0.2)
+    monkeypatch.setattr("neso.server.tracing.otel.FLUSH_TIMEOUT", 0.2)
     repository.add("identity")
     settings = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=1", "opentelemetry,url=http://127.0.0.1:9"]
     core = await start_core(trace=TraceConfig.parse(settings))
@@ -209,7 +209,7 @@ async def test_requests_that_are_not_sampled_have_no_trace(collector, start_core
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "neso.server.tracing.otel_sink", raising=False)
+    monkeypatch.delitem(sys.modules, "neso.server.tracing.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(Unsupported, match=r"pip install 'neso\[otel\]'"):
         Tracing(TraceConfig.parse(["mode=opentelemetry"]))

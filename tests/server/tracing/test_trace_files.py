@@ -206,7 +206,7 @@ async def test_a_count_fills_one_numbered_file(start, repository):
 
 
 async def test_the_file_is_readable_while_the_server_runs(start, repository, monkeypatch):
-    monkeypatch.setattr("neso.server.tracing.collection.FLUSH_AFTER", 0.01)
+    monkeypatch.setattr("neso.server.tracing.trace_file.FLUSH_AFTER", 0.01)
     repository.add("identity")
     core, path = await start()
 

@@ -14,11 +14,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from neso.backends.python.errors import describe
-from neso.backends.python.instance import ModelInstance, Work, WorkQueue
-from neso.backends.python.model_config import complete
+from neso.backends.python.model_instance import ModelInstance, Work, WorkQueue
 from neso.backends.python.model_module import load_model_class
-from neso.backends.python.process.child_channel import ChildChannel
-from neso.backends.python.process.exchange import pack_error
+from neso.backends.python.pb_utils import complete_config
+from neso.backends.python.process.codec import ServerLog, pack_error
 from neso.backends.python.process.messages import (
     Answer,
     Cancel,
@@ -39,14 +38,13 @@ from neso.backends.python.process.messages import (
     Stop,
     TraceData,
 )
-from neso.backends.python.process.remote_server import RemoteServer
-from neso.backends.python.process.server_log import ServerLog
-from neso.backends.python.response_sender import ModelOutputs
-from neso.server.datatypes import DataType
+from neso.backends.python.process.remote_server import ChildChannel, RemoteServer
+from neso.backends.python.response import ModelOutputs
 from neso.server.errors import InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
 from neso.server.statistics import Timeline
+from neso.server.tensor import DataType
 
 _PR_SET_PDEATHSIG = 1
 
@@ -182,7 +180,7 @@ class ChildStream:
 def _complete(message: Complete) -> Completed:
     try:
         model_class = load_model_class(Path(message.path), message.config["name"])
-        return Completed(complete(message.config, model_class), None)
+        return Completed(complete_config(message.config, model_class), None)
     except Exception as error:
         logging.getLogger(__name__).debug("auto_complete_config failed", exc_info=error)
         return Completed(None, describe(error))

@@ -11,13 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from neso.backends.python.process.arena import Arena
-from neso.backends.python.process.environment import Interpreter
-from neso.backends.python.process.exchange import Exchange
+from neso.backends.python.description import PythonSettings
+from neso.backends.python.process.codec import Decoder, Exchange, encode
 from neso.backends.python.process.messages import Message, Release
-from neso.backends.python.process.spawn import Spawned, how_it_ended
-from neso.backends.python.process.wire import Decoder, encode
-from neso.backends.python.settings import PythonSettings
+from neso.backends.python.process.shared_memory import Arena
+from neso.backends.python.process.spawn import Interpreter, Spawned, how_it_ended
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
-from neso.backends.python.instance import Work
-from neso.backends.python.instances import Rescheduler
+from neso.backends.python.description import ModelDescription, PythonSettings
 from neso.backends.python.local_server import LocalServer
-from neso.backends.python.model_description import ModelDescription
-from neso.backends.python.process.environment import Interpreter
-from neso.backends.python.process.exchange import payload
+from neso.backends.python.model_instance import Work
+from neso.backends.python.process.codec import log_level, payload, write_log_record
 from neso.backends.python.process.messages import (
     Answer,
     Cancel,
@@ -33,9 +31,9 @@ from neso.backends.python.process.messages import (
     Stop,
 )
 from neso.backends.python.process.model_process import ModelProcess
-from neso.backends.python.process.server_log import log_level, write
 from neso.backends.python.process.services import ModelServices
-from neso.backends.python.settings import PythonSettings
+from neso.backends.python.process.spawn import Interpreter
+from neso.backends.python.thread_instances import Rescheduler
 from neso.server.errors import Cancelled, InternalError, ServerError
 from neso.server.inference_response import NEVER_EXECUTED, ResponseStream
 from neso.server.tracing import ModelTrace
@@ -210,7 +208,7 @@ class RunningModel:
                 if stream is not None and self._reschedule is not None:
                     self._reschedule(stream)
             case Log():
-                write(message)
+                write_log_record(message)
             case Hello():
                 self._hello.set_result(None)
             case Started(error):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from neso.backends.python.local_server import LocalServer, ModelCall
-from neso.backends.python.process.exchange import pack_error, payload
+from neso.backends.python.process.codec import pack_error, payload
 from neso.backends.python.process.messages import Answer, Ask, Call, CallResponse, CancelCall, Drop, Message
 from neso.backends.python.process.model_process import ModelProcess
 from neso.server.custom_metrics import CustomFamily, CustomMetric

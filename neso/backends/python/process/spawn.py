@@ -1,14 +1,103 @@
-"""Start the process of a model."""
+"""`EXECUTION_ENV_PATH`: the Python environment that a model's process runs in."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import signal
 import socket
 import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from neso.backends.python.process.arena import make_file
-from neso.backends.python.process.environment import Interpreter
+from neso.backends.python.description import PythonSettings
+from neso.backends.python.process.codec import Decoder, encode, write_log_record
+from neso.backends.python.process.messages import Complete, Completed, Log
+from neso.backends.python.process.shared_memory import make_file
+from neso.server.errors import InternalError, InvalidArgument
+
+_MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python program, and the variables that it is to be started with."""
+
+    program: str
+    variables: dict[str, str]
+
+
+def find_interpreter(environment: str, model_directory: Path) -> Interpreter:
+    """The Python of an environment (a folder of conda or venv, or such a folder packed as tar); "" is the server's own.
+
+    Blocks while an archive is unpacked, which happens once in the life of the server. Raises `InvalidArgument`.
+    """
+    if not environment:
+        return Interpreter(sys.executable, dict(os.environ))
+    path = Path(environment.replace(_MODEL_DIRECTORY, str(model_directory)))
+    if path.is_file():
+        folder = _archives.unpack(path)
+    elif path.is_dir():
+        folder = path.absolute()
+    else:
+        raise InvalidArgument(f"EXECUTION_ENV_PATH '{path}' does not exist")
+    for name in ("python", "python3"):
+        program = folder / "bin" / name
+        if os.access(program, os.X_OK):
+            return Interpreter(str(program), _activated(folder))
+    raise InvalidArgument(f"EXECUTION_ENV_PATH '{path}' holds no environment: there is no bin/python in it")
+
+
+def _activated(folder: Path) -> dict[str, str]:
+    """What the environment's own activation would set."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
+    variables["PATH"] = f"{folder / 'bin'}{os.pathsep}{variables.get('PATH', os.defpath)}"
+    if (folder / "pyvenv.cfg").exists():
+        variables["VIRTUAL_ENV"] = str(folder)
+    else:
+        variables["CONDA_PREFIX"] = str(folder)
+        libraries = [str(folder / "lib"), *filter(None, [variables.get("LD_LIBRARY_PATH")])]
+        variables["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
+    return variables
+
+
+class _Archives:
+    """Archives that were unpacked, into folders that go when the server ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._folders: dict[tuple[str, int, int], tempfile.TemporaryDirectory[str]] = {}
+
+    def unpack(self, archive: Path) -> Path:
+        """Raises `InvalidArgument` for what is no archive."""
+        status = archive.stat()
+        key = str(archive.resolve()), status.st_size, status.st_mtime_ns
+        with self._lock:
+            if key not in self._folders:
+                self._folders[key] = _unpack(archive)
+            return Path(self._folders[key].name)
+
+
+def _unpack(archive: Path) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="neso-environment-", ignore_cleanup_errors=True)
+    try:
+        with tarfile.open(archive) as packed:
+            # Links may lead anywhere, as those of a venv to its Python do; files may not.
+            packed.extractall(folder.name, filter="tar")
+    except (tarfile.TarError, OSError) as error:
+        folder.cleanup()
+        raise InvalidArgument(f"EXECUTION_ENV_PATH '{archive}' cannot be unpacked: {error}") from None
+    return folder
+
+
+_archives = _Archives()
+
 
 _PROGRAM = Path(__file__).with_name("bootstrap.py")
 
@@ -48,3 +137,53 @@ def how_it_ended(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
+
+
+def complete_in_process(
+    config: dict[str, Any], directory: Path, path: Path, settings: PythonSettings
+) -> dict[str, Any]:
+    """What the `auto_complete_config` of the model in `path` makes of a configuration. Blocks. Raises `ServerError`."""
+    interpreter = find_interpreter(settings.environment, directory)
+    spawned = Spawned(interpreter, settings.shm_name)
+    try:
+        spawned.socket.settimeout(settings.stub_timeout)
+        level = logging.getLogger("neso.model").getEffectiveLevel()
+        spawned.socket.sendall(encode(Complete(str(path.absolute()), config, level)))
+        result = _receive_completed(spawned)
+    except TimeoutError:
+        raise InternalError(
+            f"the process for auto_complete_config of model '{config['name']}' did not come up in "
+            f"{settings.stub_timeout:g} s"
+        ) from None
+    except OSError:
+        result = None
+    finally:
+        code = _end_process(spawned)
+    if result is None:
+        raise InternalError(
+            f"the process for auto_complete_config of model '{config['name']}' ended with {how_it_ended(code)}"
+        )
+    if result.config is None:
+        raise InvalidArgument(result.error or "")
+    return result.config
+
+
+def _receive_completed(spawned: Spawned) -> Completed | None:
+    decoder = Decoder()
+    while data := spawned.socket.recv(1 << 16):
+        spawned.socket.settimeout(None)  # it has come up; importing the model may take its time
+        for message in decoder.feed(data):
+            if isinstance(message, Completed):
+                return message
+            if isinstance(message, Log):
+                write_log_record(message)
+    return None
+
+
+def _end_process(spawned: Spawned) -> int:
+    """The exit status; by force, as threads of the model may go on."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        spawned.process.wait(0.5)
+    spawned.process.kill()
+    spawned.close()
+    return spawned.process.wait()

@@ -32,8 +32,7 @@ from neso.engine.runners.native.packed_decoder import (
 )
 from neso.engine.runners.native.packing import KINDS, Arena, refuse_fp8
 from neso.engine.runners.rotary_tables import RotaryTables
-from neso.engine.sampling.random_choice import Draws
-from neso.engine.sampling.row_masks import RowMasks
+from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.engine_directory import EngineDirectory
 from neso.engine.weights.model_tensors import DecoderTensors
@@ -138,7 +137,7 @@ class NativeRunner(SpecRunner):
         self._decoder.row_states(np.array(rows, np.int32), states)
         return states
 
-    def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
+    def choose(self, logits: Logits, draws: SamplingBatch) -> npt.NDArray[np.int32]:
         tokens = np.empty(len(draws), np.int32)
         masks = draws.masks or _NO_MASKS
         self._decoder.choose(

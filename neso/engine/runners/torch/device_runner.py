@@ -16,7 +16,7 @@ from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_blo
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.sampling import choose
 from neso.engine.runners.torch.step_inputs import send_together
-from neso.engine.sampling.random_choice import Draws
+from neso.engine.sampling.token_sampling import SamplingBatch
 
 
 def prepare_device(options: RunnerOptions) -> torch.device:
@@ -112,13 +112,13 @@ class DeviceRunner(Runner):
         return DeviceLogits(self._logits(plan))
 
     @torch.inference_mode()
-    def choose(self, logits: Logits, draws: Draws) -> npt.NDArray[np.int32]:
+    def choose(self, logits: Logits, draws: SamplingBatch) -> npt.NDArray[np.int32]:
         assert isinstance(logits, DeviceLogits)
         tokens: npt.NDArray[np.int32] = choose(logits.values[: len(draws)], draws).cpu().numpy()
         return tokens
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, draws: Draws) -> DeviceTokens:
+    def launch(self, plan: StepPlan, draws: SamplingBatch) -> DeviceTokens:
         self._chosen = choose(self._logits(plan)[: len(draws)], draws)
         return DeviceTokens(self._chosen)
 

@@ -1,6 +1,6 @@
-"""Who may ask, how much, and from where: API keys, rate limits, origins, and the ids of requests."""
+"""Access control of the OpenAI API: API keys, rate limits, CORS, restricted routes, and request ids."""
 
 from neso.frontends.openai.access.api_keys import ApiKeys
-from neso.frontends.openai.access.options import AccessOptions, Quota
+from neso.frontends.openai_options import AccessOptions, Quota
 
 __all__ = ["AccessOptions", "ApiKeys", "Quota"]

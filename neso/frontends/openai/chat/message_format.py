@@ -1,19 +1,195 @@
-"""How the answer to one prompt is written, and how it is to be read."""
+"""The formats of the answers to chats."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from neso.frontends.openai.chat.dialects import Dialect
-from neso.frontends.openai.chat.message_reader import MessageReader
-from neso.frontends.openai.chat.tool_use import ToolUse
-from neso.frontends.openai.errors import invalid
-from neso.frontends.openai.tool_parsers import MAX_CALL_CHARS
+from neso.frontends.openai.chat.prompt import ToolUse
+from neso.frontends.openai.errors import ApiError, invalid
+from neso.frontends.openai.model_resolver import Target
+from neso.frontends.openai.parser_registry import AUTO
+from neso.frontends.openai.reasoning_parsers import (
+    ReasoningParser,
+    ReasoningStream,
+    Split,
+    detect_reasoning_parser,
+    find_reasoning_parser,
+)
+from neso.frontends.openai.request_params import wanted_form
+from neso.frontends.openai.schemas import ChatCompletionRequest
+from neso.frontends.openai.tool_parsers import (
+    MAX_CALL_CHARS,
+    Content,
+    ToolCallStart,
+    ToolEvent,
+    ToolParser,
+    ToolStream,
+    detect_tool_parser,
+    find_tool_parser,
+)
 from neso.frontends.openai.tool_parsers.forms import Form, const, either, json_form, sequence, text_before
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import GuidedDecoding
+from neso.server.config.model_config import string_parameter
+from neso.server.errors import InvalidArgument
+
+TOOL_PARAMETER, REASONING_PARAMETER = "tool_call_parser", "reasoning_parser"
+"""They go before the server's options."""
+
+
+def check_parsers(config: Any) -> None:
+    """Raises `InvalidArgument` for a parser that there is not."""
+    if TOOL_PARAMETER not in config.parameters and REASONING_PARAMETER not in config.parameters:
+        return
+    # It takes a moment, and few models name parsers.
+    from neso.frontends.openai.chat.message_format import make_dialect
+
+    try:
+        make_dialect(
+            string_parameter(config, TOOL_PARAMETER, AUTO),
+            string_parameter(config, REASONING_PARAMETER, AUTO),
+            "",
+        )
+    except ValueError as error:
+        raise InvalidArgument(f"model '{config.name}': {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The parsers for one model's messages; `reasoning` None for a model that does not reason."""
+
+    tools: ToolParser
+    reasoning: ReasoningParser | None
+
+
+class Dialects:
+    """The dialects of the server's models: as their configuration says, the server's options, or their template."""
+
+    def __init__(self, options: OpenAIOptions) -> None:
+        """Raises `ValueError` for a parser that there is not."""
+        self._options = options
+        make_dialect(options.tool_call_parser, options.reasoning_parser, "")
+
+    def of(self, target: Target) -> Dialect:
+        """The dialect of a model. Raises `ApiError` if its configuration names a parser that there is not."""
+        config, options = target.model.config, self._options
+        tools = string_parameter(config, TOOL_PARAMETER, options.tool_call_parser)
+        reasoning = string_parameter(config, REASONING_PARAMETER, options.reasoning_parser)
+        try:
+            return make_dialect(tools, reasoning, target.text.chat_template_source)
+        except ValueError as error:
+            raise ApiError(500, f"model '{target.model.name}': {error}") from None
+
+
+@lru_cache(256)
+def make_dialect(tools: str, reasoning: str, template: str) -> Dialect:
+    """Of parsers by name, "auto" of what `template` tells. Raises `ValueError` for a parser that there is not."""
+    return Dialect(
+        detect_tool_parser(template) if tools == AUTO else find_tool_parser(tools),
+        detect_reasoning_parser(template) if reasoning == AUTO else find_reasoning_parser(reasoning),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+MessageEvent = Reasoning | ToolEvent
+
+
+class Message:
+    """Events, joined."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[tuple[str, list[str]]] = []
+
+    def add(self, events: Iterable[MessageEvent]) -> None:
+        """Take events in."""
+        for event in events:
+            if isinstance(event, Reasoning):
+                self._reasoning.append(event.text)
+            elif isinstance(event, Content):
+                self._content.append(event.text)
+            elif isinstance(event, ToolCallStart):
+                self._calls.append((event.name, []))
+            else:
+                self._calls[event.index][1].append(event.fragment)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def calls(self) -> list[tuple[str, str]]:
+        """Name and JSON text of the arguments of each."""
+        return [(name, "".join(arguments)) for name, arguments in self._calls]
+
+
+class MessageReader:
+    """Reads one message while it is generated. The events, joined, do not depend on how the text was cut.
+
+    Without `reasoning` or `tools` there is none of it. Unless `many_calls`, only the first call is told of.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningStream | None = None,
+        tools: ToolStream | None = None,
+        *,
+        many_calls: bool = True,
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._many_calls = many_calls
+        self.num_reasoning_tokens = 0
+
+    def feed(self, text: str, num_tokens: int = 0) -> list[MessageEvent]:
+        """What more text makes known; it was made of `num_tokens`, which are counted while the model reasons."""
+        if self._reasoning is None:
+            return self._answer(text)
+        reasoned = self._reasoning.reasoning
+        split = self._reasoning.feed(text)
+        if reasoned or self._reasoning.reasoning or split.reasoning:
+            self.num_reasoning_tokens += num_tokens
+        return self._events(split)
+
+    def finish(self) -> list[MessageEvent]:
+        """What is known once there is no more text."""
+        events = [] if self._reasoning is None else self._events(self._reasoning.finish())
+        return events if self._tools is None else [*events, *self._kept(self._tools.finish())]
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether a call that was told of has been cut off because it was too long."""
+        return self._tools is not None and self._tools.cut_off
+
+    def _events(self, split: Split) -> list[MessageEvent]:
+        events: list[MessageEvent] = [Reasoning(split.reasoning)] if split.reasoning else []
+        return [*events, *self._answer(split.content)]
+
+    def _answer(self, text: str) -> list[MessageEvent]:
+        if not text:
+            return []
+        return [Content(text)] if self._tools is None else self._kept(self._tools.feed(text))
+
+    def _kept(self, events: list[ToolEvent]) -> list[MessageEvent]:
+        return [
+            event for event in events if self._many_calls or isinstance(event, Content) or event.index == 0
+        ]
+
 
 _SPACE = {"type": "regex", "pattern": r"[ \n]{0,4}"}
 
@@ -58,19 +234,19 @@ class MessageFormat:
         if calls is not None and self.asked is not None and self.tool_use.mode == "required":
             raise invalid("tool_choice", "'tool_choice' is given, and another form of the answer, too.")
         if self.asked is not None:
-            asked_as = self.asked.field
-            may_call = self.tool_use.mode == "auto" and asked_as == "response_format"
+            source_field = self.asked.field
+            may_call = self.tool_use.mode == "auto" and source_field == "response_format"
             if self.asked.kind == "grammar" or not (may_call or self.dialect.reasoning):
                 return self.asked
             form = _form_of(self.asked)
             if may_call:  # as with OpenAI, an answer has the form, and a call that of calls
                 form = either(form, self._forced_calls())
         elif calls is not None:
-            form, asked_as = calls, "tools"
+            form, source_field = calls, "tools"
         else:
             return None
         tag = {"type": "structural_tag", "format": self._behind_reasoning(form)}
-        return GuidedDecoding(structural_tag=tag, asked_as=asked_as)
+        return GuidedDecoding(structural_tag=tag, source_field=source_field)
 
     @property
     def _may_reason(self) -> bool:
@@ -125,3 +301,20 @@ def _schema(asked: GuidedDecoding) -> dict[str, Any]:
     if asked.whitespace_pattern is not None:
         options["whitespace_pattern"] = asked.whitespace_pattern
     return {**schema, "x-guidance": options} if options else schema
+
+
+class MessageFormats:
+    """Says how the answer to a chat is written by its model."""
+
+    def __init__(self, options: OpenAIOptions) -> None:
+        """Raises `ValueError` for options that name parsers that there are not."""
+        self._dialects = Dialects(options)
+        self._max_call_chars = options.max_tool_call_parse_bytes
+
+    def of(
+        self, request: ChatCompletionRequest, tool_use: ToolUse, target: Target, prompt: str
+    ) -> MessageFormat:
+        """The format of the answer to `prompt`, which is the chat as the model sees it. Raises `ApiError`."""
+        return MessageFormat(
+            self._dialects.of(target), tool_use, prompt, wanted_form(request), self._max_call_chars
+        )

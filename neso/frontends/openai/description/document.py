@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import neso
-from neso.frontends.openai.access.options import AccessOptions
 from neso.frontends.openai.description.operation import Components, described
 from neso.frontends.openai.description.routes import ROUTES
+from neso.frontends.openai_options import AccessOptions
 
 _BY_KEY = "API key"
 

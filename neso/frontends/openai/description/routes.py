@@ -6,12 +6,16 @@ from typing import Any
 
 from neso.frontends.openai.description import answers
 from neso.frontends.openai.description.operation import TEXT, Operation, Parameter
-from neso.frontends.openai.models.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from neso.frontends.openai.models.control import LoadModelRequest, UnloadModelRequest
-from neso.frontends.openai.pooling.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
-from neso.frontends.openai.requests.schemas import ChatCompletionRequest, CompletionRequest
+from neso.frontends.openai.models_api import (
+    LoadAdapterRequest,
+    LoadModelRequest,
+    UnloadAdapterRequest,
+    UnloadModelRequest,
+)
+from neso.frontends.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from neso.frontends.openai.responses import ResponseRequest
-from neso.frontends.openai.tokens import (
+from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
+from neso.frontends.openai.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,

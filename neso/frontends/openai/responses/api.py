@@ -1,42 +1,75 @@
-"""`POST /v1/responses`, and the responses that are kept."""
+"""The routes of the Responses API."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from neso.frontends.openai.answers.answer import generation_request
-from neso.frontends.openai.answers.sse import EventStream
-from neso.frontends.openai.chat.api import explain
-from neso.frontends.openai.chat.media import Media
-from neso.frontends.openai.chat.message_formats import MessageFormats
-from neso.frontends.openai.chat.messages import chat_prompt
-from neso.frontends.openai.chat.sampling import chat_sampling
-from neso.frontends.openai.chat.tool_use import ToolUse
-from neso.frontends.openai.errors import ApiError, invalid
-from neso.frontends.openai.models.targets import Target, Targets
-from neso.frontends.openai.options import OpenAIOptions
-from neso.frontends.openai.requests.refusals import refuse_what_cannot_be_honoured
-from neso.frontends.openai.requests.schemas import ChatCompletionRequest
-from neso.frontends.openai.responses.chat_request import chat_request, renamed_here
-from neso.frontends.openai.responses.conversation import Item, input_items
-from neso.frontends.openai.responses.event_stream import written_events
-from neso.frontends.openai.responses.json_text import json_text
-from neso.frontends.openai.responses.listing import item_page
-from neso.frontends.openai.responses.response import Response
-from neso.frontends.openai.responses.run import ResponseRun
+from neso.frontends.openai.access.api_keys import request_key
+from neso.frontends.openai.chat.chat_completions import chat_sampling, explain
+from neso.frontends.openai.chat.image_fetcher import Media
+from neso.frontends.openai.chat.message_format import MessageFormats
+from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
+from neso.frontends.openai.choices import EventStream, generation_request
+from neso.frontends.openai.errors import ApiError, invalid, to_api_error
+from neso.frontends.openai.model_resolver import Target, Targets
+from neso.frontends.openai.request_params import refuse_what_cannot_be_honoured
+from neso.frontends.openai.responses.chat_conversion import (
+    Item,
+    chat_request,
+    input_items,
+    renamed_here,
+    truncated_prompt,
+)
+from neso.frontends.openai.responses.output_items import json_text
+from neso.frontends.openai.responses.run import Response, ResponseRun, written_events
 from neso.frontends.openai.responses.schemas import ResponseRequest
 from neso.frontends.openai.responses.store import EventLog, ResponseStore, StoredResponse
-from neso.frontends.openai.responses.truncation import truncated_prompt
+from neso.frontends.openai.routing import GenerationEndpoint, error_response, while_connected
+from neso.frontends.openai.schemas import ChatCompletionRequest
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import InvalidParameter, encode_text
 
 if TYPE_CHECKING:
+    from neso.server.core import Core
     from neso.server.tracing import Trace
+
+
+def item_page(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of `items`: `limit` of them (1 to 100), newest first unless `order` is asc, those behind `after`.
+
+    Raises `ApiError`.
+    """
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid("order", f"'order' must be 'asc' or 'desc', got {order!r}.")
+    limit = query.get("limit", "20")
+    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= 100):
+        raise invalid("limit", f"'limit' must be an integer from 1 to 100, got {limit!r}.")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    after = query.get("after")
+    start = 0
+    if after is not None:
+        start = next((i + 1 for i, item in enumerate(ordered) if item["id"] == after), -1)
+        if start < 0:
+            raise invalid("after", f"'after' is the id of no item: {after!r}.")
+    page = ordered[start : start + int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + len(page) < len(ordered),
+    }
+
 
 OWNER: ContextVar[str] = ContextVar("owner", default="")
 """Whose API key the current request came with."""
@@ -244,3 +277,63 @@ class ResponsesApi:
 
 def _json(body: dict[str, Any]) -> HttpResponse:
     return HttpResponse(json_text(body), media_type="application/json")
+
+
+def response_routes(core: Core, api: ResponsesApi, max_body_size: int) -> list[Route]:
+    """All of them."""
+
+    async def retrieve(request: Request) -> Any:
+        return api.retrieve(request.path_params["response_id"], request.query_params)
+
+    async def delete(request: Request) -> Any:
+        return await api.delete(request.path_params["response_id"])
+
+    async def cancel(request: Request) -> Any:
+        return await api.cancel(request.path_params["response_id"])
+
+    async def input_items(request: Request) -> Any:
+        return api.input_items(request.path_params["response_id"], request.query_params)
+
+    def route(path: str, endpoint: ASGIApp, method: str) -> Route:
+        return Route(path, _Owned(endpoint), methods=[method])
+
+    create = GenerationEndpoint(core, ResponseRequest, api.create, max_body_size)
+    count = GenerationEndpoint(core, ResponseRequest, api.count_input, max_body_size)
+    one = "/v1/responses/{response_id}"
+    return [
+        route("/v1/responses", create, "POST"),
+        route("/v1/responses/input_tokens", count, "POST"),
+        route(one, _Endpoint(retrieve), "GET"),
+        route(one, _Endpoint(delete), "DELETE"),
+        route(one + "/cancel", _Endpoint(cancel), "POST"),
+        route(one + "/input_items", _Endpoint(input_items), "GET"),
+    ]
+
+
+class _Owned:
+    """An ASGI endpoint that knows whose request it serves."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = request_key(scope)
+        token = OWNER.set("" if key is None else key.owner)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            OWNER.reset(token)
+
+
+class _Endpoint:
+    """An ASGI endpoint without a body; what it answers may be a stream."""
+
+    def __init__(self, handle: Callable[[Request], Awaitable[Any]]) -> None:
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._handle(Request(scope, receive))
+        except Exception as error:
+            response = error_response(to_api_error(error))
+        await while_connected(receive, response(scope, receive, send))

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from neso.frontends.openai.responses.conversation import Item
-from neso.frontends.openai.responses.json_text import json_text
-from neso.frontends.openai.responses.response import Response
+from neso.frontends.openai.responses.chat_conversion import Item
+from neso.frontends.openai.responses.output_items import json_text
+from neso.frontends.openai.responses.run import Response
 
 
 @dataclass(eq=False)

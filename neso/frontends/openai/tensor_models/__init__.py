@@ -4,8 +4,8 @@ Two conventions are known, and mixtures of them: that of Triton's vLLM backend, 
 JSON text, and that of TensorRT-LLM's models, which have an input for each parameter.
 """
 
-from neso.frontends.openai.tensor_models.model import TensorLanguageModel
-from neso.frontends.openai.tensor_models.text_face import (
+from neso.frontends.openai.tensor_models.language_model import TensorLanguageModel
+from neso.frontends.openai.tensor_models.request_tensors import (
     missing_for_text,
     takes_adapter,
     takes_adapter_number,

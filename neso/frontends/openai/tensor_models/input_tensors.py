@@ -1,16 +1,19 @@
-"""Values as the tensors that a model declares."""
+"""Sampling parameters as the one JSON text that vLLM's convention has for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
+import orjson
 
-from neso.generation import InvalidParameter
-from neso.server.datatypes import DataType
+from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
+from neso.generation.sampling_params import ALIASES
 from neso.server.signature import Signature, TensorSpec
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 Value = str | bool | int | float
 
@@ -71,3 +74,190 @@ def _array(spec: TensorSpec, values: Sequence[Value], field: str) -> np.ndarray:
             if not limits.min <= int(value) <= limits.max:
                 raise InvalidParameter(field, f"the model takes {limits.min} to {limits.max}, got {value}")
     return np.array(values).astype(dtype)
+
+
+NO_INPUT = "the model has no input for it"
+STOP = ("stop_words", "stop", "sampling_param_stop")
+BAD_WORDS = ("bad_words",)
+GUIDE_TYPE, GUIDE = ("guided_decoding_guide_type",), ("guided_decoding_guide",)
+
+DEFAULTS = SamplingParams()
+ALWAYS_GIVEN = ("max_tokens", "temperature", "top_p")
+"""Given even where the client gave none: that means 1 in OpenAI's API, whatever the model's own default is."""
+_NOT_SCALAR = frozenset(
+    {
+        "n",
+        "stop",
+        "stop_token_ids",
+        "stop_words",
+        "bad_words",
+        "allowed_token_ids",
+        "logit_bias",
+        "embedding_bias",
+        "logprobs",
+        "include_stop_str_in_output",
+        "shown_special_tokens",  # no client asks for them: what reads tool calls would like to see them
+        "guided_decoding",
+    }
+)
+_REFUSED = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_bias", "embedding_bias")
+
+
+def names_of(parameter: str) -> tuple[str, ...]:
+    """What the input for a parameter may be called: its name here, TensorRT-LLM's, and that of its newer API."""
+    aliases = (alias for alias, name in ALIASES.items() if name == parameter)
+    return (parameter, *aliases, f"sampling_param_{parameter}")
+
+
+SCALARS = {
+    field.name: names_of(field.name)
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in _NOT_SCALAR
+}
+NAMES = frozenset(name for names in SCALARS.values() for name in names).union(
+    STOP, BAD_WORDS, GUIDE_TYPE, GUIDE
+)
+"""All inputs that are known here."""
+
+
+def takes_limit(signature: Signature) -> bool:
+    """Whether a model can be told `max_tokens`."""
+    return InputTensors(signature).declared(SCALARS["max_tokens"], float) is not None
+
+
+def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
+    """Add the inputs of one sequence. Raises `InvalidParameter` for what the model cannot be told.
+
+    Not of `n`, and of `stop` only where the model takes it: those who read the text cut it anyway.
+    """
+    for name in _REFUSED:
+        if getattr(sampling, name) != getattr(DEFAULTS, name):
+            raise InvalidParameter(name, NO_INPUT)
+    if sampling.shown_special_tokens and inputs.declared(SCALARS["skip_special_tokens"], bool) is not None:
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)  # there it is all or none
+    for name, names in SCALARS.items():
+        _write_scalar(inputs, name, names, getattr(sampling, name))
+    _write_words(inputs, "stop", STOP, sampling.stop, refuse=False)
+    _write_words(inputs, "bad_words", BAD_WORDS, sampling.bad_words)
+    if sampling.guided_decoding is not None:
+        _write_guide(inputs, sampling.guided_decoding)
+
+
+def _write_scalar(inputs: InputTensors, name: str, names: Sequence[str], value: Any) -> None:
+    if name == "top_k":
+        value = max(int(value), 0)  # -1 is the other way to say that there is no limit
+    default = getattr(DEFAULTS, name)
+    kind = bool if isinstance(value if default is None else default, bool) else float
+    spec = None if isinstance(value, str) else inputs.declared(names, kind)
+    if spec is None:
+        if value != default and name != "max_tokens":  # which those who read the text see to
+            raise InvalidParameter(name, NO_INPUT)
+    elif (value is not None and (value != default or name in ALWAYS_GIVEN)) or not spec.optional:
+        inputs.put(spec, [_number(name, value)], name)
+
+
+def _number(name: str, value: Any) -> Value:
+    if value is None:
+        return 1 if name == "best_of" else 0
+    if name == "seed" and value < 0:
+        return int(value) + 2**64  # the same bits
+    return value  # type: ignore[no-any-return]
+
+
+def _write_words(
+    inputs: InputTensors, field: str, names: Sequence[str], words: Sequence[Any], *, refuse: bool = True
+) -> None:
+    spec = inputs.declared(names, str)
+    if spec is None:
+        if words and refuse:
+            raise InvalidParameter(field, NO_INPUT)
+    elif words:
+        if not all(isinstance(word, str) for word in words):
+            raise InvalidParameter(field, "the model takes texts, not tokens")
+        inputs.put(spec, list(words), field)
+    elif not spec.optional:
+        inputs.put(spec, [""], field)
+
+
+def _write_guide(inputs: InputTensors, guide: GuidedDecoding) -> None:
+    """TensorRT-LLM's pair of inputs."""
+    kind, text = _guide_of(guide)
+    kind_spec, text_spec = inputs.declared(GUIDE_TYPE, str), inputs.declared(GUIDE, str)
+    if kind_spec is None or (text and text_spec is None):
+        raise InvalidParameter(guide.field, NO_INPUT)
+    inputs.put(kind_spec, [kind], guide.field)
+    if text_spec is not None and text:
+        inputs.put(text_spec, [text], guide.field)
+
+
+def _guide_of(guide: GuidedDecoding) -> tuple[str, str]:
+    """The type and the text of a guide; without a text, any JSON object."""
+    if guide.whitespace_pattern is not None or guide.disable_any_whitespace:
+        raise InvalidParameter(guide.field, "the model takes no rules for whitespace")
+    if guide.json_object or guide.json is True:
+        return "json", ""
+    if guide.choice is not None:
+        return "regex", "|".join(f"({_escaped(choice)})" for choice in guide.choice)
+    for kind, text in (
+        ("json_schema", guide.json),
+        ("regex", guide.regex),
+        ("ebnf_grammar", guide.grammar),
+        ("structural_tag", guide.structural_tag),
+    ):
+        if text is not None:
+            return kind, str(text)
+    raise AssertionError("a guide has one of its kinds")
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{character}" if character in r"\.^$|?*+()[]{}" else character for character in text)
+
+
+_NOT_IN_JSON = (
+    "stop_words",
+    "embedding_bias",
+    "return_context_logits",
+    "return_generation_logits",
+    "prompt_logprobs",
+)
+_GUIDE_FIELDS = (
+    "json",
+    "regex",
+    "choice",
+    "grammar",
+    "json_object",
+    "structural_tag",
+    "whitespace_pattern",
+    "disable_any_whitespace",
+)
+
+
+def sampling_json(sampling: SamplingParams, lora_name: str = "") -> str:
+    """What differs from the defaults, by the names of vLLM's `SamplingParams`. Raises `InvalidParameter`."""
+    values: dict[str, Any] = {}
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(sampling, name)
+        given = value != getattr(DEFAULTS, name)
+        if given and name in _NOT_IN_JSON:
+            raise InvalidParameter(name, NO_INPUT)
+        if value is not None and (given or name in ALWAYS_GIVEN):
+            values[name] = value
+    if values.pop("shown_special_tokens", ()):
+        values["skip_special_tokens"] = False  # there it is all or none
+    guide: GuidedDecoding | None = values.pop("guided_decoding", None)
+    if guide is not None:
+        values["structured_outputs"] = _guide_json(guide)
+    if "logit_bias" in values:
+        values["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if lora_name:
+        values["lora_name"] = lora_name
+    return orjson.dumps(values).decode()
+
+
+def _guide_json(guide: GuidedDecoding) -> str:
+    fields = {name: getattr(guide, name) for name in _GUIDE_FIELDS}
+    if fields["json"] is True:
+        fields["json"], fields["json_object"] = None, True
+    return orjson.dumps(
+        {name: value for name, value in fields.items() if value not in (None, False)}
+    ).decode()

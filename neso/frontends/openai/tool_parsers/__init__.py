@@ -13,8 +13,8 @@ from neso.frontends.openai.tool_parsers.base import (
     ToolParser,
     ToolStream,
 )
-from neso.frontends.openai.tool_parsers.hermes import HermesParser
 from neso.frontends.openai.tool_parsers.registry import detect_tool_parser, find_tool_parser
+from neso.frontends.openai.tool_parsers.tagged import HermesParser
 
 __all__ = [
     "MAX_CALL_CHARS",

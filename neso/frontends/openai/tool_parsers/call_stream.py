@@ -20,9 +20,15 @@ from neso.frontends.openai.tool_parsers.base import (
     ToolParser,
     ToolStream,
 )
-from neso.frontends.openai.tool_parsers.json_scanner import NotJson, ObjectScanner
-from neso.frontends.openai.tool_parsers.json_values import is_json_object
-from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading, TextSource, partial_end
+from neso.frontends.openai.tool_parsers.text_source import (
+    NoCall,
+    NotJson,
+    ObjectScanner,
+    Reading,
+    TextSource,
+    is_json_object,
+    partial_end,
+)
 
 _NAME = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])+"'
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*({_NAME})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')

@@ -19,8 +19,7 @@ from neso.frontends.openai.tool_parsers.forms import (
     sequence,
     tag,
 )
-from neso.frontends.openai.tool_parsers.json_values import literal_json
-from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
+from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading, literal_json
 
 START, END = "<|python_start|>", "<|python_end|>"
 

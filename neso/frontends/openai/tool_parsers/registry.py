@@ -5,7 +5,6 @@ from __future__ import annotations
 from neso.frontends.openai.parser_registry import ParserRegistry
 from neso.frontends.openai.tool_parsers.base import ToolParser
 from neso.frontends.openai.tool_parsers.framed import DeepSeekV3Parser, DeepSeekV31Parser, KimiK2Parser
-from neso.frontends.openai.tool_parsers.hermes import HermesParser
 from neso.frontends.openai.tool_parsers.json_calls import (
     GraniteParser,
     JambaParser,
@@ -15,7 +14,7 @@ from neso.frontends.openai.tool_parsers.json_calls import (
     Phi4MiniParser,
 )
 from neso.frontends.openai.tool_parsers.pythonic import PythonicParser
-from neso.frontends.openai.tool_parsers.tagged import Glm45Parser, Qwen3CoderParser
+from neso.frontends.openai.tool_parsers.tagged import Glm45Parser, HermesParser, Qwen3CoderParser
 
 GROUP = "neso.tool_parsers"
 """The entry points of other packages' parsers."""

@@ -15,27 +15,79 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from neso.frontends.openai.tool_parsers.base import Function
+from neso.frontends.openai.tool_parsers.call_stream import CallParser, CallStream
 from neso.frontends.openai.tool_parsers.forms import (
     Form,
     const,
     either,
     json_form,
     properties,
+    repeated,
     sequence,
     tag,
     text_before,
+    triggered,
 )
-from neso.frontends.openai.tool_parsers.json_values import literal_json
-from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
-from neso.frontends.openai.tool_parsers.tool_call_tags import (
-    CLOSE,
-    OPEN,
-    ToolCallTagsParser,
-    ToolCallTagsStream,
-)
+from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading, literal_json
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class ToolCallTagsParser(CallParser):
+    """A call in tags of its own, several on lines that follow each other."""
+
+    special_tokens: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
+
+    @abstractmethod
+    def call_form(self, function: Function) -> Form:
+        """A call of `function`, from tag to tag."""
+
+    def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return repeated([self.call_form(f) for f in functions], separator="\n", many=many_calls)
+
+    def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
+        return triggered([self.call_form(f) for f in functions], trigger=OPEN, many=many_calls)
+
+
+class ToolCallTagsStream(CallStream):
+    """Behind a broken call, what stands before the next tag is dropped."""
+
+    markers: tuple[str, ...] = (OPEN,)
+
+    def read_broken(self) -> Reading[None]:
+        if (yield from self.source.skip_to(CLOSE, OPEN)) == CLOSE:
+            self.source.position += len(CLOSE)
+
+
+class HermesStream(ToolCallTagsStream):
+    """Some models forget the closing brace or tag: what stands before the next tag is dropped."""
+
+    def read_calls(self, marker: str) -> Reading[None]:
+        yield from self.source.space()
+        yield from self.object_call()
+        yield from self.read_broken()
+
+    def rest_of_object(self) -> Reading[None]:
+        yield from ()
+
+
+class HermesParser(ToolCallTagsParser):
+    """Reads `<tool_call>` blocks."""
+
+    stream_class = HermesStream
+
+    @classmethod
+    def matches(cls, template: str) -> bool:
+        return OPEN in template and "<function=" not in template and "<arg_key>" not in template
+
+    def call_form(self, function: Function) -> Form:
+        begin = f'{OPEN}\n{{"name": {json.dumps(function.name)}, "arguments": '
+        return tag(begin, json_form(function.schema), f"}}\n{CLOSE}")
+
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"

@@ -16,8 +16,8 @@ from core_requests import ask, ask_slow, collect
 from eventually import until
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 
-from neso.backends.python.process import instance as instance_module
-from neso.backends.python.process.instance import State
+from neso.backends.python.process import process_instances as instance_module
+from neso.backends.python.process.process_instances import State
 from neso.server.core import Core
 from neso.server.errors import ErrorCode
 from neso.server.inference_request import InferenceRequest

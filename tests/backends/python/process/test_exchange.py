@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.backends.python.process.arena import ALIGNMENT, Arena, make_file
-from neso.backends.python.process.exchange import INLINE_BYTES, Exchange
-from neso.server.datatypes import DataType
+from neso.backends.python.process.codec import INLINE_BYTES, Exchange
+from neso.backends.python.process.shared_memory import ALIGNMENT, Arena, make_file
 from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse
-from neso.server.tensor import Tensor
+from neso.server.tensor import DataType, Tensor
 
 SIZE = 1 << 16
 

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
+from neso.backends.python.process.codec import Decoder, encode
 from neso.backends.python.process.messages import (
     Answer,
     Ask,
@@ -18,7 +19,6 @@ from neso.backends.python.process.messages import (
     RequestData,
     TensorData,
 )
-from neso.backends.python.process.wire import Decoder, encode
 
 TENSOR = TensorData("T", "FP32", (1,), None, Block(0, 9, 0, 4))
 MESSAGES = [

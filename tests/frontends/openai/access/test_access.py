@@ -12,7 +12,7 @@ from asgi_client import Answer, AsgiClient
 
 from neso.frontends.openai import OpenAIOptions, create_app
 from neso.frontends.openai.access import AccessOptions, ApiKeys, Quota
-from neso.frontends.openai.access.standing import duration
+from neso.frontends.openai.access.rate_limits import format_duration
 from neso.server.core import Core
 
 BODY = {"model": "scripted", "prompt": "the quick", "max_tokens": 3}
@@ -141,7 +141,7 @@ async def test_keys_may_have_quotas_of_their_own(core: Core, tmp_path: Any) -> N
 
 
 def test_durations() -> None:
-    assert [duration(s) for s in (0, 0.25, 1, 59.5, 60, 360)] == [
+    assert [format_duration(s) for s in (0, 0.25, 1, 59.5, 60, 360)] == [
         "0ms",
         "250ms",
         "1s",

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from neso.frontends.openai.chat import media, public_http
-from neso.frontends.openai.chat.media import Media
+from neso.frontends.openai.chat import image_fetcher as media
+from neso.frontends.openai.chat import public_http
+from neso.frontends.openai.chat.image_fetcher import Media
 from neso.frontends.openai.chat.public_http import is_public
 from neso.frontends.openai.errors import ApiError
 

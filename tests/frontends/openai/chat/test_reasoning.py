@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_model import ScriptedModel
 
+from neso.frontends.openai import reasoning_parsers as registry
 from neso.frontends.openai.reasoning_parsers import (
     ReasoningParser,
     Split,
     detect_reasoning_parser,
     find_reasoning_parser,
-    registry,
 )
 
 PATH = "/v1/chat/completions"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from neso.backends.vllm.sampling import from_params
-from neso.frontends.openai.tensor_models.json_sampling import sampling_json
+from neso.backends.vllm.conversion import to_vllm_sampling
+from neso.frontends.openai.tensor_models.input_tensors import sampling_json
 from neso.generation import SamplingParams
 
 
@@ -14,5 +14,5 @@ def test_models_that_know_all_or_none_show_all() -> None:
     assert json.loads(sampling_json(needed))["skip_special_tokens"] is False
     assert "shown_special_tokens" not in json.loads(sampling_json(needed))
     assert "skip_special_tokens" not in json.loads(sampling_json(SamplingParams()))
-    assert from_params(needed)["skip_special_tokens"] is False
-    assert from_params(SamplingParams())["skip_special_tokens"] is True
+    assert to_vllm_sampling(needed)["skip_special_tokens"] is False
+    assert to_vllm_sampling(SamplingParams())["skip_special_tokens"] is True

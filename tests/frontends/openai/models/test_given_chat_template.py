@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from neso.engine.text import chat_template
-from neso.frontends.openai.models.chat_template import UNKNOWN_TEXT, TemplatedText
+from neso.frontends.openai.model_tokenizers import UNKNOWN_TEXT, TemplatedText
 from neso.generation import InvalidParameter
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.frontends.openai.models.texts import ModelTexts
-from neso.frontends.openai.tensor_models.model import NO_LIMIT
+from neso.frontends.openai.model_tokenizers import ModelTexts
+from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
 from neso.models import SHIPPED_MODELS
 from neso.server.errors import NotFound
 

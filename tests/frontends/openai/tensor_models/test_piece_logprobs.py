@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripted_model import ScriptedText
 
-from neso.frontends.openai.tensor_models.piece_logprobs import PieceLogprobs
+from neso.frontends.openai.tensor_models.response_text import PieceLogprobs
 from neso.generation import TokenLogprobs
 
 TEXT = ScriptedText()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from neso.frontends.openai.tensor_models.refusal import about_field
+from neso.frontends.openai.tensor_models.language_model import about_field
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
 from neso.server.errors import InternalError, InvalidArgument
 
-GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", asked_as="response_format"))
+GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", source_field="response_format"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.frontends.openai.tensor_models.text_face import (
+from neso.frontends.openai.tensor_models.request_tensors import (
     missing_for_text,
     request_tensors,
     requested_outputs,
@@ -157,7 +157,7 @@ def test_what_a_model_needs_and_nobody_gives() -> None:
         ("", SamplingParams(skip_special_tokens=False), "skip_special_tokens"),
         (
             "",
-            SamplingParams(guided_decoding=GuidedDecoding(regex="a", asked_as="guided_regex")),
+            SamplingParams(guided_decoding=GuidedDecoding(regex="a", source_field="guided_regex")),
             "guided_regex",
         ),
         (declared("stop_words", "STRING"), SamplingParams(stop=("a", "b")), "stop"),

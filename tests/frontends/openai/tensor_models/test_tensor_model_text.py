@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.frontends.openai.tensor_models.answer_text import AnswerText
+from neso.frontends.openai.tensor_models.response_text import AnswerText
 
 
 def read(answer: AnswerText, *parts: str | bytes) -> list[str]:

@@ -1,0 +1,60 @@
+"""Option files beside a model, and paths in them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from neso.generation import SamplingDefaults
+from neso.generation.sampling_params import AUTO, DEFAULT_NAMES, NO_DEFAULTS
+from neso.server.errors import InvalidArgument
+
+
+def resolve_relative(path: str | Path, *places: Path) -> Path | None:
+    """A file or directory: absolute, or relative to the first of `places` that has it; None if there is none."""
+    return next((found for place in places if (found := place / path).exists()), None)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no such file. Raises `InvalidArgument`."""
+    if not path.is_file():
+        return {}
+    try:
+        content = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgument(f"{path.name}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{path.name}: must hold a JSON object")
+    return content
+
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_generation_config(source: str, *places: Path) -> str:
+    """The option `generation_config`: a path may be relative to `places`."""
+    if source in (AUTO, NO_DEFAULTS):
+        return source
+    return str(resolve_relative(Path(source).expanduser(), *places) or source)
+
+
+def log_default_sampling(
+    model: str, defaults: SamplingDefaults, source: str, override: Mapping[str, Any]
+) -> None:
+    """Say which there are; `source` and `override`: the options `generation_config`, `override_generation_config`."""
+    names = {name for name in DEFAULT_NAMES if getattr(defaults, name) is not None}
+    if not names:
+        return
+    places = []
+    if names - override.keys():
+        places.append("the checkpoint's generation_config.json" if source == AUTO else source)
+    if names & override.keys():
+        places.append("override_generation_config")
+    logger.info(
+        "model '%s': defaults of sampling for OpenAI's API: %s, by %s (generation_config 'vllm': by no file)",
+        *(model, defaults, " and ".join(places)),
+    )

@@ -1,0 +1,172 @@
+"""What the server's options and a model's configuration say of how the model is to run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neso.backends.python.response import ModelOutputs, Post, RequestStream
+from neso.server.backend import ModelContext
+from neso.server.config.model_config import config_to_dict, config_to_json
+from neso.server.config.scheduling import InstanceSpec, available_gpus, instances_of
+from neso.server.errors import InvalidArgument, Unsupported
+from neso.server.tensor import DataType
+
+_MODE = "EXECUTION_MODE"
+_ENVIRONMENT = "EXECUTION_ENV_PATH"
+_CPU_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
+
+
+@dataclass(frozen=True)
+class PythonSettings:
+    """How the instances of one model run. Sizes are in bytes.
+
+    - in_process: each instance has a process of its own, not a thread of the server
+    - environment: `EXECUTION_ENV_PATH` as it is written in the configuration, "" for the server's own Python
+    - shm_default_size: of the shared memory of an instance at first, in each direction
+    - shm_growth_size: it grows by multiples of this, at least to double its size
+    - shm_name: by which the memory is listed in /proc/<pid>/maps
+    - stub_timeout: seconds until a process must have come up
+    """
+
+    in_process: bool = False
+    environment: str = ""
+    shm_default_size: int = 1 << 20
+    shm_growth_size: int = 1 << 20
+    shm_name: str = "neso_python_backend"
+    stub_timeout: float = 30.0
+
+    @classmethod
+    def of(cls, config: Any, backend_config: Mapping[str, str]) -> PythonSettings:
+        """Of a `ModelConfig` message and the `--backend-config` of the Python backend. Raises `ServerError`."""
+        parameters = {key: value.string_value for key, value in config.parameters.items()}
+        environment = parameters.get(_ENVIRONMENT, "")
+        cpu_only = parameters.get(_CPU_ONLY, "yes")
+        if cpu_only not in ("yes", "no"):
+            raise InvalidArgument(
+                f"Incorrect value for {_CPU_ONLY}: {cpu_only}, expected 'yes' or 'no', for {config.name}"
+            )
+        mode = parameters.get(_MODE) or backend_config.get("execution-mode") or ""
+        if mode not in ("", "thread", "process"):
+            raise InvalidArgument(
+                f"unknown execution mode '{mode}', expected 'thread' or 'process', for {config.name}"
+            )
+        if environment and parameters.get(_MODE) == "thread":
+            raise InvalidArgument(f"{_ENVIRONMENT} needs {_MODE} 'process', for {config.name}")
+        in_process = mode == "process" or bool(environment)
+        if in_process and sys.platform != "linux":
+            raise Unsupported(f"processes for Python models are for Linux only, for {config.name}")
+        return cls(
+            in_process=in_process,
+            environment=environment,
+            shm_default_size=_positive_size(backend_config, "shm-default-byte-size", 1 << 20),
+            shm_growth_size=_positive_size(backend_config, "shm-growth-byte-size", 1 << 20),
+            shm_name=_region_name(backend_config.get("shm-region-prefix-name") or "neso_python_backend"),
+            stub_timeout=float(_positive_size(backend_config, "stub-timeout-seconds", 30)),
+        )
+
+
+def _positive_size(backend_config: Mapping[str, str], key: str, default: int) -> int:
+    text = backend_config.get(key, str(default))
+    if not text.isascii() or not text.isdigit() or int(text) <= 0:
+        raise InvalidArgument(f"{key} of the python backend must be an integer > 0, got '{text}'")
+    return int(text)
+
+
+def _region_name(text: str) -> str:
+    if len(text.encode()) > 200 or "\0" in text:
+        raise InvalidArgument(
+            "shm-region-prefix-name of the python backend must be text of at most 200 bytes"
+        )
+    return text
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Of one version of a model.
+
+    - path: of its file
+    - common: the `args` of `initialize` that all instances share
+    - instances: those that are passive come last
+    - datatypes: of all outputs, implicit states included; `states` are the names of those
+    - assigned: the scheduler says which instance executes, as with sequences
+    - iterative: requests may be executed again
+    """
+
+    name: str
+    path: Path
+    directory: Path
+    common: dict[str, str]
+    instances: list[InstanceSpec]
+    decoupled: bool
+    datatypes: dict[str, DataType]
+    states: tuple[str, ...]
+    assigned: bool
+    iterative: bool
+
+    @classmethod
+    def of(cls, context: ModelContext, config: Any) -> ModelDescription:
+        """Raises `InvalidArgument` for instance groups that this machine cannot run."""
+        values = config_to_dict(config)
+        sequences = values.get("sequence_batching")
+        states = {
+            state["output_name"]: DataType.from_config(state["data_type"])
+            for state in (sequences["state"] if sequences is not None else ())
+        }
+        outputs = {output["name"]: DataType.from_config(output["data_type"]) for output in values["output"]}
+        instances = instances_of(config)
+        _check_gpus(instances, context.name)
+        return cls(
+            name=context.name,
+            path=context.version_directory / config.default_model_filename,
+            directory=context.directory,
+            common={
+                "model_config": config_to_json(config),
+                "model_repository": str(context.directory),
+                "model_version": context.version,
+                "model_name": context.name,
+            },
+            instances=instances,
+            decoupled=bool(config.model_transaction_policy.decoupled),
+            datatypes=outputs | states,
+            states=tuple(states),
+            assigned=context.assigns_instances,
+            iterative=sequences is not None and sequences["iterative_sequence"],
+        )
+
+    def args(self, instance: InstanceSpec) -> dict[str, str]:
+        """What `initialize` is told."""
+        return self.common | {
+            "model_instance_kind": instance.kind,
+            "model_instance_name": instance.name,
+            "model_instance_device_id": str(instance.device),
+        }
+
+    def has_own_queue(self, instance: InstanceSpec) -> bool:
+        """Whether its work is for it alone, not for whichever instance is free."""
+        return self.assigned or instance.passive
+
+    def outputs(
+        self, instance: InstanceSpec, post: Post, reschedule: Callable[[RequestStream], None] | None
+    ) -> ModelOutputs:
+        """For the responders of an instance."""
+        return ModelOutputs(post, instance.name, self.decoupled, self.datatypes, self.states, reschedule)
+
+
+def _check_gpus(instances: list[InstanceSpec], model: str) -> None:
+    for instance in instances:
+        if instance.kind != "GPU":
+            continue
+        where = f"instance group {instance.group.name} of model {model}"
+        available = available_gpus()
+        if not available and not instance.group.gpus:
+            raise InvalidArgument(f"{where} has kind KIND_GPU but no GPUs are available")
+        if instance.device not in available:
+            known = ", ".join(map(str, available)) or "none"
+            raise InvalidArgument(
+                f"{where} specifies invalid or unsupported gpu id {instance.device}. "
+                f"GPUs that are available are: {known}"
+            )

@@ -1,0 +1,288 @@
+"""One instance of a Python model: owns the object and executes its requests, in whichever thread calls `run`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neso.backends.python.errors import TritonModelException, describe
+from neso.backends.python.model_module import forget_model_class, load_model_class, model_folder
+from neso.backends.python.request import InferenceRequest
+from neso.backends.python.response import InferenceResponse, ModelOutputs, RequestStream, Responder
+from neso.backends.python.server_access import ServerAccess, server_access
+from neso.server.errors import Cancelled, InternalError
+from neso.server.inference_response import NEVER_EXECUTED
+from neso.server.log.settings import request_fields
+from neso.server.statistics import Timeline
+
+logger = logging.getLogger(__name__)
+
+Executed = Callable[[Timeline], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests for one call of `execute`.
+
+    Called in the instance's thread, or on the core's loop if that is in another process: `executed` with the times of
+    an execution that did not fail, before its responses leave; `free` when the instance can take the next.
+    """
+
+    streams: Sequence[RequestStream]
+    executed: Executed | None = None
+    free: Callable[[], None] | None = None
+
+
+WorkQueue = queue.SimpleQueue[Work | None]
+"""For the instances of a model; None tells one of them to end."""
+
+
+class ModelInstance:
+    """Runs `initialize`, `execute` and `finalize`, all in one thread. `started` tells when it can execute.
+
+    A model whose `execute` is `async def` has an event loop in a second thread.
+    """
+
+    def __init__(
+        self, path: Path, args: dict[str, str], outputs: ModelOutputs, work: WorkQueue, access: ServerAccess
+    ) -> None:
+        self.started: Future[None] = Future()
+        self._path = path
+        self._args = args
+        self._outputs = outputs
+        self.work = work
+        self._access = access
+        self._model: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._readiness: Future[bool] | None = None
+        # What `initialize` has the server load is loaded for this model.
+        self._context = contextvars.copy_context()
+
+    @property
+    def name(self) -> str:
+        return self._outputs.instance
+
+    def run(self) -> None:
+        """Live: until the queue of work gives None, or the model cannot be initialized."""
+        try:
+            with model_folder(self._path.parent), server_access(self._access):
+                self._live()
+        except Exception as error:
+            logger.exception("instance '%s' of a Python model failed", self.name)
+            if not self.started.done():
+                self.started.set_exception(error)
+
+    def check_ready(self) -> Future[bool]:
+        """What the model's own `is_ready` function says; True for models without one.
+
+        It runs in a thread of its own, beside `execute`; while one call of it lasts there is no second.
+        """
+        is_ready = getattr(self._model, "is_ready", None)
+        if is_ready is None:
+            answer: Future[bool] = Future()
+            answer.set_result(True)
+            return answer
+        if self._readiness is None or self._readiness.done():
+            self._readiness = Future()
+            threading.Thread(
+                target=self._ask_ready,
+                args=(is_ready, self._readiness),
+                name=f"model-{self.name}-is-ready",
+                daemon=True,
+            ).start()
+        return self._readiness
+
+    def _ask_ready(self, is_ready: Callable[[], Any], answer: Future[bool]) -> None:
+        try:
+            with model_folder(self._path.parent), server_access(self._access):
+                ready = is_ready()
+                if inspect.iscoroutine(ready):
+                    # On the model's own loop, if it has one: it may use what belongs to that.
+                    ready = (
+                        asyncio.run(ready)
+                        if self._loop is None
+                        else asyncio.run_coroutine_threadsafe(ready, self._loop).result()
+                    )
+            if not isinstance(ready, bool):
+                raise TritonModelException(
+                    f"is_ready must return a bool, found type '{type(ready).__name__}'."
+                )
+        except Exception as error:
+            logger.error("is_ready of '%s' failed", self.name, exc_info=error)
+            ready = False
+        answer.set_result(ready)
+
+    def _live(self) -> None:
+        try:
+            model_class = load_model_class(self._path, self._args["model_name"])
+        except Exception as error:
+            self.started.set_exception(error)
+            return
+        try:
+            self._serve(model_class)
+        finally:
+            forget_model_class(model_class)
+
+    def _serve(self, model_class: type[Any]) -> None:
+        try:
+            model = model_class()
+            if not callable(getattr(model, "execute", None)):
+                raise TritonModelException(f"TritonPythonModel in '{self._path}' has no execute function")
+            if hasattr(model, "initialize"):
+                self._context.run(model.initialize, self._args)
+        except Exception as error:
+            self.started.set_exception(error)
+            return
+        if inspect.iscoroutinefunction(model.execute):
+            self._loop = _start_loop(self.name, self._path.parent, self._access)
+        self._model = model
+        self.started.set_result(None)
+        while (work := self.work.get()) is not None:
+            self._execute(model, work)
+            free = work.free
+            del work  # requests that the model let go of must not live on in this frame
+            if free is not None:
+                free()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if hasattr(model, "finalize"):
+            model.finalize()
+        self._model = None
+
+    def _execute(self, model: Any, work: Work) -> None:
+        responders = self._still_wanted(work.streams)
+        if not responders:
+            return
+        started = time.monotonic_ns()
+        for responder in responders:
+            responder.stream.timeline.compute_start = started
+        try:
+            names, states = self._outputs.names, self._outputs.states
+            requests = [InferenceRequest.from_server(responder, names, states) for responder in responders]
+            input_end = time.monotonic_ns()
+            for responder in responders:
+                responder.stream.timeline.input_end = input_end
+            result = model.execute(requests)
+            del requests
+            if inspect.iscoroutine(result):
+                self._await(result, responders, work.executed)
+            else:
+                self._finish(result, responders, work.executed)
+        except Exception as error:
+            self._fail(error, responders)
+
+    def _still_wanted(self, streams: Sequence[RequestStream]) -> list[Responder]:
+        wanted = []
+        for stream in streams:
+            responder = Responder(stream, self._outputs)
+            if responder.cancelled:
+                responder.fail(Cancelled(NEVER_EXECUTED))  # or was already
+            else:
+                wanted.append(responder)
+        return wanted
+
+    def _await(
+        self, coroutine: Coroutine[Any, Any, Any], responders: list[Responder], executed: Executed | None
+    ) -> None:
+        """Run a coroutine on the model's loop; other requests go on meanwhile when the model is decoupled."""
+        if self._loop is None:
+            self._loop = _start_loop(self.name, self._path.parent, self._access)
+        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if not self._outputs.decoupled:
+            self._finish(running.result(), responders, executed)
+            return
+
+        def done(future: Future[Any], responders: list[Responder] = responders) -> None:
+            try:
+                self._finish(future.result(), responders, executed)
+            except Exception as error:
+                self._fail(error, responders)
+
+        running.add_done_callback(done)
+
+    def _finish(self, result: Any, responders: list[Responder], executed: Executed | None) -> None:
+        """Send what `execute` returned. Raises `TritonModelException` for what it must not return."""
+        self._check_result(result, len(responders))
+        output_start = time.monotonic_ns()
+        for responder in responders:
+            responder.stream.timeline.output_start = output_start
+        if executed is not None:
+            executed(responders[0].stream.timeline)
+        for response, responder in zip(result or (), responders, strict=False):
+            if response is not None:  # None: the model answers through the request's sender, or later
+                self._answer(response, responder)
+        if self._outputs.reschedule is not None:
+            for responder in responders:
+                responder.reschedule_if_asked()
+
+    def _check_result(self, result: Any, count: int) -> None:
+        if self._outputs.decoupled:
+            if result is not None:
+                raise TritonModelException(
+                    f"Python model '{self.name}' is using the decoupled mode and the execute "
+                    "function must return None."
+                )
+            return
+        if not isinstance(result, list | tuple):
+            raise TritonModelException(
+                f"Expected a list in the execute return, found type '{type(result).__name__}'."
+            )
+        if len(result) != count:
+            raise TritonModelException(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+                f"InferenceRequest(s) size is:{count}, and InferenceResponse(s) size is:{len(result)}"
+            )
+        for response in result:
+            if response is not None and not isinstance(response, InferenceResponse):
+                raise TritonModelException(
+                    "Expected an 'InferenceResponse' object in the execute function return list, found type "
+                    f"'{type(response).__name__}'."
+                )
+
+    def _answer(self, response: InferenceResponse, responder: Responder) -> None:
+        """Send the response of one request; what is wrong with it concerns no other."""
+        try:
+            if responder.rescheduled:
+                raise TritonModelException(
+                    "Expected a None object in the execute function return list for rescheduled request, found type "
+                    f"'{type(response).__name__}'."
+                )
+            responder.send(response, final=True)
+        except Exception as error:
+            self._fail(error, [responder])
+
+    def _fail(self, error: Exception, responders: list[Responder]) -> None:
+        about = request_fields(responders[0].stream)
+        logger.error("execute of '%s' failed", self.name, exc_info=error, extra=about)
+        for responder in responders:
+            responder.fail(
+                InternalError(
+                    f"Failed to process the request(s) for model instance '{self.name}', "
+                    f"message: {describe(error)}"
+                )
+            )
+
+
+def _start_loop(name: str, folder: Path, access: ServerAccess) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        with model_folder(folder), server_access(access):
+            loop.run_forever()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+    threading.Thread(target=run, name=f"model-{name}-asyncio", daemon=True).start()
+    return loop

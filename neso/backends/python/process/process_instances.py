@@ -1,0 +1,253 @@
+"""The instances of a model that are processes, and the work that waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, cast
+
+from neso.backends.python.description import ModelDescription, PythonSettings
+from neso.backends.python.local_server import LocalServer
+from neso.backends.python.model_instance import Work
+from neso.backends.python.process.running_model import RunningModel, tell_free
+from neso.backends.python.process.spawn import Interpreter, find_interpreter
+from neso.backends.python.thread_instances import END_TIMEOUT, Instances, Rescheduler
+from neso.server.config.scheduling import InstanceSpec
+from neso.server.errors import ServerError, Unavailable
+from neso.server.inference_response import ResponseStream
+
+logger = logging.getLogger(__name__)
+
+
+AHEAD = 2
+"""Works that the only instance of a model gets at once. With several, the next one is for whichever is free first."""
+
+
+class ProcessInstances(Instances):
+    """Work waits here until an instance is idle: what a process was not given, its death does not touch."""
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        settings: PythonSettings,
+        server: LocalServer,
+        reschedule: Rescheduler | None,
+    ) -> None:
+        self._description, self._settings = description, settings
+        shared: deque[Work] = deque()
+        depth = AHEAD if len(description.instances) == 1 else 1
+        self._instances = [
+            ProcessInstance(
+                description,
+                spec,
+                settings,
+                server,
+                deque() if description.has_own_queue(spec) else shared,
+                depth,
+                self._dispatch,
+                reschedule,
+            )
+            for spec in description.instances
+        ]
+        self._stopped = False
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """All is on the core's loop here."""
+        function(*arguments)
+
+    async def start(self) -> None:
+        interpreter = await asyncio.to_thread(
+            find_interpreter, self._settings.environment, self._description.directory
+        )
+        starts = [instance.start(interpreter) for instance in self._instances]
+        for result in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    def put(self, work: Work, instance: int | None = None) -> None:
+        takers = self._instances if instance is None else [self._instances[instance]]
+        if self._stopped or all(taker.state is State.DOWN for taker in takers):
+            raise Unavailable(
+                f"no instance of model '{self._description.name}' is alive. {takers[0].reason}".rstrip()
+            )
+        takers[0].queue.append(work)
+        self._dispatch()
+
+    def ready(self) -> bool:
+        return any(instance.state is State.UP for instance in self._instances)
+
+    async def check_ready(self) -> bool:
+        """Instances that are being started again are left out."""
+        checks = [instance.check_ready() for instance in self._instances if instance.state is State.UP]
+        return all(await asyncio.gather(*checks))
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._fail_waiting()
+        await asyncio.gather(*(instance.stop() for instance in self._instances))
+        self._fail_waiting()  # what they gave back
+
+    def _dispatch(self) -> None:
+        if self._stopped:
+            return
+        for instance in self._instances:
+            instance.take()
+            if instance.state is State.DOWN and (instance.has_own_queue or self._all_down()):
+                _fail_queue(
+                    instance.queue,
+                    f"no instance of model '{self._description.name}' is alive. {instance.reason}",
+                )
+
+    def _fail_waiting(self) -> None:
+        for instance in self._instances:
+            _fail_queue(instance.queue, f"model '{self._description.name}' is unloaded")
+
+    def _all_down(self) -> bool:
+        return all(instance.state is State.DOWN for instance in self._instances)
+
+
+def _fail_queue(queue: deque[Work], message: str) -> None:
+    while queue:
+        work = queue.popleft()
+        for stream in cast("list[ResponseStream]", work.streams):
+            stream.fail(Unavailable(message))
+        tell_free(work)
+
+
+MAX_FAILED_STARTS = 5
+"""So many in a row, and the instance stays down."""
+
+FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
+"""Seconds before a second restart in a row (the first is immediate); doubled for each that follows."""
+
+
+class State(Enum):
+    """Of an instance: STARTING (for the first time or again), UP, or DOWN for good."""
+
+    STARTING = "starting"
+    UP = "up"
+    DOWN = "down"
+
+
+class ProcessInstance:
+    """Belongs to the core's event loop. `changed` is called when there may be work to give, or to give up.
+
+    `queue` is where its work waits; what it had not begun when its process died goes back there. `depth`: how many
+    works a process gets at once. `reason`: why it is not there, "" while it never failed.
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        spec: InstanceSpec,
+        settings: PythonSettings,
+        server: LocalServer,
+        queue: deque[Work],
+        depth: int,
+        changed: Callable[[], None],
+        reschedule: Rescheduler | None,
+    ) -> None:
+        self.name = spec.name
+        self.has_own_queue = description.has_own_queue(spec)
+        self.state = State.STARTING
+        self.reason = ""
+        self.queue = queue
+        self._depth = depth
+        self._description, self._settings, self._server = description, settings, server
+        self._args = description.args(spec)
+        self._changed = changed
+        self._reschedule = reschedule
+        self._running: RunningModel | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._failures = 0  # since the last execution that ended
+
+    async def start(self, interpreter: Interpreter) -> None:
+        """Initialize the model, and keep it alive from now on. Raises `ServerError`."""
+        try:
+            running = await self._start(interpreter)
+        except ServerError:
+            self.state = State.DOWN
+            raise
+        self._life = asyncio.create_task(self._live(running, interpreter))
+        self._set_state(State.UP)
+
+    def take(self) -> None:
+        """Execute what waits in the queue, as far as there is room for it."""
+        while self.queue and self.state is State.UP and self._running is not None and self._running.has_room:
+            self._running.execute(self.queue.popleft())
+
+    async def check_ready(self) -> bool:
+        """What the model's own `is_ready` says; False if the process ends meanwhile."""
+        return self._running is not None and await self._running.check_ready()
+
+    async def stop(self) -> None:
+        """Let the model finalize, and end the process; by force when that takes too long."""
+        self._stopping = True
+        if self._running is not None:
+            if not await self._running.stop(END_TIMEOUT):
+                logger.error("instance '%s' did not end in %g s and was killed", self.name, END_TIMEOUT)
+        elif self._life is not None:
+            self._life.cancel()  # it waits to start again, or does so
+        if self._life is not None:
+            await asyncio.wait((self._life,))
+        self.state = State.DOWN
+
+    async def _start(self, interpreter: Interpreter) -> RunningModel:
+        running = RunningModel(self.name, self._server, self._depth, self._free, self._reschedule)
+        await running.start(interpreter, self._settings, self._description, self._args)
+        self._running = running
+        return running
+
+    async def _live(self, running: RunningModel, interpreter: Interpreter) -> None:
+        """One process after the other."""
+        while True:
+            reason = await asyncio.shield(running.ended)
+            await running.kill()
+            self._running = None
+            if self._stopping:
+                self.queue.extend(
+                    running.fail_all(Unavailable(f"model '{self._description.name}' is unloaded"))
+                )
+                return
+            self._failed(f"Stub process '{self.name}' is not healthy: the process has ended ({reason})")
+            self.queue.extendleft(reversed(running.fail_all(Unavailable(self.reason))))
+            self._changed()  # for the others: this one's share of the work waits for its restart
+            restarted = await self._restart(interpreter)
+            if restarted is None:
+                return
+            running = restarted
+            self._set_state(State.UP)
+
+    async def _restart(self, interpreter: Interpreter) -> RunningModel | None:
+        """Try until it works, less and less often; None after too many failures."""
+        for _ in range(MAX_FAILED_STARTS):
+            await asyncio.sleep(self._delay())
+            try:
+                return await self._start(interpreter)
+            except ServerError as error:
+                self._failed(error.message)
+        logger.error("instance '%s' failed to start %d times, and stays down", self.name, MAX_FAILED_STARTS)
+        self._set_state(State.DOWN)
+        return None
+
+    def _failed(self, reason: str) -> None:
+        logger.error("instance '%s' of a Python model failed: %s", self.name, reason)
+        self.state, self.reason = State.STARTING, reason
+        self._failures += 1
+
+    def _delay(self) -> float:
+        if self._failures <= 1:
+            return 0.0
+        return float(min(FIRST_DELAY * 2 ** (self._failures - 2), LONGEST_DELAY))
+
+    def _free(self) -> None:
+        self._failures = 0
+        self._changed()
+
+    def _set_state(self, state: State) -> None:
+        self.state = state
+        self._changed()

@@ -1,0 +1,276 @@
+"""Writes the tokens of one row of a request as tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from neso.backends.followed_generation import FollowedGeneration
+from neso.backends.tensorrtllm.token_request import TokenRequest
+from neso.generation import Completion, FinishReason, GenerationOutput, Usage
+from neso.generation.output import FloatRows
+from neso.server.backend import ModelContext
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.tensor import DataType, Tensor
+
+NO_TOKEN = -1
+"""Behind the shorter of several sequences, if the client names no `pad_id`."""
+NUM_PRECEDING = 8
+"""Tokens that are enough to say what the next ones add to a text."""
+
+
+class AnswerFormat:
+    """What of a model decides how its tensors look.
+
+    `batched`: there is a batch dimension, of one, around each. `logits`: their datatypes by the outputs' names.
+    """
+
+    def __init__(self, batched: bool, block_size: int, logits: dict[str, DataType]) -> None:
+        self.block_size = block_size
+        self._batched = batched
+        self._logits = logits
+        self._length_one = self.tensor("sequence_length", DataType.INT32, np.ones(1, np.int32))
+
+    def lengths(self, lengths: list[int]) -> Tensor:
+        """`sequence_length`. In streams it is nearly always one, and then the same tensor."""
+        if lengths == [1]:
+            return self._length_one
+        return self.tensor("sequence_length", DataType.INT32, np.array(lengths, np.int32))
+
+    def tensor(self, name: str, datatype: DataType, array: npt.NDArray[Any]) -> Tensor:
+        return Tensor(name, datatype, array[np.newaxis] if self._batched else array)
+
+    def scalar(self, name: str, datatype: DataType, value: float) -> Tensor:
+        return self.tensor(name, datatype, np.array([value], datatype.dtype))
+
+    def floats(self, name: str, array: FloatRows) -> Tensor:
+        """Logits, in the type that the configuration has for them."""
+        datatype = self._logits.get(name, DataType.FP32)
+        return self.tensor(name, datatype, array.astype(datatype.dtype, copy=False))
+
+
+@dataclass(slots=True)
+class _Gained:
+    """What a sequence has gained since its last response."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    logits: list[FloatRows] = field(default_factory=list)
+    cum_log_prob: float = 0.0
+    answered: bool = False
+
+    def add(self, delta: Completion, end_id: int) -> None:
+        """Without the token that ends the sequence: it is not part of the output."""
+        tokens, count = delta.token_ids, len(delta.token_ids)
+        if delta.finish_reason is FinishReason.STOP and count and tokens[-1] == end_id:
+            count -= 1
+            tokens = tokens[:count]
+        self.tokens += tokens
+        if delta.logprobs:
+            self.log_probs += [entry.logprob for entry in delta.logprobs[:count]]
+        if delta.cumulative_logprob is not None:
+            self.cum_log_prob = delta.cumulative_logprob
+        if delta.generation_logits is not None:
+            self.logits.append(delta.generation_logits[:count])
+
+    def clear(self) -> None:
+        """It has been sent."""
+        self.tokens = []
+        if self.log_probs:
+            self.log_probs = []
+        if self.logits:
+            self.logits = []
+
+
+class RowAnswer:
+    """Gathers what is generated for one row, and makes its responses.
+
+    Of drawn sequences each has its own: with every step if streaming, else when it ends. Beams have one together.
+    A stream has the new tokens only; others have all, behind the prompt unless it is excluded.
+    """
+
+    def __init__(
+        self, request: TokenRequest, format: AnswerFormat, row: int | None, *, tells_preceding: bool = False
+    ) -> None:
+        """`row`: its number among several of a batch, else None. `tells_preceding`: what tokens came before, too."""
+        sampling = request.generation.sampling
+        self._request, self._format, self._row = request, format, row
+        self._beams = sampling.uses_beams
+        self._streams = request.streaming and not self._beams
+        self._in_front = [] if request.exclude_input or self._streams else request.prompt
+        self._sequences = [_Gained() for _ in range(sampling.n)]
+        tails = tells_preceding and not self._in_front
+        self._tails = [request.prompt[-NUM_PRECEDING:] for _ in self._sequences] if tails else None
+        self._context_logits: FloatRows | None = None
+        self._usage = Usage(len(request.prompt))
+        self._arrived = time.monotonic_ns()
+        self._scheduled = self._first = 0
+        self.num_open = request.num_responses
+        """Of the sequences that are answered one by one, those that are not done."""
+
+    def take(self, output: GenerationOutput) -> Iterator[list[Tensor]]:
+        """The outputs of the responses that are due now."""
+        self._usage = output.usage
+        if not self._first:
+            self._first = time.monotonic_ns()
+            self._scheduled = output.scheduled_ns or self._first
+        if output.context_logits is not None:
+            self._context_logits = output.context_logits
+        end_id, sequences = self._request.end_id, self._sequences
+        for delta in output.deltas:
+            sequence = sequences[delta.index]
+            sequence.add(delta, end_id)
+            if self._beams:
+                continue
+            ends = delta.finish_reason is not None
+            if ends or (self._streams and sequence.tokens):
+                yield self._respond(range(delta.index, delta.index + 1), ends=ends)
+        if self._beams and output.finished:
+            yield self._respond(range(len(sequences)), ends=True)
+
+    def rest(self) -> Iterator[list[Tensor]]:
+        """The last responses of what was stopped: what there is of each sequence."""
+        if self._beams:
+            if self.num_open:
+                yield self._respond(range(len(self._sequences)), ends=True)
+            return
+        for index, sequence in enumerate(self._sequences):
+            if not sequence.answered:
+                yield self._respond(range(index, index + 1), ends=True)
+
+    def _respond(self, indices: range, *, ends: bool) -> list[Tensor]:
+        gained = [self._sequences[index] for index in indices]
+        if ends:
+            self.num_open -= 1
+        tensors = self._tokens(gained)
+        if self._tails is not None:
+            tensors.append(self._preceding(indices.start, gained[0]))
+        if self._request.wanted:
+            tensors += self._wanted(gained, ends)
+        if self._row is not None:
+            tensors.append(self._format.scalar("batch_index", DataType.INT32, self._row))
+        if self._request.num_responses > 1:
+            tensors.append(self._format.scalar("sequence_index", DataType.INT32, indices.start))
+        for sequence in gained:
+            sequence.clear()
+            sequence.answered = ends
+        return tensors
+
+    def _tokens(self, gained: list[_Gained]) -> list[Tensor]:
+        """`output_ids` int32[sequences, tokens] and `sequence_length` int32[sequences]."""
+        rows = [self._in_front + sequence.tokens for sequence in gained]
+        ids = np.array(rows, np.int32) if len(rows) == 1 else _padded(rows, self._request.pad_id)
+        return [
+            self._format.tensor("output_ids", DataType.INT32, ids),
+            self._format.lengths([len(row) for row in rows]),
+        ]
+
+    def _preceding(self, index: int, gained: _Gained) -> Tensor:
+        """`preceding_ids` int32[at most NUM_PRECEDING]: the tokens before these. Beams all go on from the prompt."""
+        assert self._tails is not None
+        tail = self._tails[index]
+        self._tails[index] = (tail + gained.tokens)[-NUM_PRECEDING:]
+        return self._format.tensor("preceding_ids", DataType.INT32, np.array(tail, np.int32))
+
+    def _wanted(self, gained: list[_Gained], ends: bool) -> list[Tensor]:
+        """What the inputs whose names begin with return_ ask for."""
+        wanted, format = self._request.wanted, self._format
+        tensors = []
+        if "log_probs" in wanted:
+            sums = np.array([sequence.cum_log_prob for sequence in gained], np.float32)
+            tensors.append(format.tensor("cum_log_probs", DataType.FP32, sums))
+            each = _padded_floats([np.array(sequence.log_probs, np.float32) for sequence in gained])
+            tensors.append(format.tensor("output_log_probs", DataType.FP32, each))
+        if self._context_logits is not None:
+            tensors.append(format.floats("context_logits", self._context_logits))
+            if self.num_open == 0 or self._streams:
+                self._context_logits = None
+        if "generation_logits" in wanted:
+            rows = [np.concatenate(sequence.logits) for sequence in gained if sequence.logits]
+            if rows:
+                tensors.append(format.floats("generation_logits", _padded_floats(rows)))
+        if "num_input_tokens" in wanted:
+            tensors.append(format.scalar("num_input_tokens", DataType.INT32, len(self._request.prompt)))
+        if "num_output_tokens" in wanted:
+            count = sum(len(sequence.tokens) for sequence in gained)
+            tensors.append(format.scalar("num_output_tokens", DataType.INT32, count))
+        if ends and wanted & {"perf_metrics", "kv_cache_reuse_stats"}:
+            tensors += self._performance()
+        return tensors
+
+    def _performance(self) -> list[Tensor]:
+        """Blocks of the cache, times in ns of the monotonic clock, and what became of a draft."""
+        usage, size = self._usage, self._format.block_size
+        blocks = -(-(usage.prompt_tokens + usage.completion_tokens) // size)
+        reused = usage.cached_tokens // size
+        drafted, accepted = usage.draft_tokens, usage.accepted_draft_tokens
+        counts: Iterable[tuple[str, DataType, float]] = (
+            ("kv_cache_alloc_new_blocks", DataType.INT32, blocks - reused),
+            ("kv_cache_reused_blocks", DataType.INT32, reused),
+            ("kv_cache_alloc_total_blocks", DataType.INT32, blocks),
+            ("arrival_time_ns", DataType.INT64, self._arrived),
+            ("first_scheduled_time_ns", DataType.INT64, self._scheduled),
+            ("first_token_time_ns", DataType.INT64, self._first),
+            ("last_token_time_ns", DataType.INT64, time.monotonic_ns()),
+            ("acceptance_rate", DataType.FP32, accepted / drafted if drafted else 0.0),
+            ("total_accepted_draft_tokens", DataType.INT32, accepted),
+            ("total_draft_tokens", DataType.INT32, drafted),
+        )
+        return [self._format.scalar(*count) for count in counts]
+
+
+def _padded(rows: list[list[int]], pad_id: int) -> npt.NDArray[np.int32]:
+    """int32[rows, longest]."""
+    padded = np.full((len(rows), max(map(len, rows))), pad_id if pad_id >= 0 else NO_TOKEN, np.int32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
+
+
+def _padded_floats(rows: list[FloatRows]) -> FloatRows:
+    """float32[rows, longest, ...]; zeros behind the shorter ones."""
+    padded = np.zeros((len(rows), max(map(len, rows)), *rows[0].shape[1:]), np.float32)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return padded
+
+
+class RequestAnswer:
+    """Sends what its `rows` have to say; the response with which the last sequence ends is the final one."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        stream: ResponseStream,
+        requests: list[TokenRequest],
+        format: AnswerFormat,
+    ) -> None:
+        self._model, self._version, self._stream = context.name, context.version, stream
+        several = len(requests) > 1
+        preceding = "preceding_ids" in stream.request.requested_outputs
+        self.rows = [
+            RowAnswer(request, format, number if several else None, tells_preceding=preceding)
+            for number, request in enumerate(requests)
+        ]
+        self._followed = FollowedGeneration(stream, None if several else requests[0].generation)
+
+    def take(self, row: RowAnswer, output: GenerationOutput) -> None:
+        """A row has gained tokens."""
+        self._followed.observe(output)
+        for tensors in row.take(output):
+            self._send(tensors)
+
+    def end(self) -> None:
+        """The request was stopped: answer with what there is."""
+        for row in self.rows:
+            for tensors in row.rest():
+                self._send(tensors)
+
+    def _send(self, tensors: list[Tensor]) -> None:
+        final = not any(row.num_open for row in self.rows)
+        self._stream.send(InferenceResponse(self._model, self._version, outputs=tensors), final=final)

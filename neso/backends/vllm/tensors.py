@@ -1,0 +1,215 @@
+"""The tensors of a model on vLLM, by the names and shapes of Triton's backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from neso.backends.request_tensors import (
+    TensorField,
+    add_inputs,
+    add_outputs,
+    bool_input,
+    json_input,
+    request_logprobs,
+    text_input,
+)
+from neso.server.errors import InvalidArgument
+from neso.server.inference_request import InferenceRequest
+from neso.server.tensor import DataType, Tensor
+
+REQUESTABLE_OUTPUTS = (
+    "finish_reason",
+    "cumulative_logprob",
+    "logprobs",
+    "num_input_tokens",
+    "num_output_tokens",
+)
+"""Outputs that an input `return_…` asks for."""
+
+INPUTS = (
+    TensorField("text_input", "TYPE_STRING"),
+    TensorField("image", "TYPE_STRING", (-1,), optional=True),
+    TensorField("stream", "TYPE_BOOL", optional=True),
+    TensorField("sampling_parameters", "TYPE_STRING", optional=True),
+    TensorField("exclude_input_in_output", "TYPE_BOOL", optional=True),
+    *(TensorField(f"return_{name}", "TYPE_BOOL", optional=True) for name in REQUESTABLE_OUTPUTS),
+    TensorField("embedding_request", "TYPE_STRING", optional=True),
+)
+"""`image`: base64 of the files."""
+
+OUTPUTS = (
+    TensorField("text_output", "TYPE_STRING", (-1,)),
+    TensorField("finish_reason", "TYPE_STRING", (-1,)),
+    TensorField("cumulative_logprob", "TYPE_FP32", (-1,)),
+    TensorField("logprobs", "TYPE_STRING", (-1,)),
+    TensorField("num_input_tokens", "TYPE_UINT32"),
+    TensorField("num_output_tokens", "TYPE_UINT32", (-1,)),
+)
+"""One element a sequence, where the extent is -1."""
+
+
+def complete_config(config: Any) -> None:
+    """Add the inputs and outputs that the `ModelConfig` does not name; make the model decoupled, without batches."""
+    config.model_transaction_policy.decoupled = True
+    config.max_batch_size = 0
+    add_inputs(config, INPUTS)
+    add_outputs(config, OUTPUTS)
+
+
+STREAM_WITH_PROMPT = "When streaming, `exclude_input_in_output` = False is not allowed."
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """`values`: sampling parameters as the client wrote them. `wanted`: outputs beside text_output."""
+
+    prompt: str
+    images: tuple[str, ...]
+    stream: bool
+    prepend_prompt: bool
+    wanted: frozenset[str]
+    values: dict[str, Any]
+    lora: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A text, or its token ids."""
+
+    prompt: str | list[int]
+    dimensions: int | None
+    wanted: frozenset[str]
+
+
+def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
+    """Raises `InvalidArgument` that names what is wrong."""
+    wanted = frozenset(
+        name for name in REQUESTABLE_OUTPUTS if bool_input(request, f"return_{name}", default=False)
+    )
+    if "embedding_request" in request.inputs:
+        return _read_embedding_request(request, wanted)
+    stream = bool_input(request, "stream", default=False)
+    prepend_prompt = not bool_input(request, "exclude_input_in_output", default=stream)
+    if stream and prepend_prompt:
+        raise InvalidArgument(STREAM_WITH_PROMPT)
+    values = _sampling_values(request)
+    lora = values.pop("lora_name", None)
+    if lora is not None and not isinstance(lora, str):
+        raise InvalidArgument("lora_name: must be a string")
+    request_logprobs(values, wanted)
+    images = request.inputs.get("image")
+    return TextRequest(
+        prompt=text_input(request, "text_input"),
+        images=() if images is None else tuple(images.strings()),
+        stream=stream,
+        prepend_prompt=prepend_prompt,
+        wanted=wanted,
+        values=values,
+        lora=lora,
+    )
+
+
+def _read_embedding_request(request: InferenceRequest, wanted: frozenset[str]) -> EmbeddingRequest:
+    body = json_input(request, "embedding_request")
+    prompt: Any = body.get("input")
+    is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+    if not is_ids and not isinstance(prompt, str):
+        raise InvalidArgument("embedding_request: 'input' must be a string or a list of token ids")
+    params = body.get("pooling_params") or {}
+    dimensions = params.get("dimensions") if isinstance(params, dict) else None
+    if isinstance(dimensions, list) and len(dimensions) == 1:  # as Triton's OpenAI front end writes it
+        dimensions = dimensions[0]
+    if dimensions is not None and type(dimensions) is not int:
+        raise InvalidArgument("embedding_request: 'dimensions' must be an integer")
+    return EmbeddingRequest(prompt, dimensions, wanted)
+
+
+def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
+    """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
+    if "sampling_parameters" in request.inputs:
+        return json_input(request, "sampling_parameters")
+    return dict(request.parameters)
+
+
+_LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot say; the same number as in vLLM's server."""
+
+
+class ResponseTensors:
+    """The responses to one request, of `n` sequences; each tensor has an element for each.
+
+    An output of a stream tells only of sequences that have gone on: the others' texts are empty, and they have no new
+    tokens.
+    """
+
+    def __init__(self, request: TextRequest, n: int) -> None:
+        self._request = request
+        self._n = n
+        self._finish_reasons: list[str | None] = [None] * n
+        self._cumulative = [0.0] * n
+
+    def of(self, output: Any) -> list[Tensor]:
+        """`text_output` and what was asked for, of a `RequestOutput`."""
+        wanted, n = self._request.wanted, self._n
+        new = {completion.index: completion for completion in output.outputs}
+        prefix = self._request.prompt if self._request.prepend_prompt else ""
+        texts = [prefix + new[i].text if i in new else prefix for i in range(n)]
+        tensors = [Tensor.from_strings("text_output", texts)]
+        if not wanted:
+            return tensors
+        for i, completion in new.items():
+            self._finish_reasons[i] = completion.finish_reason or self._finish_reasons[i]
+            if completion.cumulative_logprob is not None:
+                self._cumulative[i] = completion.cumulative_logprob
+        if "finish_reason" in wanted:
+            # As in Triton, where a sequence that has not ended has the reason "None".
+            tensors.append(Tensor.from_strings("finish_reason", list(map(str, self._finish_reasons))))
+        if "cumulative_logprob" in wanted:
+            values = np.array(self._cumulative, np.float32)
+            tensors.append(Tensor("cumulative_logprob", DataType.FP32, values))
+        if "logprobs" in wanted:
+            written = [_as_json(new[i].logprobs if i in new else ()) for i in range(n)]
+            tensors.append(Tensor.from_strings("logprobs", written))
+        if "num_input_tokens" in wanted:
+            tensors.append(_counts("num_input_tokens", [len(output.prompt_token_ids or ())]))
+        if "num_output_tokens" in wanted:
+            counts = [len(new[i].token_ids) if i in new else 0 for i in range(n)]
+            tensors.append(_counts("num_output_tokens", counts))
+        return tensors
+
+
+def embedding_tensors(values: Sequence[float], num_tokens: int, wanted: frozenset[str]) -> list[Tensor]:
+    """A vector, as JSON text in `text_output`."""
+    tensors = [Tensor.from_strings("text_output", [orjson.dumps(list(values)).decode()])]
+    if "num_input_tokens" in wanted:
+        tensors.append(_counts("num_input_tokens", [num_tokens]))
+    if "num_output_tokens" in wanted:
+        tensors.append(_counts("num_output_tokens", [0]))
+    return tensors
+
+
+def _counts(name: str, counts: list[int]) -> Tensor:
+    return Tensor(name, DataType.UINT32, np.array(counts, np.uint32))
+
+
+def _as_json(logprobs: Sequence[Mapping[int, Any]] | None) -> str:
+    """One object a position: token id → log probability, rank and text, of the sampled token and the top ones."""
+    if logprobs is None:
+        return "null"
+    positions = [
+        {
+            str(token): {
+                "logprob": max(entry.logprob, _LOWEST),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token, entry in position.items()
+        }
+        for position in logprobs
+    ]
+    return orjson.dumps(positions).decode()

@@ -1,0 +1,1 @@
+"""Loading of a model into an engine, and building of engine directories."""

@@ -1,0 +1,181 @@
+"""Implementation of `neso build`: conversion of a checkpoint to an engine directory or an fp8 checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from neso import __version__
+from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items, write_rank
+from neso.engine.runners.native.runner import available_cores
+from neso.engine.runners.native.tensor_parallel import ShardedTensors, shard_spec
+from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, all_tensors
+from neso.engine.specs.registry import decoder_spec
+from neso.engine.text.tokenizer import Tokenizer
+from neso.engine.weights.checkpoint import SINGLE_FILE, open_source
+from neso.engine.weights.engine_directory import BUILD_FIELD, CONFIG_FILE, FORMAT, BuildInfo, EngineDirectory
+from neso.engine.weights.model_tensors import DecoderTensors
+from neso.engine.weights.quantized import Float8Matrix, dense
+from neso.engine.weights.safetensors_file import SafetensorsWriter
+from neso.engine.weights.source import TensorSource
+
+Progress = Callable[[int, int], None]
+
+_COPIED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "chat_template*")
+
+
+def build_engine(
+    model: Path,
+    target: Path,
+    options: RunnerOptions,
+    tensor_parallel: int = 1,
+    progress: Progress = lambda done, total: None,
+) -> BuildInfo:
+    """Pack a checkpoint directory or a GGUF file into `target`, which must be empty or not exist.
+
+    `progress` is called with the matrices and vectors done, and their number. Raises `CheckpointError`,
+    `UnsupportedModel`, `UnsupportedOption`; `FileExistsError` when the target is not empty.
+    """
+    if options.quantization == "fp8":
+        raise UnsupportedOption(
+            "fp8 weights are for GPUs, engine directories for CPUs; build_float8 makes them"
+        )
+    if tensor_parallel < 1:
+        raise UnsupportedOption(f"tensor_parallel must be at least 1, got {tensor_parallel}")
+    threads = options.num_threads or available_cores()
+    with open_source(model) as source:
+        if isinstance(source, EngineDirectory):
+            raise UnsupportedOption(f"{model} is an engine directory already")
+        spec = decoder_spec(source.config)
+        rank_spec = shard_spec(spec, tensor_parallel)
+        dtype = str(dense_dtype(DecoderTensors(spec, source), options))
+        prepare_target(target)
+        matrices = {}
+        for rank in range(tensor_parallel):
+            whole = DecoderTensors(spec, source)
+            tensors = ShardedTensors(spec, source, rank, tensor_parallel) if tensor_parallel > 1 else whole
+            items = pack_items(tensors, options, threads)
+            matrices = write_rank(target, rank, rank_spec, _counted(items, spec, progress))
+        info = BuildInfo(
+            format=FORMAT,
+            neso_version=__version__,
+            source=model.name,
+            dtype=dtype,
+            quantization=options.quantization,
+            tensor_parallel=tensor_parallel,
+            matrices=matrices,
+        )
+        # Last: a directory without it is no engine.
+        config = {**source.config, BUILD_FIELD: msgspec.to_builtins(info)}
+        (target / CONFIG_FILE).write_text(json.dumps(config, indent=1))
+    copy_text_files(model, target)
+    return info
+
+
+def _counted(
+    items: Iterator[tuple[str, Item]], spec: DecoderSpec, progress: Progress
+) -> Iterator[tuple[str, Item]]:
+    total = count_items(spec)
+    for done, item in enumerate(items, 1):
+        yield item
+        progress(done, total)
+
+
+def prepare_target(target: Path) -> None:
+    """Make the directory. Raises `FileExistsError` when there is something in it."""
+    if target.exists() and any(target.iterdir()):
+        raise FileExistsError(f"{target} is not empty")
+    target.mkdir(parents=True, exist_ok=True)
+
+
+def copy_text_files(model: Path, target: Path) -> None:
+    """What the tokenizer and the chat template are made of."""
+    if model.is_file():
+        Tokenizer.from_gguf(model).save(target)
+        return
+    for pattern in _COPIED:
+        for path in model.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+
+
+_E4M3_MAX = np.float32(448)
+_ENTRY_BYTES = 192
+_QUANTIZATION = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}
+
+Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
+
+
+def build_float8(model: Path, target: Path, progress: Progress = lambda done, total: None) -> None:
+    """Write the checkpoint into `target`, which must be empty or not exist.
+
+    `progress` is called with the tensors done, and their number. Raises `CheckpointError`, `UnsupportedModel`,
+    `UnsupportedOption`; `FileExistsError` when the target is not empty.
+    """
+    with open_source(model) as source:
+        if isinstance(source, EngineDirectory):
+            raise UnsupportedOption(f"{model} is an engine directory already")
+        spec = decoder_spec(source.config)
+        names = _stored_tensors(spec)
+        prepare_target(target)
+        with SafetensorsWriter(target / SINGLE_FILE, _ENTRY_BYTES * 2 * len(names)) as writer:
+            for done, (name, shape, rounded) in enumerate(names, 1):
+                for written, array in _tensors(source, name, shape, rounded):
+                    writer.add(written, array)
+                progress(done, len(names))
+        config = {**source.config, "quantization_config": _QUANTIZATION}
+        (target / CONFIG_FILE).write_text(json.dumps(config, indent=1))
+    copy_text_files(model, target)
+
+
+def round_to_float8(weights: npt.NDArray[np.float32]) -> Float8Matrix:
+    """float32[N, K] with a scale for each output: the largest weight of it becomes 448."""
+    scales = np.maximum(np.abs(weights).max(axis=1, keepdims=True) / _E4M3_MAX, np.float32(1e-12))
+    codes = (weights / scales).astype(ml_dtypes.float8_e4m3fn)
+    return Float8Matrix(codes, scales, (1, weights.shape[1]))
+
+
+def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Name and shape of each tensor, and whether it is rounded: the matrices of layers are, but for routers."""
+    tensors: dict[str, tuple[tuple[int, ...], bool]] = {}
+    for role, layer, expert, shape in all_tensors(spec):
+        place = spec.tensor_names[role]
+        if isinstance(place, TensorPart):
+            if place.transposed:
+                raise UnsupportedOption(
+                    f"the family {spec.family} stores matrices [inputs, outputs]; fp8 does not"
+                )
+            shape = (place.outputs, *shape[1:])
+        rounded = layer is not None and len(shape) == 2 and not role.endswith("router")
+        tensors[spec.tensor_name(role, layer, expert)] = shape, rounded
+    return [(name, shape, rounded) for name, (shape, rounded) in tensors.items()]
+
+
+def _tensors(source: TensorSource, name: str, shape: tuple[int, ...], rounded: bool) -> Tensors:
+    """What is written for a weight: itself, or codes and scales."""
+    if len(shape) == 1:
+        vector = np.empty(shape, np.float32)
+        source.read_float32(name, vector)
+        yield name, vector.astype(ml_dtypes.bfloat16)
+        return
+    found = source.matrix(name, (shape[0], shape[1]))
+    if not rounded:
+        yield name, dense(found).astype(ml_dtypes.bfloat16)
+        return
+    if isinstance(found, Float8Matrix) and found.output_scales() is not None:
+        matrix = found
+    else:
+        matrix = round_to_float8(dense(found).astype(np.float32))
+    scales = matrix.output_scales()
+    assert scales is not None
+    yield name, matrix.codes
+    yield name.removesuffix(".weight") + ".weight_scale", scales[:, None]

@@ -1,0 +1,218 @@
+"""Loading of a checkpoint into an engine core."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+from neso.engine.config import EngineConfig
+from neso.engine.diagnostics.replay import StepRecorder
+from neso.engine.encoders.encoder_core import EncoderCore
+from neso.engine.encoders.text_encoder import TextEncoder
+from neso.engine.errors import EngineError
+from neso.engine.guided.guides import GrammarSource, Guides
+from neso.engine.ipc.messages import EngineInfo
+from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
+from neso.engine.loop.engine_core import EngineCore
+from neso.engine.lora.config import LoraConfig
+from neso.engine.lora.startup import open_adapters
+from neso.engine.pooling.pooler import Pooler
+from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
+from neso.engine.runners.base import CacheLayout, Runner
+from neso.engine.runners.registry import layer_stack_class, open_model
+from neso.engine.spec_decode.loader import load_draft_runner, make_speculator
+from neso.engine.specs.config_reader import UnsupportedModel
+from neso.engine.specs.encoder_spec import EncoderSpec, VisionSpec
+from neso.engine.specs.families.llava import text_config, vision_spec
+from neso.engine.specs.registry import encoder_spec, has_head
+from neso.engine.vision.image_encoder import ImageEncoder
+from neso.engine.vision.image_processor import ImageProcessor
+from neso.engine.vision.image_prompt import VisionInfo
+from neso.engine.weights.checkpoint import open_source
+from neso.engine.weights.files import read_json_object
+from neso.engine.weights.hub import ModelNotFound, resolve_model
+from neso.engine.weights.source import CheckpointError, TensorSource
+from neso.generation import InvalidParameter, SamplingDefaults
+from neso.generation.pooling import PoolingInfo
+from neso.generation.sampling_params import (
+    AUTO,
+    DEFAULT_NAMES,
+    NO_DEFAULTS,
+    max_new_tokens_is_limit,
+)
+
+Core = EngineCore | EncoderCore
+"""What an engine's loop steps."""
+
+
+def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
+    """Load the weights and allocate the cache. Raises `EngineError` with a reason fit for the user."""
+    started = time.perf_counter()
+    try:
+        pooler = read_pooler(Path(config.model), default="last")
+        with open_source(config.model) as source:
+            spec = encoder_spec(source.config)
+            if spec is not None:
+                return _load_encoder(config, spec, source, started)
+            check_length = partial(_max_model_len, config)
+            generates = has_head(source.config)
+            default_sampling = read_default_sampling(config) if generates else SamplingDefaults()
+            tower = vision_spec(source.config)
+            model_config = source.config if tower is None else text_config(source.config)
+            runner = open_model(source, config.runner, config.runner_options, check_length, model_config)
+            images = None if tower is None else _load_images(config, tower, source, runner)
+    except (CheckpointError, UnsupportedModel, ValueError) as error:
+        raise EngineError(str(error)) from None
+    max_model_len = _max_model_len(config, runner.max_position)
+    draft_runner = load_draft_runner(config, runner)
+    num_blocks = num_cache_blocks(config, runner, max_model_len, draft_runner)
+    block_size = config.scheduler.block_size
+    host_blocks = num_host_blocks(config, runner)
+    guides = Guides(GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout))
+    layout = CacheLayout(num_blocks, block_size)
+    speculator = make_speculator(config, runner, draft_runner, layout)
+    if config.prepare_grammars:
+        guides.prepare()
+    lora = open_adapters(config.lora, runner)
+    core = EngineCore(
+        runner,
+        config.scheduler,
+        num_blocks,
+        guides=guides,
+        pooler=pooler,
+        images=images,
+        num_host_blocks=host_blocks,
+        lora=lora,
+        speculator=speculator,
+    )
+    if config.record_steps is not None:
+        try:
+            core.record = StepRecorder(Path(config.record_steps), config, num_blocks, host_blocks).record
+        except OSError as error:
+            raise EngineError(f"record_steps: {error}") from None
+    info = EngineInfo(
+        runner=type(runner).__name__,
+        max_model_len=core.scheduler.kv.longest_sequence(max_model_len),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        vocab_size=runner.vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        cache_bytes=num_blocks * bytes_per_block(block_size, runner, draft_runner),
+        load_seconds=time.perf_counter() - started,
+        capabilities=runner.capabilities,
+        hidden_size=runner.hidden_size,
+        enable_prefix_caching=config.scheduler.enable_prefix_caching,
+        in_flight_batching=config.scheduler.in_flight_batching,
+        lora=LoraConfig() if lora is None else config.lora,
+        scores=config.scores,
+        generates=generates,
+        vision=None if tower is None else _vision_info(tower),
+        pooling=_pooling_info(runner, pooler),
+        num_speculative_tokens=config.speculation.num_places,
+        default_sampling=default_sampling,
+    )
+    return core, info
+
+
+def _load_encoder(
+    config: EngineConfig, spec: EncoderSpec, source: TensorSource, started: float
+) -> tuple[EncoderCore, EngineInfo]:
+    directory = Path(config.model)
+    longest = min(spec.max_position, max_tokens(directory) or spec.max_position)
+    max_model_len = _max_model_len(config, longest)
+    stack = layer_stack_class(config.runner)
+    encoder = TextEncoder.load(spec, source, stack, config.runner_options)
+    core = EncoderCore(encoder, read_pooler(directory, default="mean"), config.scheduler)
+    info = EngineInfo(
+        runner=stack.__name__,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        vocab_size=spec.vocab_size,
+        num_blocks=0,
+        block_size=config.scheduler.block_size,
+        cache_bytes=0,
+        load_seconds=time.perf_counter() - started,
+        hidden_size=spec.hidden_size,
+        generates=False,
+        pooling=core.info,
+    )
+    return core, info
+
+
+def _load_images(
+    config: EngineConfig, spec: VisionSpec, source: TensorSource, runner: Runner
+) -> ImageEncoder:
+    if "input_embeddings" not in runner.capabilities:
+        raise UnsupportedModel(
+            f"the runner {type(runner).__name__} takes token ids only, the model takes images"
+        )
+    normalization = ImageProcessor.from_directory(Path(config.model), spec.image_size).normalization
+    stack = layer_stack_class(config.runner)
+    return ImageEncoder.load(spec, source, stack, config.runner_options, normalization)
+
+
+def _vision_info(spec: VisionSpec) -> VisionInfo:
+    return VisionInfo(spec.image_token_id, spec.tokens_per_image, spec.image_size)
+
+
+def _pooling_info(runner: Runner, pooler: Pooler) -> PoolingInfo | None:
+    if "hidden_states" not in runner.capabilities:
+        return None
+    return PoolingInfo(
+        tasks=frozenset({"embed"}), dimensions=pooler.dimensions(runner.hidden_size), kind=pooler.kind
+    )
+
+
+def _max_model_len(config: EngineConfig, max_position: int) -> int:
+    if config.max_model_len is None:
+        return max_position
+    if not 2 <= config.max_model_len <= max_position:
+        raise EngineError(
+            f"max_model_len {config.max_model_len} must be between 2 and the model's {max_position}"
+        )
+    return config.max_model_len
+
+
+FILE = "generation_config.json"
+
+
+def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
+    """By the rules of vLLM: `override_generation_config` over the file that `generation_config` means.
+
+    Raises `CheckpointError` that names file and field.
+    """
+    override = config.override_generation_config
+    unknown = sorted(override.keys() - set(DEFAULT_NAMES))
+    if unknown:
+        raise CheckpointError(
+            f"override_generation_config: unknown parameter '{unknown[0]}', known are {', '.join(DEFAULT_NAMES)}"
+        )
+    file = _file(config)
+    said = {} if file is None else read_json_object(file)
+    limits = max_new_tokens_is_limit(config.generation_config, override)
+    try:
+        return SamplingDefaults.from_mapping({**said, **override}, limits_tokens=limits)
+    except InvalidParameter as error:
+        place = "override_generation_config" if error.field in override else file
+        raise CheckpointError(f"{place}: {error}") from None
+
+
+def _file(config: EngineConfig) -> Path | None:
+    """The file that the options mean; None for none."""
+    source, model = config.generation_config, Path(config.model)
+    if source == NO_DEFAULTS:
+        return None
+    if source == AUTO:
+        file = model / FILE  # beside a GGUF file there is none
+        return file if file.is_file() else None
+    given = Path(source).expanduser()
+    if given.is_file():
+        return given
+    try:
+        file = (given if given.is_dir() else resolve_model(source, patterns=(FILE,))) / FILE
+    except ModelNotFound as error:
+        raise CheckpointError(f"generation_config: {error}") from None
+    if not file.is_file():
+        raise CheckpointError(f"generation_config: {file}: there is no such file")
+    return file

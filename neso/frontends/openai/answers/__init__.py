@@ -1,1 +1,0 @@
-"""What completions and chats have in common: generations gathered into one answer, or streamed."""

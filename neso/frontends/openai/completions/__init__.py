@@ -1,1 +1,0 @@
-"""Text completions: prompts of all kinds, continued."""

@@ -1,0 +1,325 @@
+"""One sequence of a request, from the model's responses to outputs."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from neso.engine.text.sequence_text import StopChecker
+from neso.generation import (
+    Completion,
+    FinishReason,
+    GenerationOutput,
+    SamplingParams,
+    TokenizerLike,
+    TokenLogprobs,
+    Usage,
+)
+from neso.server.errors import InternalError
+from neso.server.inference_response import InferenceResponse
+from neso.server.tensor import Tensor
+
+_PART_OF_CHARACTER = "\ufffd"
+
+
+class AnswerText:
+    """One sequence. A response's text is new, or with `accumulates` all that there is so far.
+
+    The first of `prompts` that the text begins with is left out: how a model that repeats the prompt may write it. A
+    text that is no more than the prompt is an answer of its own, of a model that gives back what it is told.
+    """
+
+    def __init__(
+        self,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        prompts: Sequence[str] = (),
+        accumulates: bool = False,
+    ) -> None:
+        self._stop = StopChecker(stop, include_stop_str_in_output=include_stop)
+        self._accumulates = accumulates
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._prompts = [prompt for prompt in prompts if prompt]
+        self._seen = ""
+        self._held = ""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._stop.matched
+
+    def add(self, text: bytes, *, match_stop: bool = True) -> str:
+        """What the client gets for a response's text."""
+        fresh = self._fresh(text)
+        if self._prompts:
+            self._held += fresh
+            fresh = self._without_prompt()
+        return self._stop.add(fresh, match=match_stop).text
+
+    def finish(self) -> str:
+        """The rest, when no more responses come."""
+        held = self._held + self._decoder.decode(b"", final=True)
+        self._held, self._prompts = "", []
+        return self._stop.add(held).text + self._stop.flush()
+
+    def _fresh(self, text: bytes) -> str:
+        if not self._accumulates:
+            return self._decoder.decode(text)
+        whole = text.decode("utf-8", "replace").rstrip(_PART_OF_CHARACTER)
+        fresh = whole[len(self._seen) :] if whole.startswith(self._seen) else ""
+        self._seen += fresh
+        return fresh
+
+    def _without_prompt(self) -> str:
+        """What is held, once it is known whether the prompt comes first."""
+        text = self._held.lstrip()  # detokenizers may lose the space before the first word, or add one
+        for prompt in map(str.lstrip, self._prompts):
+            if text.startswith(prompt) and len(text) > len(prompt):
+                self._held, self._prompts = "", []
+                return text[len(prompt) :]
+        if any(prompt.lstrip().startswith(text) for prompt in self._prompts):
+            return ""
+        held, self._held, self._prompts = self._held, "", []
+        return held
+
+
+class PieceLogprobs:
+    """Finds the tokens in the text that comes with their numbers, piece by piece.
+
+    Where the tokenizer makes as many tokens of a piece as there are numbers, they are those; otherwise the piece counts
+    as one token, whose log probability is the sum. Numbers without a text wait for it; those of end tokens have none.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike | None) -> None:
+        self._tokenizer = tokenizer
+        self._waiting: list[float] = []
+
+    def add(self, text: str, numbers: Sequence[float]) -> list[TokenLogprobs]:
+        """The tokens of the next piece."""
+        numbers = [*self._waiting, *numbers]
+        if not text or not numbers:
+            self._waiting = numbers
+            return []
+        self._waiting = []
+        tokenizer = self._tokenizer
+        tokens = tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else []
+        if tokenizer is not None and len(tokens) in (len(numbers), len(numbers) - 1) and len(tokens) > 1:
+            texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+            return [
+                TokenLogprobs(token, shown, number, 0)
+                for token, shown, number in zip(tokens, texts, numbers, strict=False)
+            ]
+        return [TokenLogprobs(tokens[0] if len(tokens) == 1 else -1, text, sum(numbers), 0)]
+
+
+class TokenLimit:
+    """Cuts the text of one sequence off, as tokens of its model's tokenizer count."""
+
+    def __init__(self, tokenizer: TokenizerLike, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._left = max_tokens
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """The text as far as there is room for it, and whether it was cut or leaves no room."""
+        tokens = self._tokenizer.encode(text, add_special_tokens=False) if text else []
+        left, self._left = self._left, max(self._left - len(tokens), 0)
+        if len(tokens) <= left:
+            return text, not self._left
+        kept = self._tokenizer.decode(tokens[:left], skip_special_tokens=False)
+        return kept.rstrip("\ufffd"), True
+
+
+_GOES_ON = ("", "none", "null", "not_finished")
+_REASONS = {
+    "length": FinishReason.LENGTH,
+    "max_tokens": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+    "cancelled": FinishReason.ABORT,
+    "error": FinishReason.ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextResponse:
+    """One response. `text` is UTF-8, perhaps broken within a character; None of what it does not say."""
+
+    text: bytes = b""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    piece_logprobs: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, response: InferenceResponse) -> TextResponse:
+        """Raises `ServerError`: the response's own, or `InternalError` for outputs that cannot be read."""
+        if response.error is not None:
+            raise response.error
+        outputs = {tensor.name: tensor for tensor in response.outputs}
+        reason = _text(outputs.get("finish_reason")).decode("utf-8", "replace").lower()
+        stop = _text(outputs.get("stop_reason")).decode("utf-8", "replace")
+        return cls(
+            _text(outputs.get("text_output")),
+            None if reason in _GOES_ON else _REASONS.get(reason, FinishReason.STOP),
+            None if stop.lower() in _GOES_ON else stop,
+            _count(outputs.get("num_input_tokens")),
+            _count(outputs.get("num_output_tokens")),
+            _logprobs(outputs.get("logprobs")),
+            _numbers(outputs.get("output_log_probs")),
+        )
+
+
+def _text(tensor: Tensor | None) -> bytes:
+    if tensor is None or not tensor.array.size:
+        return b""
+    first = tensor.array.reshape(-1)[0]
+    if not isinstance(first, bytes):
+        raise InternalError(f"the model's output '{tensor.name}' holds no strings")
+    return first
+
+
+def _count(tensor: Tensor | None) -> int | None:
+    if tensor is None or not tensor.array.size:
+        return None
+    return int(np.asarray(tensor.array).reshape(-1)[0])
+
+
+def _numbers(tensor: Tensor | None) -> tuple[float, ...]:
+    return () if tensor is None else tuple(np.asarray(tensor.array, np.float64).reshape(-1).tolist())
+
+
+def _logprobs(tensor: Tensor | None) -> list[TokenLogprobs] | None:
+    """A list of objects, token id to its log probability, rank and text; the token that was taken comes first."""
+    text = _text(tensor)
+    if not text:
+        return None
+    try:
+        positions = orjson.loads(text)
+        return [_position(position) for position in positions or ()]
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise InternalError(f"the model's output 'logprobs' cannot be read: {error!r}") from None
+
+
+def _position(position: dict[str, dict[str, Any]]) -> TokenLogprobs:
+    entries = [
+        (
+            int(token),
+            float(entry["logprob"]),
+            str(entry.get("decoded_token") or ""),
+            int(entry.get("rank") or 0),
+        )
+        for token, entry in position.items()
+    ]
+    token_id, logprob, text, rank = next(iter(entries))
+    top = sorted(((token, value, text) for token, value, text, _ in entries), key=lambda entry: -entry[1])
+    return TokenLogprobs(token_id, text, logprob, rank, tuple(top))
+
+
+class OutputSequence:
+    """Reads the responses for one sequence, the only one of the outputs that it makes.
+
+    `tokenizer` counts the tokens that the model does not count; None where there is none. `limit`: of a model that
+    does not know `max_tokens`.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        sampling: SamplingParams,
+        text: AnswerText,
+        tokenizer: TokenizerLike | None,
+        limit: TokenLimit | None = None,
+    ) -> None:
+        self._request_id = request_id
+        self._num_prompt_tokens = num_prompt_tokens
+        self._sampling = sampling
+        self._text = text
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._pieces = PieceLogprobs(tokenizer)
+        self._shown = ""
+        self._reported: int | None = None
+        self._counted = 0
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: str | None = None
+        self.done = False
+
+    def read(self, response: TextResponse, *, final: bool) -> GenerationOutput | None:
+        """The output that a response makes, None if it shows nothing new. After the last, `done` is True."""
+        enough = self._num_tokens >= self._sampling.min_tokens
+        self._note(response)
+        text = self._text.add(response.text, match_stop=enough)
+        if final:
+            text += self._text.finish()
+        self.done = final
+        if self._text.stop_reason is not None:
+            self._stop(FinishReason.STOP, self._text.stop_reason)
+        if self._limit is not None:
+            text = self._within(self._limit, text)
+        self._shown += text
+        self._count(text)
+        logprobs = self._logprobs(response)
+        return self._output(text, logprobs) if text or logprobs or self.done else None
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._counted if self._reported is None else self._reported
+
+    def _note(self, response: TextResponse) -> None:
+        """Take in what a response says beside its text."""
+        if response.num_input_tokens is not None:
+            self._num_prompt_tokens = response.num_input_tokens
+        if response.num_output_tokens is not None:
+            self._reported = (self._reported or 0) + response.num_output_tokens
+        if response.finish_reason is not None:
+            self._finish_reason, self._stop_reason = response.finish_reason, response.stop_reason
+
+    def _stop(self, reason: FinishReason, stop: str | None = None) -> None:
+        self.done = True
+        self._finish_reason, self._stop_reason = reason, stop
+
+    def _within(self, limit: TokenLimit, text: str) -> str:
+        kept, reached = limit.add(text)
+        if kept != text or (reached and not self.done):
+            self._stop(FinishReason.LENGTH)
+        return kept
+
+    def _count(self, text: str) -> None:
+        if self._tokenizer is None or self._reported is not None:
+            return
+        if self.done:  # pieces of a text may have more tokens than the whole
+            self._counted = len(self._tokenizer.encode(self._shown, add_special_tokens=False))
+        elif text:
+            self._counted += len(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _logprobs(self, response: TextResponse) -> list[TokenLogprobs] | None:
+        """As many as were asked for: the token itself comes beside them."""
+        wanted = self._sampling.logprobs
+        if wanted is None:
+            return None
+        if response.piece_logprobs:
+            return self._pieces.add(response.text.decode("utf-8", "replace"), response.piece_logprobs)
+        entries = response.logprobs or []
+        return [replace(entry, top=entry.top[:wanted]) for entry in entries] if wanted >= 0 else entries
+
+    def _output(self, text: str, logprobs: list[TokenLogprobs] | None) -> GenerationOutput:
+        delta = Completion(0, text, [], logprobs=logprobs)
+        if self.done:
+            delta = replace(delta, finish_reason=self._reason(), stop_reason=self._stop_reason)
+        usage = Usage(self._num_prompt_tokens, self._num_tokens)
+        return GenerationOutput(self._request_id, [delta], usage, finished=self.done)
+
+    def _reason(self) -> FinishReason:
+        """Why it has ended: what the model says, or what the number of its tokens tells."""
+        if self._finish_reason is not None:
+            return self._finish_reason
+        limit = None if self._limit is not None else self._sampling.max_tokens
+        return FinishReason.STOP if limit is None or self._num_tokens < limit else FinishReason.LENGTH

@@ -1,0 +1,209 @@
+"""gRPC server: options, listening socket, method lookup and graceful shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import grpc
+
+from neso.frontends.transport.grpc.call import CallbackCall, CallbackHandler, logger
+from neso.frontends.transport.grpc.coroutine_call import CoroutineCall
+from neso.frontends.transport.grpc.wire_format import (
+    ENCODINGS,
+    RESPONSE_HEADERS,
+    CallHeaders,
+    http_status,
+    status_trailers,
+)
+from neso.frontends.transport.http2 import (
+    Headers,
+    Http2Connection,
+    Http2Options,
+    Http2Stream,
+    ServerContext,
+    StreamEvents,
+)
+from neso.frontends.transport.tcp import tls_arguments
+
+_TLS_HANDSHAKE_TIMEOUT, _TLS_SHUTDOWN_TIMEOUT = 20.0, 2.0  # seconds
+_CANCEL_TIMEOUT = 5.0  # seconds for cancelled handlers to clean up
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcServerOptions:
+    """`max_message`: bytes of a message, decompressed. `compress_level`: gzip level of responses, None for none."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_message: int = 2**31 - 1
+    compress_level: int | None = None
+    reuse_port: bool = False
+    tls: ssl.SSLContext | None = None
+    backlog: int = 2048
+    http2: Http2Options = field(default_factory=Http2Options)
+
+
+class CallDetails(NamedTuple):
+    """Argument of interceptors, like `grpc.HandlerCallDetails`."""
+
+    method: str
+    invocation_metadata: Any
+
+
+class GrpcServer:
+    """Serves `grpc` method handlers with coroutines, and `CallbackHandler`s, on the running event loop.
+
+    `interceptors` have the `intercept_service` of `grpc.aio.ServerInterceptor`, which must return without awaiting.
+    """
+
+    def __init__(self, options: GrpcServerOptions, interceptors: tuple[Any, ...] = ()) -> None:
+        self.options = options
+        self._interceptors = interceptors
+        self._handlers: dict[str, Any] = {}
+        self._generic: tuple[Any, ...] = ()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = ServerContext(self._start_call, options.http2)
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The port listened on; the configured one before `start`."""
+        if self._server is None:
+            return self.options.port
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Register handlers of a service by method name; same signature as in `grpc.Server`."""
+        for name, handler in handlers.items():
+            self._handlers[f"/{service}/{name}"] = handler
+
+    def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
+        """Add generic handlers, which serve methods without a registered handler; as in `grpc.Server`."""
+        self._generic += handlers
+
+    async def start(self) -> None:
+        """Listen. Raises `OSError`."""
+        options = self.options
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Http2Connection(self._context),
+            options.host,
+            options.port,
+            backlog=options.backlog,
+            reuse_address=True,
+            reuse_port=options.reuse_port or None,
+            **tls_arguments(options.tls, _TLS_HANDSHAKE_TIMEOUT, _TLS_SHUTDOWN_TIMEOUT),
+        )
+
+    async def stop(self, grace: float) -> None:
+        """Stop accepting calls, wait up to `grace` seconds for those in flight, abort the rest."""
+        if self._server is None:
+            return
+        context, self._context.draining = self._context, True
+        self._server.close()
+        empty = asyncio.Event()
+        context.on_empty = empty.set
+        for connection in list(context.connections):
+            connection.go_away()
+        if context.connections:
+            await _wait(empty, grace)
+        for connection in list(context.connections):
+            connection.abort()
+        if context.connections:
+            await _wait(empty, _CANCEL_TIMEOUT)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CANCEL_TIMEOUT)
+        await self._server.wait_closed()
+        self._server = None
+
+    def _start_call(self, stream: Http2Stream, headers: Headers) -> StreamEvents:
+        """Application of the HTTP/2 connections."""
+        try:
+            call_headers = headers.parsed
+            if call_headers is None:
+                call_headers = headers.parsed = CallHeaders.parse(headers)
+            if (rejection := _rejection(call_headers)) is not None:
+                return _reject(stream, rejection)
+            handler = self._find_handler(call_headers)
+        except ValueError as error:
+            return _fail(stream, grpc.StatusCode.INTERNAL, str(error))
+        except Exception as error:
+            logger.exception("error in an interceptor")
+            return _fail(stream, grpc.StatusCode.UNKNOWN, f"Unexpected {type(error).__name__}: {error}")
+        if handler is None:
+            return _fail(stream, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        if isinstance(handler, CallbackHandler):
+            return CallbackCall(stream, call_headers, self.options, handler.start)
+        return CoroutineCall(stream, call_headers, self.options, handler, self._tasks)
+
+    def _find_handler(self, headers: CallHeaders) -> Any:
+        if not self._interceptors and (handler := self._handlers.get(headers.path)) is not None:
+            return handler
+        find: Callable[[Any], Awaitable[Any]] = self._look_up
+        for interceptor in reversed(self._interceptors):
+            find = _chain(interceptor, find)
+        return _run_without_waiting(find(CallDetails(headers.path, headers.metadata)))
+
+    async def _look_up(self, details: Any) -> Any:
+        handler = self._handlers.get(details.method)
+        if handler is not None:
+            return handler
+        found = (generic.service(details) for generic in self._generic)
+        return next((handler for handler in found if handler is not None), None)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+
+
+def _chain(interceptor: Any, find: Callable[[Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+    return lambda details: interceptor.intercept_service(find, details)
+
+
+def _run_without_waiting(coroutine: Any) -> Any:
+    """Result of a coroutine that never suspends. Raises `RuntimeError` if it does."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    raise RuntimeError("an interceptor must not wait")
+
+
+class _IgnoreEvents:
+    """Events of a stream that already has its response."""
+
+    def on_data(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_reset(self) -> None: ...
+
+
+def _rejection(headers: CallHeaders) -> bytes | None:
+    """Header block of the response to an invalid call, None for a valid one."""
+    if headers.method != "POST":
+        return http_status(405)
+    if not headers.is_grpc:
+        return http_status(415)
+    if headers.encoding not in ENCODINGS:
+        message = f"grpc-encoding '{headers.encoding}' is not supported"
+        return RESPONSE_HEADERS + status_trailers(grpc.StatusCode.UNIMPLEMENTED, message)
+    return None
+
+
+def _reject(stream: Http2Stream, block: bytes) -> StreamEvents:
+    stream.send(None, b"", block)
+    return _IgnoreEvents()
+
+
+def _fail(stream: Http2Stream, code: grpc.StatusCode, message: str) -> StreamEvents:
+    return _reject(stream, RESPONSE_HEADERS + status_trailers(code, message))

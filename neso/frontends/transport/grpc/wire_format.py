@@ -1,0 +1,253 @@
+"""gRPC over HTTP/2: length-prefixed messages, metadata, response headers and status trailers."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+
+from neso.frontends.transport.http2 import Headers, encode_headers
+
+Metadata = tuple[tuple[str, "str | bytes"], ...]
+
+ENCODINGS = ("identity", "deflate", "gzip")
+_PREFIX_SIZE = 5  # compressed flag, length
+_WINDOW_BITS = {"deflate": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
+
+# Headers of the protocol; all others are the client's metadata.
+_RESERVED = frozenset(
+    {
+        "te",
+        "content-type",
+        "content-length",
+        "grpc-timeout",
+        "grpc-encoding",
+        "grpc-accept-encoding",
+        "accept-encoding",
+        "host",
+    }
+)
+_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+
+# Encoded header blocks.
+STATUS_200 = b"\x88"  # entry of the static table for ":status: 200"
+_CONTENT = ((b"content-type", b"application/grpc"), (b"grpc-accept-encoding", b"identity, deflate, gzip"))
+RESPONSE_HEADERS = STATUS_200 + encode_headers(_CONTENT)
+GZIP_RESPONSE_HEADERS = RESPONSE_HEADERS + encode_headers([(b"grpc-encoding", b"gzip")])
+OK_TRAILERS = encode_headers([(b"grpc-status", b"0")])
+
+# Clients drop responses with more than 8 KiB of headers, including the status message.
+_MAX_STATUS_MESSAGE = 6 << 10
+_ELLIPSIS = b"..."
+
+
+class MessageError(Exception):
+    """A received message is invalid; the call ends with this status."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class MessageReader:
+    """Splits the body of a request into messages. `max_message`: in bytes, after decompression."""
+
+    __slots__ = ("_compressed", "_encoding", "_max_message", "_parts", "_prefix", "_remaining")
+
+    def __init__(self, encoding: str, max_message: int) -> None:
+        self._encoding = encoding
+        self._max_message = max_message
+        # Of the incomplete message:
+        self._prefix = b""
+        self._compressed = False
+        self._parts: list[bytes] = []
+        self._remaining = 0  # bytes
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages completed by `data`. Raises `MessageError`."""
+        size = len(data)
+        if size >= _PREFIX_SIZE and not self._prefix and not data[0]:
+            length = int.from_bytes(data[1:_PREFIX_SIZE], "big")
+            if length == size - _PREFIX_SIZE and length <= self._max_message:
+                return [data[_PREFIX_SIZE:]]  # the common case: one whole message
+        messages = []
+        pos = 0
+        while pos < size:
+            missing = _PREFIX_SIZE - len(self._prefix)
+            if missing:
+                self._prefix += data[pos : pos + missing]
+                pos += missing
+                if len(self._prefix) < _PREFIX_SIZE:
+                    break
+                self._parse_prefix()
+            part = data[pos : pos + self._remaining]
+            pos += len(part)
+            self._remaining -= len(part)
+            self._parts.append(part)
+            if not self._remaining:
+                messages.append(self._complete())
+        return messages
+
+    @property
+    def in_message(self) -> bool:
+        """Whether a message is incomplete."""
+        return bool(self._prefix)
+
+    def _parse_prefix(self) -> None:
+        flag, length = self._prefix[0], int.from_bytes(self._prefix[1:], "big")
+        if flag > 1:
+            raise MessageError(grpc.StatusCode.INTERNAL, f"message has an invalid compressed flag: {flag}")
+        if length > self._max_message:
+            raise MessageError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"Received message larger than max ({length} vs. {self._max_message})",
+            )
+        self._compressed = flag == 1
+        self._remaining = length
+
+    def _complete(self) -> bytes:
+        message = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._prefix = b""
+        return self._decompress(message) if self._compressed else message
+
+    def _decompress(self, message: bytes) -> bytes:
+        bits = _WINDOW_BITS.get(self._encoding)
+        if bits is None:
+            raise MessageError(grpc.StatusCode.INTERNAL, "compressed message without grpc-encoding")
+        decompressor = zlib.decompressobj(bits)
+        try:
+            # One byte more than the limit, or zlib would not see the end of a message of the maximum size.
+            plain = decompressor.decompress(message, self._max_message + 1)
+        except zlib.error as error:
+            raise MessageError(grpc.StatusCode.INTERNAL, f"cannot decompress message: {error}") from None
+        if len(plain) > self._max_message:
+            raise MessageError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"Decompressed message larger than max ({self._max_message})",
+            )
+        if not decompressor.eof:
+            raise MessageError(grpc.StatusCode.INTERNAL, "compressed message is truncated")
+        return plain
+
+
+def compress_message(message: bytes, level: int) -> tuple[bytes, bytes]:
+    """Prefix and gzip-compressed message."""
+    message = gzip.compress(message, level, mtime=0)
+    return b"\x01" + len(message).to_bytes(4, "big"), message
+
+
+def message_prefix(message: bytes) -> bytes:
+    """Prefix of an uncompressed message."""
+    return b"\x00" + len(message).to_bytes(4, "big")
+
+
+@dataclass(frozen=True, slots=True)
+class CallHeaders:
+    """Parsed headers of a call. `timeout`: seconds, None without a deadline. `encoding`: of the request's messages."""
+
+    method: str
+    path: str
+    content_type: str
+    encoding: str
+    accepts_gzip: bool
+    timeout: float | None
+    metadata: Metadata
+
+    @classmethod
+    def parse(cls, headers: Headers) -> CallHeaders:
+        """Raises `ValueError` for malformed gRPC headers."""
+        reserved: dict[str, str] = {}
+        metadata: list[tuple[str, str | bytes]] = []
+        for raw_name, raw_value in headers:
+            name = raw_name.decode("ascii")
+            if name.endswith("-bin"):
+                metadata += [(name, _decode_binary(value)) for value in raw_value.split(b",")]
+                continue
+            value = raw_value.decode("latin-1").strip(" \t")
+            if name in _RESERVED or name.startswith(":"):
+                reserved[name] = value
+            else:
+                metadata.append((name, value))
+        timeout = reserved.get("grpc-timeout")
+        accepted = reserved.get("grpc-accept-encoding", "").split(",")
+        return cls(
+            reserved.get(":method", ""),
+            reserved.get(":path", ""),
+            reserved.get("content-type", ""),
+            reserved.get("grpc-encoding", "identity"),
+            "gzip" in (each.strip() for each in accepted),
+            None if timeout is None else _parse_timeout(timeout),
+            tuple(metadata),
+        )
+
+    @property
+    def is_grpc(self) -> bool:
+        """Whether the content type is gRPC's, with any serialization; grpc-web is not."""
+        prefix, rest = self.content_type[:16].lower(), self.content_type[16:17]
+        return prefix == "application/grpc" and rest in ("", "+", ";")
+
+
+def status_trailers(code: grpc.StatusCode, message: str, metadata: Metadata = ()) -> bytes:
+    """Header block that ends a response."""
+    if code is grpc.StatusCode.OK and not message and not metadata:
+        return OK_TRAILERS
+    fields = [
+        (b"grpc-status", str(code.value[0]).encode()),
+        (b"grpc-message", encode_status_message(message)),
+    ]
+    return encode_headers([*fields, *_encode_metadata(metadata)])
+
+
+def http_status(status: int) -> bytes:
+    """Header block of a plain HTTP response."""
+    return encode_headers([(b":status", str(status).encode())])
+
+
+def encode_status_message(text: str) -> bytes:
+    """Percent-encode a grpc-message; printable ASCII except "%" is unchanged. Long messages are truncated."""
+    encoded: list[bytes] = []
+    size = 0
+    for character in text:
+        data = character.encode("utf-8", "replace")
+        byte = data[0]
+        part = data if 0x20 <= byte <= 0x7E and byte != 0x25 else b"".join(b"%%%02X" % each for each in data)
+        size += len(part)
+        if size > _MAX_STATUS_MESSAGE:
+            encoded.append(_ELLIPSIS)
+            break
+        encoded.append(part)
+    return b"".join(encoded)
+
+
+def _encode_metadata(metadata: Metadata) -> Iterator[tuple[bytes, bytes]]:
+    """Metadata as header fields."""
+    for name, value in metadata:
+        if name.endswith("-bin"):
+            data = value if isinstance(value, bytes) else value.encode()
+            yield name.encode("ascii"), base64.b64encode(data).rstrip(b"=")
+        else:
+            yield name.encode("ascii"), value if isinstance(value, bytes) else value.encode("latin-1")
+
+
+def _parse_timeout(text: str) -> float:
+    """Seconds of a grpc-timeout header. Raises `ValueError`."""
+    unit, number = _SECONDS.get(text[-1:]), text[:-1]
+    if unit is None or not (number.isascii() and number.isdigit()) or len(number) > 8:
+        raise ValueError(f"malformed grpc-timeout '{text}'")
+    return int(number) * unit
+
+
+def _decode_binary(value: bytes) -> bytes:
+    """Decode base64 with or without padding. Raises `ValueError`."""
+    value = value.strip().rstrip(b"=")
+    try:
+        return base64.b64decode(value + b"=" * (-len(value) % 4), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"malformed binary metadata: {error}") from None

@@ -1,0 +1,394 @@
+"""An HTTP/1.1 connection. Requests are handled one at a time, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+from neso.frontends.transport.http1.messages import (
+    JSON,
+    HandlerResult,
+    PendingResponse,
+    Request,
+    Response,
+    StreamingResponse,
+    error_response,
+    header_lines,
+    response_head,
+)
+from neso.frontends.transport.http1.parser import BODY, HEAD, IDLE, Rejection, RequestParser
+from neso.frontends.transport.tcp import enable_tcp_keepalive
+
+if TYPE_CHECKING:
+    from neso.frontends.transport.http1.server import ServerContext
+
+logger = logging.getLogger(__name__)
+
+_SMALL = 64 << 10  # bytes; smaller bodies are copied and sent together with the head
+_BODYLESS_STATUSES = (204, 304)
+_EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
+
+
+class HttpConnection(asyncio.Protocol):
+    """Parses requests, runs the handler for one request after the other and writes the responses.
+
+    EOF from the client counts as a disconnect: clients that half-close are rare, clients that disconnect while a
+    model generates are not.
+    """
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._options = context.options
+        self._parser = RequestParser(context.options)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
+        # The current request and its response.
+        self._request: Request | None = None
+        self._task: asyncio.Task[None] | None = None  # of a coroutine handler
+        self._pending: PendingResponse | None = None  # of a callback handler
+        self._streaming: StreamingResponse | None = None  # set once its head is sent
+        self._remaining_length: int | None = None  # bytes left of its Content-Length
+        self._chunked = False
+        self._bodyless = False
+        self._in_process_requests = False
+        self._disconnected = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._lingering = False
+        self._closing = False
+        self._reading_paused = False
+        self._since = context.now  # last progress, for the timeouts
+
+    # asyncio.Protocol.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._transport.set_write_buffer_limits(high=self._options.write_buffer)
+        enable_tcp_keepalive(transport)
+        self._context.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        parser = self._parser
+        before = parser.phase
+        parser.feed(data)
+        if parser.phase is not HEAD or before is not HEAD:
+            self._since = self._context.now
+        if self._request is None:
+            self._process_requests()
+        elif not self._reading_paused and self._has_backlog():
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._handle_disconnect()  # now: connection_lost waits until the write buffer is flushed
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._handle_disconnect()
+        self._writable.set()
+        self._parser.close()
+        context = self._context
+        context.connections.discard(self)
+        if context.draining and not context.connections:
+            context.idle.set()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+        self._since = self._context.now
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+        self._since = self._context.now
+
+    # Called by the server.
+
+    def drain_and_close(self) -> None:
+        """Accept no further requests; close after the response to the current one."""
+        if self._request is None and self._parser.phase is not BODY:
+            self._closing = True
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close immediately."""
+        self._transport.abort()
+
+    def check_timeout(self, now: float) -> None:
+        """Close the connection if a timeout has expired at `now`."""
+        options = self._options
+        waited = now - self._since
+        if self._closing:
+            if waited > (options.linger if self._lingering else options.write_timeout):
+                self._transport.abort()
+        elif not self._writable.is_set():
+            if waited > options.write_timeout:
+                self._transport.abort()
+        elif self._request is not None:
+            return
+        elif self._parser.phase is IDLE:
+            if waited > options.keep_alive_timeout:
+                self._close()
+        elif waited > (options.header_timeout if self._parser.phase is HEAD else options.body_timeout):
+            self._reject(Rejection(408, "request timeout"))
+
+    # Called by responses and adapters.
+
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """The client's address."""
+        name = self._transport.get_extra_info("peername")
+        return name[:2] if isinstance(name, tuple) else None
+
+    @property
+    def local(self) -> tuple[str, int] | None:
+        """The server's address."""
+        name = self._transport.get_extra_info("sockname")
+        return name[:2] if isinstance(name, tuple) else None
+
+    @property
+    def scheme(self) -> str:
+        """http or https."""
+        return "http" if self._options.tls is None else "https"
+
+    async def wait_disconnected(self) -> None:
+        """Wait until the client disconnects."""
+        await self._disconnected.wait()
+
+    async def drain(self) -> None:
+        """Wait for room in the write buffer. Raises `ConnectionResetError` if the client disconnected."""
+        if not self._writable.is_set():
+            await self._writable.wait()
+        if self._disconnected.is_set():
+            raise ConnectionResetError("client disconnected")
+
+    def send(self, request: Request, response: Response) -> None:
+        """Send the complete response and process the next request."""
+        if self._request is not request or self._closing:
+            return
+        body = response.body
+        if (
+            isinstance(body, bytes)
+            and len(body) < _SMALL
+            and request.keep_alive
+            and request.http_version == "1.1"
+            and request.method != "HEAD"
+            and response.status not in _BODYLESS_STATUSES
+            and not self._context.draining
+        ):
+            head = self._context.cached_head(response.status, response.content_type)
+            lines = header_lines(response.headers) if response.headers else b""
+            self._transport.write(b"%b%d\r\n%b\r\n%b" % (head, len(body), lines, body))
+        else:
+            self._write_response(request, response)
+        self._done(request)
+
+    def start(self, request: Request, response: StreamingResponse) -> None:
+        """Send the head of a streaming response."""
+        if self._request is not request or self._closing:
+            return
+        length = response.content_length
+        bodyless = self._bodyless = request.method == "HEAD" or response.status in _BODYLESS_STATUSES
+        self._chunked = length is None and request.http_version == "1.1" and not bodyless
+        connection = "transfer-encoding: chunked\r\n" if self._chunked else ""
+        if length is None and not self._chunked and not bodyless:
+            request.keep_alive = False  # HTTP/1.0: closing the connection ends the body
+        connection += self._connection_header(request)
+        self._transport.write(
+            response_head(
+                response.status,
+                response.content_type,
+                response.headers,
+                length,
+                self._context.date,
+                connection,
+            )
+        )
+        self._streaming = response
+        self._remaining_length = None if bodyless else length
+
+    def write_chunk(self, request: Request, data: bytes) -> None:
+        """Send a part of a streaming body. Raises `ValueError` if the body exceeds its Content-Length."""
+        if self._request is not request or self._closing or not data:
+            return  # an empty chunk would end the body
+        if self._chunked:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        elif not self._bodyless:
+            if self._remaining_length is not None:
+                if len(data) > self._remaining_length:
+                    raise ValueError("response body is longer than its Content-Length")
+                self._remaining_length -= len(data)
+            self._transport.write(data)
+
+    def finish(self, request: Request) -> None:
+        """End a streaming response and process the next request."""
+        if self._request is not request or self._closing:
+            return
+        if self._chunked:
+            self._transport.write(b"0\r\n\r\n")
+        elif self._remaining_length:
+            request.keep_alive = False  # body shorter than Content-Length: close, so that the client notices
+        self._done(request)
+
+    def fail(self, request: Request) -> None:
+        """Log the exception being handled; respond with status 500, or abort a response that has started."""
+        logger.exception("error in the handler of %s %s", request.method, request.path)
+        if self._request is not request or self._closing:
+            return
+        if self._streaming is None:
+            self._write_response(request, error_response(500, "internal error"))
+        else:
+            request.keep_alive = False
+        self._done(request)
+
+    # Internal.
+
+    def _process_requests(self) -> None:
+        """Handle parsed requests until one has no response yet, then the parser's rejection."""
+        if self._in_process_requests:
+            return  # called by a handler that responded synchronously; the loop below continues
+        self._in_process_requests = True
+        parser = self._parser
+        while self._request is None and not self._closing:
+            if parser.requests:
+                self._start_request(parser.requests.popleft())
+            elif parser.rejection is not None:
+                self._reject(parser.rejection)
+            elif self._context.draining and parser.phase is not BODY:
+                self._close()
+            else:
+                break
+        self._in_process_requests = False
+        if self._closing:
+            return
+        if self._request is None and parser.expects_continue:
+            parser.expects_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._reading_paused and not self._has_backlog():
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def _has_backlog(self) -> bool:
+        """Whether pipelined requests exceed the limits, so that reading must pause."""
+        queued = self._parser.requests
+        options = self._options
+        return len(queued) > options.max_pipelined or sum(len(r.body) for r in queued) > options.max_body
+
+    def _start_request(self, request: Request) -> None:
+        self._request = request
+        request.connection = self
+        try:
+            result = self._context.handler(request)
+            if isinstance(result, Response):
+                self.send(request, result)
+                return
+        except Exception:
+            self.fail(request)
+            return
+        if isinstance(result, PendingResponse):
+            if self._request is request:
+                self._pending = result
+            return
+        context = self._context
+        task: asyncio.Task[None] = asyncio.Task(self._run(request, result), loop=context.loop, **_EAGER)
+        if task.done():
+            return
+        context.tasks.add(task)
+        if self._request is request:
+            self._task = task
+
+    async def _run(self, request: Request, result: Awaitable[HandlerResult]) -> None:
+        try:
+            response = await result
+            if type(response) is Response:
+                self.send(request, response)
+            elif isinstance(response, StreamingResponse):
+                response.finish()
+            elif self._request is request and not self._closing:
+                raise RuntimeError("the handler returned without a response")
+        except ConnectionResetError:
+            if not self._disconnected.is_set():
+                self.fail(request)
+        except Exception:
+            self.fail(request)
+        except asyncio.CancelledError:
+            # Not cancelled by a disconnect: the client still expects a response.
+            if self._request is request and not self._closing:
+                self.fail(request)
+            raise
+        finally:
+            # A done callback would cost one more event loop iteration per request.
+            self._context.tasks.discard(asyncio.current_task())
+
+    def _done(self, request: Request) -> None:
+        """The response is complete. The task may continue, such as background work of an ASGI application."""
+        self._request = self._task = self._pending = None
+        if self._streaming is not None:
+            self._streaming = None
+            self._chunked = self._bodyless = False
+            self._remaining_length = None
+        self._since = self._context.now
+        if not request.keep_alive:
+            self._close()
+        else:
+            self._process_requests()
+
+    def _write_response(self, request: Request, response: Response) -> None:
+        status = response.status
+        size = None if status in _BODYLESS_STATUSES else response.size
+        data = response_head(
+            status,
+            response.content_type,
+            response.headers,
+            size,
+            self._context.date,
+            self._connection_header(request),
+        )
+        body = response.body
+        if not size or request.method == "HEAD":
+            self._transport.write(data)
+        elif not isinstance(body, bytes):
+            self._transport.writelines([data, *body])
+        elif size < _SMALL:
+            self._transport.write(data + body)
+        else:
+            self._transport.writelines([data, body])
+
+    def _connection_header(self, request: Request) -> str:
+        if self._context.draining:
+            request.keep_alive = False
+        if not request.keep_alive:
+            return "connection: close\r\n"
+        return "connection: keep-alive\r\n" if request.http_version == "1.0" else ""
+
+    def _reject(self, rejection: Rejection) -> None:
+        """Send an error and close, but keep reading for up to `linger` seconds.
+
+        Closing with unread data makes the kernel send a reset, which may discard the response at the client.
+        """
+        self._closing = self._lingering = True
+        self._since = self._context.now
+        body = self._options.rejection_body(rejection.status, rejection.message)
+        date = self._context.date
+        self._transport.write(
+            response_head(rejection.status, JSON, (), len(body), date, "connection: close\r\n") + body
+        )
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    def _close(self) -> None:
+        self._closing = True
+        self._transport.close()
+
+    def _handle_disconnect(self) -> None:
+        """Cancel the handler of the current request."""
+        task, pending = self._task, self._pending
+        self._request = self._task = self._pending = None
+        self._parser.requests.clear()
+        self._closing = True
+        self._disconnected.set()
+        if task is not None and not task.done():
+            task.cancel()
+        if pending is not None:
+            pending.on_disconnect()

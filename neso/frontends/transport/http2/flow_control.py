@@ -1,0 +1,166 @@
+"""Flow control in both directions: receive windows, the write buffer, and limits on costly client actions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from neso.frontends.transport.http2.frames import ErrorCode, Http2ConnectionError
+
+_LARGE = 64 << 10  # bytes; larger payloads are not copied to join them with other frames
+
+
+class ReceiveWindow:
+    """Bytes that a client may still send on a connection or stream. Credit is returned in large increments."""
+
+    __slots__ = ("_available", "_consumed", "_size")
+
+    def __init__(self, size: int) -> None:
+        self._size = self._available = size
+        self._consumed = 0
+
+    def receive(self, size: int) -> bool:
+        """Account for received bytes. False if they exceed the window."""
+        self._available -= size
+        return self._available >= 0
+
+    def consume(self, size: int) -> int:
+        """Account for processed bytes. Returns the WINDOW_UPDATE increment to send now, 0 for none."""
+        consumed = self._consumed + size
+        if consumed * 2 < self._size:
+            self._consumed = consumed
+            return 0
+        self._consumed = 0
+        self._available += consumed
+        return consumed
+
+
+class FrameWriter:
+    """Writes frames to the transport. Frames written between `cork` and `uncork` are sent together.
+
+    `on_stalled` is called if the client reads nothing for `timeout` seconds while the write buffer is full.
+    """
+
+    def __init__(self, transport: asyncio.Transport, timeout: float, on_stalled: Callable[[], None]) -> None:
+        self._transport = transport
+        self._timeout = timeout
+        self._on_stalled = on_stalled
+        self._loop = asyncio.get_running_loop()
+        self._corked: list[bytes] | None = None
+        self._corked_size = 0
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._unsent_before = 0
+        self._closed = False
+        self.writable = True
+
+    def write(self, data: bytes) -> None:
+        """Send frames."""
+        corked = self._corked
+        if corked is None:
+            if not self._closed:
+                self._transport.write(data)
+            return
+        corked.append(data)
+        self._corked_size += len(data)
+        if self._corked_size >= _LARGE:
+            self._flush(corked)
+
+    def write_large(self, head: bytes, data: memoryview) -> None:
+        """Send a frame without copying its payload if that is large."""
+        if len(data) < _LARGE:
+            self.write(head + data)
+            return
+        if self._corked:
+            self._flush(self._corked)
+        if not self._closed:
+            self._transport.writelines((head, data))
+
+    def cork(self) -> None:
+        """Hold back frames until `uncork`."""
+        self._corked = []
+
+    def uncork(self) -> None:
+        """Send the frames held back."""
+        corked, self._corked = self._corked, None
+        if corked and not self._closed:
+            self._flush(corked)
+
+    def close(self) -> None:
+        """Send the frames held back; later writes are dropped."""
+        self.uncork()
+        self._closed = True
+
+    def pause(self) -> None:
+        """The transport's write buffer is full."""
+        self.writable = False
+        self._writable.clear()
+        if self._stall_timer is None:
+            self._start_stall_timer()
+
+    def resume(self) -> None:
+        """The transport's write buffer has room again."""
+        self.writable = True
+        self.wake_waiters()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes in the transport's write buffer."""
+        return self._transport.get_write_buffer_size()
+
+    async def wait_writable(self) -> None:
+        """Wait for room in the write buffer, or the end of the connection."""
+        if not self.writable:
+            await self._writable.wait()
+
+    def wake_waiters(self) -> None:
+        """Wake `wait_writable` and stop the stall timer: there is room, or the connection is lost."""
+        self._writable.set()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _start_stall_timer(self) -> None:
+        self._unsent_before = self.unsent
+        self._stall_timer = self._loop.call_later(self._timeout, self._check_progress)
+
+    def _check_progress(self) -> None:
+        if self.unsent >= self._unsent_before:
+            self._stall_timer = None
+            self._on_stalled()
+        else:
+            self._start_stall_timer()
+
+    def _flush(self, corked: list[bytes]) -> None:
+        data = corked[0] if len(corked) == 1 else b"".join(corked)
+        corked.clear()
+        self._corked_size = 0
+        self._transport.write(data)
+
+
+class TokenBucket:
+    """Limits client actions that cost the server more than the client: `burst` at once, then `rate` per second.
+
+    `name`: plural name of the action for the error message.
+    """
+
+    __slots__ = ("_burst", "_name", "_rate", "_tokens", "_updated_at")
+
+    def __init__(self, name: str, burst: int, rate: float) -> None:
+        self._name = name
+        self._burst = self._tokens = float(burst)
+        self._rate = rate
+        self._updated_at = time.monotonic()
+
+    def consume(self) -> None:
+        """Take one token. Raises `Http2ConnectionError` if the bucket is empty."""
+        self._tokens -= 1
+        if self._tokens >= 0:
+            return
+        now = time.monotonic()
+        self._tokens = min(self._tokens + (now - self._updated_at) * self._rate, self._burst)
+        self._updated_at = now
+        if self._tokens < 0:
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, f"too many {self._name}")

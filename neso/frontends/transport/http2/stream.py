@@ -1,0 +1,223 @@
+"""One HTTP/2 stream: a request and its response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from neso.frontends.transport.http2.flow_control import ReceiveWindow
+from neso.frontends.transport.http2.frames import (
+    DATA,
+    END_STREAM,
+    MAX_WINDOW,
+    ErrorCode,
+    Http2StreamError,
+    frame_header,
+    reset_frame,
+    window_update,
+)
+from neso.frontends.transport.http2.headers import Headers
+
+if TYPE_CHECKING:
+    from neso.frontends.transport.http2.connection import Http2Connection
+
+
+class StreamEvents(Protocol):
+    """Callbacks of an application for one stream. They must not raise."""
+
+    def on_data(self, data: bytes) -> None:
+        """A part of the body was received. Call `Http2Stream.consumed` once it is processed, to receive more."""
+
+    def on_end(self) -> None:
+        """The body is complete."""
+
+    def on_reset(self) -> None:
+        """The client reset the stream or disconnected. Nothing can be sent any more."""
+
+
+class Application(Protocol):
+    """Handles requests: called with each new stream and its headers."""
+
+    def __call__(self, stream: Http2Stream, headers: Headers) -> StreamEvents: ...
+
+
+class Http2Stream:
+    """Sends the application's data within the client's flow-control windows. Created by the connection.
+
+    `local_closed`: the server sends nothing more. `remote_closed`: the client sends nothing more.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_drained",
+        "_queue",
+        "_receive_window",
+        "_remaining_length",
+        "_trailers",
+        "events",
+        "local_closed",
+        "number",
+        "remote_closed",
+        "send_window",
+    )
+
+    events: StreamEvents
+
+    def __init__(self, connection: Http2Connection, number: int, length: int | None) -> None:
+        self._connection = connection
+        self.number = number
+        self.send_window = connection.peer_settings.initial_window
+        self.local_closed = False
+        self.remote_closed = False
+        self._receive_window = ReceiveWindow(connection.options.stream_window)
+        self._remaining_length = length  # bytes left of the request's Content-Length, None without one
+        self._queue: deque[memoryview] | None = None  # data waiting for the windows or the write buffer
+        self._trailers: bytes | None = None  # sent after the queue
+        self._drained: asyncio.Future[None] | None = None
+
+    @property
+    def connection(self) -> Http2Connection:
+        return self._connection
+
+    # Called by the application.
+
+    def send(self, head: bytes | None, data: bytes, trailers: bytes | None) -> None:
+        """Send a header block, data, and the block that ends the stream; each is optional (b"" for no data)."""
+        if self.local_closed or self._trailers is not None:
+            return
+        connection = self._connection
+        connection.keepalive.on_sent()
+        frames = b"" if head is None else connection.header_frames(self.number, head, 0)
+        size = len(data)
+        if not self._queue and connection.can_send(size) and size <= self.send_window:
+            if size:
+                self.send_window -= size
+                connection.send_window -= size
+                frames += frame_header(size, DATA, 0, self.number) + data
+            if trailers is None:
+                connection.writer.write(frames)
+            else:
+                self._end(frames, trailers)
+            return
+        if not size and not self._queue and trailers is not None:
+            self._end(frames, trailers)
+            return
+        if frames:
+            connection.writer.write(frames)
+        if size:
+            self._enqueue(data)
+        self._trailers = trailers
+        if self.send_window > 0:
+            connection.schedule(self)
+
+    async def drain(self) -> None:
+        """Wait until all data is written. Raises `ConnectionResetError` if the client reset the stream."""
+        if self._queue and not self.local_closed:
+            if self._drained is None or self._drained.done():
+                self._drained = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._drained)
+        await self._connection.writer.wait_writable()
+        if self.local_closed:
+            raise ConnectionResetError("the client reset the stream")
+
+    def consumed(self, size: int) -> None:
+        """Return `size` bytes of processed body to the client's window."""
+        if self.remote_closed or self.local_closed:
+            return
+        increment = self._receive_window.consume(size)
+        if increment:
+            self._connection.keepalive.on_sent()
+            self._connection.writer.write(window_update(self.number, increment))
+
+    def reset(self, code: ErrorCode) -> None:
+        """Send RST_STREAM and close the stream."""
+        if not self.local_closed:
+            self._connection.writer.write(reset_frame(self.number, code))
+            self.close()
+
+    # Called by the connection.
+
+    def receive_data(self, frame_size: int, data_size: int, end: bool) -> None:
+        """Account for a DATA frame, which is larger than its data if padded. Raises `Http2StreamError`."""
+        if self.remote_closed:
+            raise Http2StreamError(ErrorCode.STREAM_CLOSED, "DATA after the end of the stream")
+        if not self._receive_window.receive(frame_size):
+            raise Http2StreamError(ErrorCode.FLOW_CONTROL_ERROR, "stream window exceeded")
+        if self._remaining_length is not None:
+            self._remaining_length -= data_size
+            if self._remaining_length < 0:
+                raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body longer than content-length")
+        if end:
+            self.close_remote()
+        elif frame_size != data_size:
+            self.consumed(frame_size - data_size)
+
+    def close_remote(self) -> None:
+        """The client ended the stream. Raises `Http2StreamError` if the body is too short."""
+        self.remote_closed = True
+        if self._remaining_length:
+            raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body shorter than content-length")
+
+    def increase_send_window(self, increment: int) -> None:
+        """Change the send window; SETTINGS may decrease it. Raises `Http2StreamError`."""
+        self.send_window += increment
+        if self.send_window > MAX_WINDOW:
+            raise Http2StreamError(ErrorCode.FLOW_CONTROL_ERROR, "window out of range")
+        if self._queue and self.send_window > 0:
+            self._connection.schedule(self)
+
+    def send_queued(self, limit: int) -> bool:
+        """Send queued data within the windows, at most `limit` bytes. Returns whether the stream can send more."""
+        connection, queue = self._connection, self._queue
+        while queue:
+            first = queue[0]
+            size = min(len(first), self.send_window, connection.send_window, connection.max_frame, limit)
+            if size <= 0:
+                return self.send_window > 0
+            if size == len(first):
+                queue.popleft()
+            else:
+                queue[0] = first[size:]
+            limit -= size
+            self.send_window -= size
+            connection.send_window -= size
+            connection.queued -= size
+            connection.keepalive.on_sent()
+            connection.writer.write_large(frame_header(size, DATA, 0, self.number), first[:size])
+        self._wake_drain()
+        if self._trailers is not None:
+            self._end(b"", self._trailers)
+        return False
+
+    def close(self) -> None:
+        """Close both sides and drop queued data."""
+        self.local_closed = self.remote_closed = True
+        if self._queue:
+            self._connection.queued -= sum(map(len, self._queue))
+            self._queue = None
+        self._trailers = None
+        self._wake_drain()
+        self._connection.remove_stream(self)
+
+    # Internal.
+
+    def _enqueue(self, data: bytes) -> None:
+        if self._queue is None:
+            self._queue = deque()
+        self._queue.append(memoryview(data))
+        self._connection.queued += len(data)
+
+    def _wake_drain(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def _end(self, frames: bytes, trailers: bytes) -> None:
+        """Send `frames` and the trailers. RST_STREAM tells a client that is still sending to stop."""
+        connection = self._connection
+        frames += connection.header_frames(self.number, trailers, END_STREAM)
+        if not self.remote_closed:
+            frames += reset_frame(self.number, ErrorCode.NO_ERROR)
+        self.local_closed = True
+        connection.writer.write(frames)
+        connection.remove_stream(self)

@@ -1,0 +1,41 @@
+"""Errors about the parameters of a request, and the checks that several modules share."""
+
+from __future__ import annotations
+
+
+class InvalidParameter(ValueError):
+    """A request parameter is not valid or not supported. `field` is its name, as the client wrote it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class PromptTooLong(InvalidParameter):
+    """The prompt leaves no room for output in the model's context."""
+
+    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            "prompt",
+            f"is {num_tokens} tokens long; this model's context is {max_model_len} tokens, of which at least one must "
+            "be left for the output",
+        )
+        self.num_tokens = num_tokens
+        self.max_model_len = max_model_len
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Raises `InvalidParameter` for an empty prompt, `PromptTooLong` for one that fills the context."""
+    if not num_tokens:
+        raise InvalidParameter("prompt", "is empty")
+    if num_tokens >= max_model_len:
+        raise PromptTooLong(num_tokens, max_model_len)
+
+
+def check_unicode(field: str, text: str) -> None:
+    """Raises `InvalidParameter` for text with a lone surrogate, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameter(field, f"is not valid Unicode text: {error}") from None

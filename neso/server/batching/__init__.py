@@ -1,1 +1,0 @@
-"""Requests that are executed together, for backends that concatenate them."""

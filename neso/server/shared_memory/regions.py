@@ -1,0 +1,239 @@
+"""Shared memory regions registered by clients: system and CUDA."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from neso.server.errors import AlreadyExists, InternalError, InvalidArgument, NotFound, Unsupported
+from neso.server.shared_memory.cuda import CudaDriver, CudaRegion
+from neso.server.tensor import DataType, Tensor
+
+REGION = "shared_memory_region"
+OFFSET = "shared_memory_offset"
+BYTE_SIZE = "shared_memory_byte_size"
+
+
+class Region(Protocol):
+    """Memory of a client, on the host or on a GPU."""
+
+    @property
+    def name(self) -> str: ...
+
+    def check(self, offset: int, byte_size: int) -> None: ...
+
+    def read(self, offset: int, byte_size: int) -> memoryview: ...
+
+    def write(self, offset: int, data: bytes | memoryview) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedMemoryWindow:
+    """`byte_size` bytes from `offset` of a region, which stays mapped as long as the window lives."""
+
+    region: Region
+    offset: int
+    byte_size: int
+
+    def read(self, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
+        """The tensor in it, in the binary tensor format. Raises `InvalidArgument` when the sizes disagree.
+
+        Fixed-size types are read-only views of the region, if it is on the host. A client that writes into it
+        while the request is in flight changes what the model sees.
+        """
+        data = self.region.read(self.offset, self.byte_size)
+        tensor = Tensor.from_wire(name, datatype, shape, data)
+        if tensor.array.flags.aligned:
+            return tensor
+        return replace(tensor, array=tensor.array.copy())  # there are backends that cannot read it in place
+
+    def write(self, tensor: Tensor) -> int:
+        """Put a tensor into it; the bytes that this took. Raises `InternalError` if it is too small."""
+        size = tensor.byte_size
+        if size > self.byte_size:
+            raise InternalError(
+                f"shared memory size specified with the request for output '{tensor.name}' ({self.byte_size} bytes) "
+                f"should be at least {size} bytes to hold the results"
+            )
+        if tensor.datatype is DataType.BYTES:
+            self.region.write(self.offset, tensor.to_wire())
+        else:
+            elements = np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8)
+            self.region.write(self.offset, elements.data)
+        return size
+
+    def parameters(self, written: int) -> dict[str, str | int]:
+        """What a response says of an output of `written` bytes that went here."""
+        return {REGION: self.region.name, OFFSET: self.offset, BYTE_SIZE: written}
+
+
+_DIRECTORY = "/dev/shm"  # where shm_open has its objects on Linux
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedMemoryRegion:
+    """`byte_size` bytes from `offset` of the object that clients know by `key`.
+
+    Mapped for as long as this object or a view of it lives, whether it is still registered or not.
+    """
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    _mapping: mmap.mmap
+    _start: int  # of the region in the mapping, which begins at a page
+
+    @classmethod
+    def open(cls, name: str, key: str, offset: int, byte_size: int) -> SharedMemoryRegion:
+        """Map it. Raises `InvalidArgument` if it is out of range, `InternalError` if it cannot be opened."""
+        descriptor = _open(key)
+        try:
+            if byte_size == 0 or offset + byte_size > os.fstat(descriptor).st_size:
+                raise InvalidArgument(f"failed to register shared memory region '{name}': invalid args")
+            start = offset % mmap.ALLOCATIONGRANULARITY
+            mapping = mmap.mmap(descriptor, start + byte_size, offset=offset - start)
+        except OSError as error:
+            raise InvalidArgument(f"failed to register shared memory region '{name}': {error}") from None
+        finally:
+            os.close(descriptor)  # the mapping has its own
+        return cls(name, key, offset, byte_size, mapping, start)
+
+    def check(self, offset: int, byte_size: int) -> None:
+        """Raises `InvalidArgument` for a part that is out of range."""
+        self.view(offset, byte_size)
+
+    def read(self, offset: int, byte_size: int) -> memoryview:
+        """The bytes from `offset` of the region, not a copy of them. Raises `InvalidArgument`."""
+        return self.view(offset, byte_size).toreadonly()
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put bytes at `offset` of the region. Raises `InvalidArgument`."""
+        self.view(offset, len(data))[:] = data
+
+    def view(self, offset: int, byte_size: int) -> memoryview:
+        """`byte_size` writable bytes from `offset` of the region. Raises `InvalidArgument` if out of range."""
+        if offset >= self.byte_size:
+            raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
+        if offset + byte_size > self.byte_size:
+            raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{self.name}'")
+        # To touch pages that a client has cut off the object would kill the server (SIGBUS).
+        if self.offset + offset + byte_size > self._mapping.size():
+            raise InvalidArgument(f"shared memory region '{self.name}' has shrunk since it was registered")
+        start = self._start + offset
+        return memoryview(self._mapping)[start : start + byte_size]
+
+
+def _open(key: str) -> int:
+    """A descriptor of the object, as shm_open gives it: names with further slashes lead nowhere."""
+    name = key.removeprefix("/")
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        raise InternalError(f"Unable to open shared memory region: '{key}'")
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(os.path.join(_DIRECTORY, name), flags)
+    except (OSError, UnicodeError):
+        raise InternalError(f"Unable to open shared memory region: '{key}'") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InternalError(f"Unable to open shared memory region: '{key}'")
+    return descriptor
+
+
+class SharedMemory:
+    """Knows the regions by name: those of the system and, where there is a GPU, those of CUDA.
+
+    What clients ask for is refused with `Unsupported` unless `enabled`: who may register regions can read and write any
+    shared memory that the server's user can.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._regions: dict[str, SharedMemoryRegion] = {}
+        self._cuda_regions: dict[str, CudaRegion] = {}
+
+    def check_enabled(self) -> None:
+        """Raises `Unsupported` if clients may not use shared memory."""
+        if not self.enabled:
+            raise Unsupported(
+                "client shared memory is disabled; start the server with --allow-client-shm=true"
+            )
+
+    def close(self) -> None:
+        """Forget all regions, at the end of the server."""
+        self._regions.clear()
+        self._cuda_regions.clear()
+
+    @cached_property
+    def cuda(self) -> CudaDriver | None:
+        """None where there is no GPU, or clients may not use it."""
+        return CudaDriver.load() if self.enabled else None
+
+    def status(self, name: str = "") -> list[SharedMemoryRegion]:
+        """The region of that name, or all. Raises `NotFound`."""
+        self.check_enabled()
+        if not name:
+            return list(self._regions.values())
+        if name not in self._regions:
+            raise NotFound(f"Unable to find system shared memory region: '{name}'")
+        return [self._regions[name]]
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Map `byte_size` bytes from `offset` of the object `key` of shm_open. Raises `ServerError`."""
+        self.check_enabled()
+        self._check_free(name)
+        self._regions[name] = SharedMemoryRegion.open(name, key, offset, byte_size)
+
+    def unregister(self, name: str = "") -> None:
+        """Forget the region of that name, if there is one, or all. Requests in flight keep it mapped."""
+        self.check_enabled()
+        if name:
+            self._regions.pop(name, None)
+        else:
+            self._regions.clear()
+
+    def window(self, name: str, offset: int, byte_size: int) -> SharedMemoryWindow:
+        """A part of a region. Raises `NotFound`, `InvalidArgument` if it is out of range."""
+        self.check_enabled()
+        region = self._regions.get(name) or self._cuda_regions.get(name)
+        if region is None:
+            raise NotFound(f"Unable to find shared memory region: '{name}'")
+        region.check(offset, byte_size)
+        return SharedMemoryWindow(region, offset, byte_size)
+
+    def cuda_status(self, name: str = "") -> list[CudaRegion]:
+        """The region of that name, or all. Raises `NotFound`."""
+        self.check_enabled()
+        if not name:
+            return list(self._cuda_regions.values())
+        if name not in self._cuda_regions:
+            raise NotFound(f"Unable to find cuda shared memory region: '{name}'")
+        return [self._cuda_regions[name]]
+
+    def register_cuda(self, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
+        """Map memory of a GPU by its handle from another process. Raises `ServerError`."""
+        self.check_enabled()
+        if self.cuda is None:
+            raise InvalidArgument(
+                f"failed to register CUDA shared memory region: '{name}', GPUs not supported"
+            )
+        self._check_free(name)
+        self._cuda_regions[name] = CudaRegion.open(name, self.cuda, handle, device_id, byte_size)
+
+    def unregister_cuda(self, name: str = "") -> None:
+        """Forget the region of that name, if there is one, or all. Requests in flight keep it mapped."""
+        self.check_enabled()
+        if name:
+            self._cuda_regions.pop(name, None)
+        else:
+            self._cuda_regions.clear()
+
+    def _check_free(self, name: str) -> None:
+        if name in self._regions or name in self._cuda_regions:
+            raise AlreadyExists(f"shared memory region '{name}' already in manager")

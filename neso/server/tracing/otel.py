@@ -1,0 +1,142 @@
+"""Traces as spans, exported by OpenTelemetry's protocol over HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from neso.server.errors import Unsupported
+from neso.server.trace_config import OtelConfig, TraceLevel
+from neso.server.tracing.trace import ModelTrace, Trace, TraceSink
+
+try:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError as error:
+    raise Unsupported(
+        f"trace mode 'opentelemetry' needs OpenTelemetry, which is not installed: pip install 'neso[otel]' ({error})"
+    ) from None
+
+FLUSH_TIMEOUT = 3.0
+"""Seconds that the last spans may take to reach the collector when the server stops."""
+
+
+class OtelSink(TraceSink):
+    """InferRequest ─ the model's name ─ compute, each with its activities as events; models called are below.
+
+    Everything that a trace holds is made a span when it ends, but for the spans of requests and models: their ids
+    must be known to those who make spans of their own. Tensors are not exported.
+    """
+
+    levels = TraceLevel.TIMESTAMPS
+
+    def __init__(self, config: OtelConfig) -> None:
+        self.config = config
+        attributes: dict[str, Any] = dict(config.resource)
+        if "service.name" not in OTELResourceDetector().detect().attributes:
+            attributes.setdefault("service.name", "neso")
+        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        self._exporter = OTLPSpanExporter(endpoint=config.url)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=config.bsp_max_queue_size,
+                schedule_delay_millis=config.bsp_schedule_delay,
+                max_export_batch_size=config.bsp_max_export_batch_size,
+            )
+        )
+        self._tracer = self._provider.get_tracer("neso")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def parent(self, header: Callable[[str], str | None]) -> Any:
+        """The context that a request brings in its headers, None without a valid one."""
+        carrier = {name: value for name in ("traceparent", "tracestate") if (value := header(name))}
+        if "traceparent" not in carrier:
+            return None
+        context = self._propagator.extract(carrier)
+        return context if get_current_span(context).get_span_context().is_valid else None
+
+    def is_sampled(self, parent: Any) -> bool:
+        """Whether that context is of a trace which is recorded."""
+        return parent is not None and get_current_span(parent).get_span_context().trace_flags.sampled
+
+    def begin(self, trace: Trace) -> None:
+        trace.span = self._tracer.start_span(
+            "InferRequest", trace.parent, SpanKind.SERVER, start_time=trace.started + trace.clock_offset
+        )
+
+    def begin_model(self, model: ModelTrace) -> None:
+        offset = model.trace.clock_offset
+        start = model.activities[0][1] if model.activities else model.trace.started
+        attributes: dict[str, Any] = {
+            "triton.model_name": model.model_name,
+            "triton.model_version": int(model.model_version),
+            "triton.trace_id": model.id,
+            "triton.trace_parent_id": model.parent_id,
+        }
+        if model.request_id:
+            attributes["triton.request_id"] = model.request_id
+        context = set_span_in_context(model.parent.span)
+        model.span = self._tracer.start_span(
+            model.model_name, context, attributes=attributes, start_time=start + offset
+        )
+
+    def end_model(self, model: ModelTrace) -> None:
+        offset, span = model.trace.clock_offset, model.span
+        compute = [(name, ns) for name, ns in model.activities if name.startswith("COMPUTE_")]
+        others = [activity for activity in model.activities if activity not in compute]
+        for name, ns in sorted(others, key=lambda activity: activity[1]):
+            span.add_event(name, timestamp=ns + offset)
+        span.set_attributes(model.attributes)
+        if model.error is not None:
+            span.set_status(Status(StatusCode.ERROR, model.error.message))
+        self._add_parts(model, compute)
+        span.end(model.activities[-1][1] + offset if model.activities else None)
+
+    def end(self, trace: Trace) -> None:
+        for name, ns in trace.activities:
+            trace.span.add_event(name, timestamp=ns + trace.clock_offset)
+        failed = next((model.error for model in trace.models if model.error and not model.parent_id), None)
+        if failed is not None:
+            trace.span.set_status(Status(StatusCode.ERROR, failed.message))
+        trace.span.end(time.monotonic_ns() + trace.clock_offset)
+
+    def context(self, model: ModelTrace) -> dict[str, str] | None:
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, set_span_in_context(model.span))
+        return carrier
+
+    def name(self, trace: Trace) -> str:
+        return format(trace.span.get_span_context().trace_id, "032x")
+
+    def close(self) -> None:
+        """Send what is left, and end the thread that sends. Blocks."""
+        # The processor waits as long as the exporter tries; shut down, that one gives up.
+        give_up = threading.Timer(FLUSH_TIMEOUT, self._exporter.shutdown)
+        give_up.start()
+        self._provider.shutdown()
+        give_up.cancel()
+
+    def _add_parts(self, model: ModelTrace, compute: list[tuple[str, int]]) -> None:
+        """The spans below that of a model: compute with what it consists of, and what was before it."""
+        offset = model.trace.clock_offset
+        inside = set_span_in_context(model.span)
+        for name, start, end in model.phases:
+            if not compute or start < compute[0][1]:
+                self._tracer.start_span(name, inside, start_time=start + offset).end(end + offset)
+        if not compute:
+            return
+        span = self._tracer.start_span("compute", inside, start_time=compute[0][1] + offset)
+        for name, ns in compute:
+            span.add_event(name, timestamp=ns + offset)
+        inside = set_span_in_context(span)
+        for name, start, end in model.phases:
+            if start >= compute[0][1]:
+                self._tracer.start_span(name, inside, start_time=start + offset).end(end + offset)
+        span.end(compute[-1][1] + offset)

@@ -1,0 +1,31 @@
+"""Fixtures: connections, each with its client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from http2_client import Client
+
+from neso.frontends.transport.http2 import Http2Options
+
+
+@pytest.fixture
+async def make() -> AsyncIterator[Callable[..., Client]]:
+    clients: list[Client] = []
+
+    def client(**options: Any) -> Client:
+        clients.append(Client(Http2Options(**options)))
+        return clients[-1]
+
+    yield client
+    for each in clients:
+        each.server.connection_lost(None)
+        assert not each.server.streams
+        assert not each.context.connections
+
+
+@pytest.fixture
+async def client(make: Callable[..., Client]) -> Client:
+    return make().greet()
