@@ -125,7 +125,7 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
     if options.openai is not None:
         app = await asyncio.to_thread(_openai_app, core, options)
     if options.http is not None:
-        from neso.frontends.kserve_http import KServeHttp
+        from neso.frontends.kserve.http_frontend import KServeHttp
 
         http = KServeHttp(core, options.http)
         if app is not None:
@@ -133,7 +133,7 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
                 http.mount(path, app)
         await start("http", http)
     if options.grpc is not None:
-        from neso.frontends.kserve_grpc import KServeGrpc
+        from neso.frontends.kserve.grpc_frontend import KServeGrpc
 
         await start("grpc", KServeGrpc(core, options.grpc))
     if options.metrics is not None:
