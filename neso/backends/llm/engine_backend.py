@@ -28,8 +28,7 @@ from neso.engine.errors import EngineBusy, EngineDead, EngineError
 from neso.engine.open_tokenizer import EngineText
 from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.text.tokenizer import NO_TOKENIZER
-from neso.engine.weights.errors import ModelNotFound
-from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.generation import (
     FinishReason,
     GenerationOutput,
