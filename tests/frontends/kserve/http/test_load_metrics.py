@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from neso.server.metrics.kv_cache import FAMILY
+from neso.server.metrics.model_metrics import KV_CACHE_FAMILY
 
 ROUTES = {
     "/v2/models/text/generate": {"PROMPT": "hi"},
@@ -20,7 +20,7 @@ ROUTES = {
 @pytest.fixture
 def cache(core):
     for kind, value in {"max": 160, "used": 20, "tokens_per": 16}.items():
-        core.metrics.watch(FAMILY, "", "llm", "1", lambda value=value: value, kv_cache_block_type=kind)
+        core.metrics.watch(KV_CACHE_FAMILY, ("llm", "1", kind), lambda value=value: value)
 
 
 @pytest.mark.parametrize("path", ROUTES)
