@@ -16,10 +16,14 @@ from pydantic.dataclasses import dataclass
 from neso import __version__ as __version__
 from neso.compat.tritonserver.server import Server
 from neso.frontends import inprocess
-from neso.frontends.frontend_options import INT_MAX, MetricsOptions, ResponseCompression
+from neso.frontends.frontend_options import (
+    INT_MAX,
+    GrpcOptions,
+    HttpOptions,
+    MetricsOptions,
+    ResponseCompression,
+)
 from neso.frontends.header_forwarding import HeaderForwarding
-from neso.frontends.kserve_grpc import GrpcOptions
-from neso.frontends.kserve_http import HttpOptions
 from neso.frontends.security import TlsFiles
 from neso.frontends.transport.http1 import BindError
 from neso.server.errors import AlreadyExists as AlreadyExistsError

@@ -10,13 +10,13 @@ from typing import Any
 
 from neso.compat.tritonserver.inference import Model
 from neso.compat.tritonserver.server_options import LogFormat, MetricFormat, MetricKind, Options
-from neso.server.custom_metrics import CustomMetrics
-from neso.server.custom_metrics import MetricKind as NesoKind
 from neso.server.errors import InternalError, InvalidArgument, NotFound, Unavailable
 from neso.server.inprocess import Server as NesoServer
 from neso.server.log import LogFormat as NesoFormat
 from neso.server.log.settings import make_formatter
 from neso.server.metadata import ModelState
+from neso.server.metrics.custom import CustomMetrics
+from neso.server.metrics.custom import MetricKind as NesoKind
 
 # In Triton, metric families belong to the process, not to a server.
 process_metrics = CustomMetrics(lambda name: name.startswith("nv_"))
