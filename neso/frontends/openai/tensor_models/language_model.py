@@ -32,7 +32,7 @@ from neso.generation import (
     Usage,
     encode_text,
 )
-from neso.server.config.model_config import string_parameter
+from neso.server.config.model_config import parse_bool, string_parameter
 from neso.server.errors import ErrorCode, ServerError
 from neso.server.inference_request import InferenceRequest
 
@@ -67,8 +67,6 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
 
 UNLIMITED_LENGTH = 2**31 - 1
 """Stands for the context length of a model that does not tell it."""
-_TRUE = ("true", "t", "yes", "1")
-"""Texts of a parameter that is set."""
 
 
 class _Prompt(NamedTuple):
@@ -100,7 +98,7 @@ class TensorLanguageModel:
         self._model = model
         self._tokenizer = tokenizer
         self._default_max_tokens = default_max_tokens
-        self._accumulates = string_parameter(model.config, "accumulate_tokens").lower() in _TRUE
+        self._accumulates = bool(parse_bool(string_parameter(model.config, "accumulate_tokens")))
         self._told_limit = text_face.accepts_max_tokens(model.signature)
 
     async def generate(
