@@ -25,8 +25,7 @@ from neso.backends.request_tensors import tensor_error_text
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
-from neso.engine.open_tokenizer import EngineText
-from neso.engine.text.tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer
 from neso.engine.weights.errors import ModelNotFound
 from neso.engine.weights.hub import resolve_model
 from neso.generation import (
@@ -164,7 +163,7 @@ class EngineBackend(Backend):
         return self._engine
 
     @property
-    def text(self) -> EngineText:
+    def text(self) -> EngineTokenizer:
         return self.engine.text
 
     @property
