@@ -13,12 +13,12 @@ import time
 
 import numpy as np
 
-from neso.engine.beams.beam_group import BeamGroup
+from neso.engine.beams.beam_search import BeamGroup
 from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
-from neso.engine.sampling.random_choice import BROKEN
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
+from neso.engine.sampling.token_sampling import BROKEN
 from neso.generation import SamplingParams
 from neso.models import SHIPPED_MODELS
 

@@ -24,8 +24,8 @@ from safetensors.numpy import save_file
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.engine_core import EngineCore
 from neso.engine.load.loader import load_engine
+from neso.engine.loop.engine_core import EngineCore
 from neso.generation import LoraRequest, SamplingParams
 
 PROMPT, STEPS, ROUNDS = 32, 12, 4

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from neso.server.core import Core
-from neso.server.metrics import MetricsConfig
+from neso.server.metrics.config import MetricsConfig
 from neso.server.options import ServerOptions
 from neso.server.statistics import Timeline
 

@@ -20,8 +20,8 @@ from checkpoint import write_checkpoint
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.engine_core import EngineCore
 from neso.engine.load.loader import load_engine
+from neso.engine.loop.engine_core import EngineCore
 from neso.generation import SamplingParams
 
 PROMPT = 1024

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.engine_core import EngineCore
 from neso.engine.load.loader import load_engine
+from neso.engine.loop.engine_core import EngineCore
 from neso.generation import SamplingParams
 from neso.models import SHIPPED_MODELS
 

@@ -22,8 +22,8 @@ from checkpoint import SHAPES, write_checkpoint
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.engine_core import EngineCore
 from neso.engine.ipc.messages import StepOutputs, event_decoder, event_encoder
+from neso.engine.loop.engine_core import EngineCore
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint

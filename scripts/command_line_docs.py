@@ -1,30 +1,33 @@
-"""Write the option tables of docs/reference/command-line.md: `python scripts/command_line_docs.py`."""
+"""Writes the tables of docs/reference/command-line.md from the flags of `neso serve`.
+
+Usage: `python scripts/command_line_docs.py`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from neso.cli.options import TOPICS
-from neso.cli.options.option import Option, Topic
+from neso.cli.serve_options import TOPICS
+from neso.flags import Flag
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
 BEGIN = "<!-- The tables are written by scripts/command_line_docs.py. -->\n"
 
 
 def page(text: str) -> str:
-    """The page with its tables as they should be; what is above them stays."""
-    return text[: text.index(BEGIN)] + BEGIN + "".join(map(_section, TOPICS))
+    """The page with up-to-date tables; the text above them is kept."""
+    sections = (_section(title, flags) for title, flags in TOPICS.items())
+    return text[: text.index(BEGIN)] + BEGIN + "".join(sections)
 
 
-def _section(topic: Topic) -> str:
-    rows = "".join(map(_row, topic.options))
-    return f"\n## {topic.title}\n\n| option | |\n|---|---|\n{rows}"
+def _section(title: str, flags: tuple[Flag, ...]) -> str:
+    return f"\n## {title}\n\n| option | |\n|---|---|\n{''.join(map(_row, flags))}"
 
 
-def _row(option: Option) -> str:
-    flags = ", ".join(f"`{flag}`" for flag in option.flags)
-    value = f" `{_cell(option.value_name)}`" if option.value_name else ""
-    return f"| {flags}{value} | {_cell(option.described)} |\n"
+def _row(flag: Flag) -> str:
+    names = ", ".join(f"`{option}`" for option in flag.options)
+    value = f" `{_cell(flag.value_name)}`" if flag.value_name else ""
+    return f"| {names}{value} | {_cell(flag.description)} |\n"
 
 
 def _cell(text: str) -> str:

@@ -1,53 +1,55 @@
-"""`neso serve`: the command, made of the table of its options."""
+"""`neso serve`: the command, made of the flags that the options declare."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from neso.cli.options import OPTIONS, TOPICS
-from neso.cli.options.access import joined
-from neso.cli.options.help import help_text
-from neso.cli.options.option import Option
+from neso.cli.serve_options import FLAGS, TOPICS
+from neso.flags import Flag
 
-SUMMARY = "Serve models over HTTP, gRPC and OpenAI's API."
+SUMMARY = "Serve models over HTTP, gRPC and the OpenAI API."
 _MODELS = (
-    "Checkpoints in Hugging Face's layout: a directory, an org/name on the hub, or NAME=either to choose the name. "
-    "Without any MODEL or repository: the small model that ships inside."
+    "Checkpoint in Hugging Face's format: a directory, an org/name on the hub, or NAME=CHECKPOINT to set the served "
+    "name. Default without any MODEL or model repository: the small model that is part of the package."
 )
+_RESTRICTED_API = "--openai-restricted-api"
+_INDENT = " " * 8
 
 
 class ServeCommand(TyperCommand):
-    """A command with the help of the table."""
+    """A command with the help of the flags; typer's truncates long names in narrow terminals."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, joined(args))
+        return super().parse_args(ctx, join_restricted_api(args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write(help_text(SUMMARY, _MODELS, TOPICS))
+        formatter.write(help_text(TOPICS))
 
 
 def serve_function() -> Callable[..., None]:
-    """What typer makes the command of: a function whose parameters are the options.
+    """A function with a parameter for each flag, for typer to make the command of.
 
-    Each option is a list of texts to typer, so that one which is given twice can be told from one that is not, and
-    the texts of a configuration file mean what those of the command line do.
+    Each flag is a list of texts to typer: `FlagValues` parses them, as it does those of a configuration file, and
+    reports a flag that is given twice.
     """
 
     def serve(**given: Any) -> None:
-        from neso.cli.serving import run
+        from neso.cli.server_process import run
 
-        names = (*(option.name for option in OPTIONS), "models")
+        names = (*(flag.name for flag in FLAGS), "models")
         raise typer.Exit(run({name: _texts(given[_parameter(name)]) for name in names}))
 
     annotations: dict[str, Any] = {
         "models": Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...")]
     }
-    annotations |= {_parameter(option.name): _annotation(option) for option in OPTIONS}
+    annotations |= {_parameter(flag.name): _annotation(flag) for flag in FLAGS}
     serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -58,9 +60,9 @@ def serve_function() -> Callable[..., None]:
     return serve
 
 
-def _annotation(option: Option) -> Any:
-    kind: Any = bool | None if option.kind.bare else list[str] | None
-    return Annotated[kind, typer.Option(*option.flags)]
+def _annotation(flag: Flag) -> Any:
+    kind: Any = bool | None if flag.kind.bare else list[str] | None
+    return Annotated[kind, typer.Option(*flag.options)]
 
 
 def _texts(given: list[str] | bool | None) -> list[str]:
@@ -68,5 +70,43 @@ def _texts(given: list[str] | bool | None) -> list[str]:
 
 
 def _parameter(name: str) -> str:
-    """The name of an option in Python."""
+    """Python name of a flag."""
     return name.replace("-", "_")
+
+
+def join_restricted_api(arguments: list[str]) -> list[str]:
+    """Join the three arguments `GROUPS KEY VALUE` of Triton's OpenAI front end into one."""
+    result: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == _RESTRICTED_API and len(rest) >= 3 and "=" not in rest[0]:
+            groups, key, value, rest = rest[0], rest[1], rest[2], rest[3:]
+            argument = f"{_RESTRICTED_API}={groups}:{key}={value}"
+        result.append(argument)
+    return result
+
+
+def help_text(topics: Mapping[str, tuple[Flag, ...]]) -> str:
+    """Usage, MODEL argument, and the flags by topic."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    lines = ["Usage: neso serve [OPTIONS] [MODEL]...", "", SUMMARY, ""]
+    lines += [_rule("MODEL", width), *_indented(_MODELS, width)]
+    for title, flags in topics.items():
+        lines += ["", _rule(title, width)]
+        for flag in flags:
+            lines += _entry(flag, width)
+    return "\n".join(lines) + "\n"
+
+
+def _rule(title: str, width: int) -> str:
+    return f"─ {title} ".ljust(width, "─")
+
+
+def _entry(flag: Flag, width: int) -> Iterator[str]:
+    yield f"  {', '.join(flag.options)} {flag.value_name}".rstrip()
+    yield from _indented(flag.description, width)
+
+
+def _indented(text: str, width: int) -> list[str]:
+    return wrap(text, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)

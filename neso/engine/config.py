@@ -9,8 +9,8 @@ import msgspec
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.lora.config import LoraConfig
 from neso.engine.runners.base import DType, Quantization, RunnerOptions
-from neso.engine.score_limits import ScoreLimits
-from neso.engine.spec_decode.options import SpeculationConfig
+from neso.engine.sampling.limits import ScoreLimits
+from neso.engine.spec_decode.config import SpeculationConfig
 
 _OTHER_NAMES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
 """TensorRT-LLM's names of options that have another one here."""
@@ -30,7 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `prepare_grammars`: load what that needs with the model, instead of with the first grammar.
     `kv_cache_host_memory_bytes`: for cached blocks that the device has no room for, see `HostCache`.
     `step_timeout`: seconds after which a step counts as hung, see `StepWatchdog`; 0: never. `record_steps`: a folder
-    that gets every step, for `neso.engine.replay`; steps do not overlap then.
+    that gets every step, for `neso.engine.diagnostics.replay`; steps do not overlap then.
     `generation_config`: where defaults of sampling are from, "auto" for the checkpoint, "vllm" for nowhere, or a
     directory; `override_generation_config` are further ones that go before these. See `read_default_sampling`.
     `runner` "auto" is the fastest that this machine has; see `RunnerOptions` for dtype, quantization, num_threads.

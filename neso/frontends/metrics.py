@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from neso.frontends.frontend_options import MetricsOptions
 from neso.frontends.transport.http1 import HttpServer, HttpServerOptions, Request, Response, Router
 from neso.server.core import Core
-from neso.server.metrics import CONTENT_TYPE
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsOptions:
-    """Port 0 selects a free port."""
-
-    host: str = "0.0.0.0"
-    port: int = 8002
+from neso.server.metrics.registry import CONTENT_TYPE
 
 
 class MetricsHttp:

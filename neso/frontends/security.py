@@ -10,7 +10,6 @@ from pathlib import Path
 
 from neso.server.errors import InvalidArgument
 
-# API groups of KServe that can be restricted.
 GROUPS = (
     "health",
     "metadata",
@@ -22,6 +21,9 @@ GROUPS = (
     "trace",
     "logging",
 )
+"""API groups of KServe that can be restricted."""
+GRPC_HEADER_PREFIX = "triton-grpc-protocol-"
+"""Prefix of the metadata key that a restricted gRPC call requires."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,77 +1,259 @@
-"""What the one who starts the server decides."""
+"""Options of the server's core, with the flags of `neso serve` that set them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from neso.flags import LEVEL, PATH_OR_URI, SWITCH, Flag, FlagGroup, integer, number
+from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
 from neso.server.metrics.config import MetricsConfig
-from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
 from neso.server.repository.names import stays_inside
-from neso.server.response_cache.options import RedisOptions
-from neso.server.tracing.settings import TraceConfig
+from neso.server.trace_config import TraceConfig
 
 
 class ModelControlMode(str, Enum):
-    """Who decides which models are loaded."""
+    """When models are loaded and unloaded."""
 
     NONE = "none"
-    """All models of the repositories, at start."""
+    """All models of the repositories are loaded at start."""
     EXPLICIT = "explicit"
-    """The startup models, then whatever load and unload requests say."""
+    """The startup models are loaded at start, others on request."""
     POLL = "poll"
-    """What the repositories hold at the moment: they are looked at from time to time."""
+    """The repositories are polled, and the models follow their changes."""
+
+
+class RateLimitMode(str, Enum):
+    """Mode of the rate limiter, `--rate-limit`."""
+
+    OFF = "off"
+    """An execution starts as soon as an instance is free; `rate_limiter` in model configurations is ignored."""
+    EXECUTION_COUNT = "execution_count"
+    """An execution also waits for the resources of its instance, in the order of executions so far times priority."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceLimit:
+    """Amount of a rate limiter resource on one device or, if `device` is None, on each device."""
+
+    name: str
+    count: int
+    device: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ResourceLimit:
+        """Parse "name:count" or "name:count:device". Raises `InvalidArgument`."""
+        parts = text.split(":")
+        numbers = parts[1:]
+        if (
+            not parts[0]
+            or len(numbers) not in (1, 2)
+            or not all(n.isascii() and n.isdigit() for n in numbers)
+        ):
+            raise InvalidArgument(
+                "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or "
+                f"'<resource_name>:<count>'. Got {text}"
+            )
+        return cls(parts[0], int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else None)
+
+
+class LogFormat(str, Enum):
+    """Format of log lines; `DEFAULT` and `ISO8601` are Triton's."""
+
+    DEFAULT = "default"
+    ISO8601 = "ISO8601"
+    JSON = "JSON"
+
+    @classmethod
+    def parse(cls, text: str) -> LogFormat:
+        """The format of that name. Raises `InvalidArgument`."""
+        try:
+            return cls(text)
+        except ValueError:
+            known = ", ".join(format.value for format in cls)
+            raise InvalidArgument(f"invalid argument for log_format, got: {text}, expected {known}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """Log of the process. `file` "" is standard error."""
+
+    info: Annotated[bool, Flag("log-info", "Log informational messages.")] = True
+    warning: Annotated[bool, Flag("log-warning", "Log warnings.")] = True
+    error: Annotated[bool, Flag("log-error", "Log errors.")] = True
+    verbose_level: Annotated[
+        int,
+        Flag(
+            "log-verbose",
+            "Log verbosity (0 = info, 1 = debug, 2 = debug including libraries).",
+            LEVEL,
+            aliases=("tritonserver-log-verbose-level",),
+        ),
+    ] = 0
+    format: Annotated[
+        LogFormat,
+        Flag("log-format", "Format of log lines: Triton's default or ISO8601, or one JSON object per line."),
+    ] = LogFormat.DEFAULT
+    file: Annotated[str, Flag("log-file", "Log file.", metavar="FILE", default_text="standard error")] = ""
+
+
+def _resource_limits(texts: Iterable[str]) -> tuple[ResourceLimit, ...]:
+    return tuple(map(ResourceLimit.parse, texts))
+
+
+def _backend_settings(texts: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Settings by backend, from `BACKEND,KEY=VALUE`. Raises `InvalidArgument`."""
+    settings: dict[str, dict[str, str]] = {}
+    for text in texts:
+        backend, comma, pair = text.partition(",")
+        key, equals, value = pair.partition("=")
+        if not (backend and comma and key and equals):
+            raise InvalidArgument(f"expected BACKEND,KEY=VALUE, got '{text}'")
+        settings.setdefault(backend, {})[key] = value
+    return settings
+
+
+def _disable_auto_complete(
+    disable: Annotated[
+        bool, Flag("disable-auto-complete-config", "Do not complete model configurations.", SWITCH)
+    ] = False,
+    strict: Annotated[
+        bool | None,
+        Flag("strict-model-config", "Deprecated: true is the same as --disable-auto-complete-config."),
+    ] = None,
+) -> bool:
+    return disable or bool(strict)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of the core; front ends have their own.
+    """Options of the core; each front end has its own. Raises `ServerError` for invalid options.
 
-    `model_repository`: directories, or URIs of folders in a bucket. In EXPLICIT mode `startup_models` are loaded at
-    start, `("*",)` means all; in POLL mode the repositories are looked at every `repository_poll_secs` (0: only when
-    asked). `model_config_name`: `configs/<name>.pbtxt` of a model, where there is one, is read in place of its
-    config.pbtxt. `model_namespacing`: repositories may have models of the same name. `model_load_thread_count`: so many
-    versions of models are loaded at a time; one that fails is tried `model_load_retry_count` times more.
-    `strict_readiness`: the server
-    is ready only while every model that was to be loaded is. `exit_on_error` is for the process around the
-    core: the core itself goes on when a model fails. `exit_timeout` and `unload_timeout` (seconds) bound how
-    long requests in flight may take to end when the server stops, and when a model is unloaded or replaced.
-    `backend_config` holds settings by backend name. `response_cache_size` (bytes) is that of the response cache of
-    all models that enable it, in memory; 0: there is none. `redis_cache`: it is in Redis instead. `allow_client_shm`:
-    clients may have tensors read from and written to system shared memory. `rate_limit` says whether executions wait
-    for resources, `rate_limit_resources` how much there is of them; without any, the most that an instance needs.
-    `metrics`: what is measured. `trace`: what is traced from the start on. `config_checks`: what front ends demand of a
-    model's configuration (a `ModelConfig`); a `ServerError` that one raises is why the model is not loaded.
-    Raises `ServerError` for options that cannot be served.
+    Options without a flag:
+    - unload_timeout: seconds that requests in flight have to finish when a model is unloaded or replaced
+    - response_cache_size: bytes of the in-memory response cache; 0 disables it
+    - redis_cache: the response cache in Redis, instead of the one in memory
+    - config_checks: called with each `ModelConfig`; a `ServerError` that one raises fails the load of the model
+
+    `exit_on_error` is for the process that runs the core: the core itself continues when a model fails to load.
     """
 
-    model_repository: tuple[Path | str, ...] = ()
-    server_id: str = "neso"
-    model_control_mode: ModelControlMode = ModelControlMode.NONE
-    startup_models: tuple[str, ...] = ()
-    repository_poll_secs: float = 15.0
-    model_config_name: str = ""
-    model_namespacing: bool = False
-    model_load_thread_count: int = 4
-    model_load_retry_count: int = 0
-    strict_readiness: bool = True
-    exit_on_error: bool = True
-    exit_timeout: float = 30.0
+    model_repository: Annotated[
+        tuple[Path | str, ...],
+        Flag(
+            "model-repository",
+            "Model repository in Triton's layout: a directory, or the URI of a folder in a bucket.",
+            PATH_OR_URI,
+            aliases=("model-store",),
+        ),
+    ] = ()
+    server_id: Annotated[
+        str, Flag("id", "Server name in the server metadata.", metavar="NAME", topic="Process")
+    ] = "neso"
+    model_control_mode: Annotated[
+        ModelControlMode,
+        Flag(
+            "model-control-mode",
+            "none: load all models at start. explicit: load the models of --load-model, others on request. poll: "
+            "follow the changes of the repositories.",
+        ),
+    ] = ModelControlMode.NONE
+    startup_models: Annotated[
+        tuple[str, ...],
+        Flag("load-model", "Model to load at start in explicit mode; * alone loads all."),
+    ] = ()
+    repository_poll_secs: Annotated[
+        float,
+        Flag(
+            "repository-poll-secs",
+            "Seconds between two polls of the repositories in mode poll (0 = only on request).",
+            number(0),
+        ),
+    ] = 15.0
+    model_config_name: Annotated[
+        str,
+        Flag(
+            "model-config-name",
+            "Read configs/NAME.pbtxt instead of config.pbtxt for models that have it.",
+            metavar="NAME",
+        ),
+    ] = ""
+    model_namespacing: Annotated[
+        bool, Flag("model-namespacing", "Serve models of the same name from several repositories.")
+    ] = False
+    model_load_thread_count: Annotated[
+        int, Flag("model-load-thread-count", "Number of models loaded concurrently.", integer(1))
+    ] = 4
+    model_load_retry_count: Annotated[
+        int, Flag("model-load-retry-count", "Number of retries of a failed load.", integer(0))
+    ] = 0
+    strict_readiness: Annotated[
+        bool, Flag("strict-readiness", "Report ready only while every requested model is ready.")
+    ] = True
+    exit_on_error: Annotated[
+        bool, Flag("exit-on-error", "Exit if a model fails to load at start.", default=False)
+    ] = True
+    exit_timeout: Annotated[
+        float,
+        Flag(
+            "exit-timeout-secs",
+            "Seconds that requests in flight have to finish at exit.",
+            number(0),
+            topic="Process",
+        ),
+    ] = 30.0
     unload_timeout: float = 300.0
-    disable_auto_complete_config: bool = False
-    backend_config: dict[str, dict[str, str]] = field(default_factory=dict)
+    disable_auto_complete_config: Annotated[bool, FlagGroup(_disable_auto_complete)] = False
+    backend_config: Annotated[
+        dict[str, dict[str, str]],
+        Flag(
+            "backend-config",
+            "Setting of a backend.",
+            repeated=True,
+            metavar="BACKEND,KEY=VALUE",
+            convert=_backend_settings,
+        ),
+    ] = field(default_factory=dict)
     response_cache_size: int = 0
     redis_cache: RedisOptions | None = None
-    allow_client_shm: bool = False
-    rate_limit: RateLimitMode = RateLimitMode.OFF
-    rate_limit_resources: tuple[ResourceLimit, ...] = ()
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    trace: TraceConfig = field(default_factory=TraceConfig)
+    allow_client_shm: Annotated[
+        bool,
+        Flag(
+            "allow-client-shm",
+            "Allow clients to register shared memory for input and output tensors.",
+            topic="Memory and devices",
+        ),
+    ] = False
+    rate_limit: Annotated[
+        RateLimitMode,
+        Flag(
+            "rate-limit",
+            "execution_count: executions wait for the resources that their models name.",
+            topic="Rate limiter",
+        ),
+    ] = RateLimitMode.OFF
+    rate_limit_resources: Annotated[
+        tuple[ResourceLimit, ...],
+        Flag(
+            "rate-limit-resource",
+            "Amount of a resource; by default the most that one instance needs.",
+            repeated=True,
+            metavar="NAME:COUNT[:DEVICE]",
+            topic="Rate limiter",
+            convert=_resource_limits,
+        ),
+    ] = ()
+    metrics: Annotated[MetricsConfig, FlagGroup(MetricsConfig.parse, topic="Metrics")] = field(
+        default_factory=MetricsConfig
+    )
+    trace: Annotated[TraceConfig, FlagGroup(TraceConfig.parse, topic="Tracing")] = field(
+        default_factory=TraceConfig
+    )
     config_checks: tuple[Callable[[Any], None], ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,24 +270,24 @@ class ServerOptions:
             raise InvalidArgument(
                 "Wildcard model name '*' must be the ONLY startup model if specified at all."
             )
-        for name, value, least in (
+        for name, value, minimum in (
             ("repository_poll_secs", self.repository_poll_secs, 0),
             ("model_load_thread_count", self.model_load_thread_count, 1),
             ("model_load_retry_count", self.model_load_retry_count, 0),
         ):
-            if not value >= least:
-                raise InvalidArgument(f"{name} must be at least {least}, got {value}")
+            if not value >= minimum:
+                raise InvalidArgument(f"{name} must be at least {minimum}, got {value}")
         if not stays_inside(self.model_config_name):
             raise InvalidArgument(
                 f"model_config_name must be the name of a file in 'configs', got '{self.model_config_name}'"
             )
 
     def _normalize(self) -> None:
-        """Take what callers without a type checker write: one path, text for paths, a mode's name, lists."""
+        """Accept a single path, paths and modes as text, and lists in place of tuples."""
         repository: Any = self.model_repository
         if isinstance(repository, str | PathLike):
             repository = (repository,)
-        # Text is left as it is: it may be the URI of a bucket.
+        # Text is kept: it may be the URI of a bucket.
         paths = tuple(path if isinstance(path, str) else Path(path) for path in repository)
         object.__setattr__(self, "model_repository", paths)
         object.__setattr__(self, "startup_models", tuple(self.startup_models))

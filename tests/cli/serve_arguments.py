@@ -1,4 +1,4 @@
-"""What `neso serve` makes of its arguments, without serving."""
+"""Parses arguments of `neso serve` without starting a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neso.cli.serve_options import ServeOptions
 
 def parse(*arguments: str | Path) -> ServeOptions:
     """Raises `OptionError`."""
-    with patch("neso.cli.serving.run", return_value=0) as ran:
+    with patch("neso.cli.server_process.run", return_value=0) as ran:
         result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     return ServeOptions.read(ran.call_args.args[0])

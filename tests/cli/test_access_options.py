@@ -1,4 +1,4 @@
-"""The options that say who may use OpenAI's API."""
+"""Options of access to the OpenAI API."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from serve_arguments import parse
 
-from neso.cli.options.access import joined
-from neso.cli.options.errors import OptionError
+from neso.cli.flag_values import OptionError
+from neso.cli.serve import join_restricted_api
 from neso.frontends.openai.access import AccessOptions, Quota
 
 
@@ -23,11 +23,11 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NESO_API_KEY", raising=False)
 
 
-def test_everybody_may_ask_by_default() -> None:
+def test_no_key_is_required_by_default() -> None:
     assert access() == AccessOptions()
 
 
-def test_keys_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_flags_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("alice:sk-3\n")
     monkeypatch.setenv("NESO_API_KEY", " sk-4 ")
     keys = access("--api-key=sk-1", "--api-key=sk-2", f"--api-key-file={tmp_path}/keys").keys
@@ -59,7 +59,7 @@ def test_open_groups(text: str, groups: tuple[str, ...]) -> None:
     assert access(f"--api-key-open={text}").open_groups == groups
 
 
-def test_other_ways_to_the_models_are_warned_of() -> None:
+def test_unrestricted_kserve_warns() -> None:
     (warning,) = parse("--api-key=a").warnings
     assert "--allow-http=false --allow-grpc=false" in warning
     (warning,) = parse("--api-key=a", "--allow-grpc=false").warnings
@@ -76,7 +76,7 @@ def test_other_ways_to_the_models_are_warned_of() -> None:
         ["--openai-restricted-api=inference,metrics:admin-key=a=b:c"],
     ],
 )
-def test_restricted_groups_in_all_spellings(spelling: list[str]) -> None:
+def test_spellings_of_restricted_groups(spelling: list[str]) -> None:
     options = parse(*spelling, "--openai-port=1").openai
     assert options is not None
     for group in ("inference", "metrics"):
@@ -87,9 +87,9 @@ def test_restricted_groups_in_all_spellings(spelling: list[str]) -> None:
     assert not options.restrictions
 
 
-def test_other_arguments_stay_as_they_are() -> None:
+def test_other_arguments_are_unchanged() -> None:
     arguments = ["--http-port", "1", "--openai-restricted-api", "a", "b"]
-    assert joined(arguments) == arguments
+    assert join_restricted_api(arguments) == arguments
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_other_arguments_stay_as_they_are() -> None:
         (["--openai-root-cert=x"], "--openai-server-cert and --openai-server-key must be given together"),
     ],
 )
-def test_bad_values(arguments: list[str], message: str) -> None:
+def test_invalid_values(arguments: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse(*arguments)
 
 
-def test_names_of_tritons_front_end_for_openais_api() -> None:
+def test_flags_of_tritons_openai_front_end() -> None:
     options = parse(
         "--tokenizer=t",
         "--kserve-http-port=1",

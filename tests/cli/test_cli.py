@@ -1,4 +1,4 @@
-"""The command line without a server: what it says, and how it reads its options."""
+"""The command line without a server: its output and its options."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from serve_arguments import parse
 
 import neso
-from neso.cli.options.errors import OptionError
+from neso.cli.flag_values import OptionError
 from neso.cli.serve_options import ModelArgument
 from neso.engine.config import EngineConfig
+from neso.server.cache_options import RedisOptions
 from neso.server.options import ModelControlMode
-from neso.server.response_cache.options import RedisOptions
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -25,7 +25,7 @@ def test_version():
     assert run("--version").stdout == f"neso {neso.__version__}\n"
 
 
-def test_help_is_grouped():
+def test_help_has_topics():
     text = run("serve", "--help").stdout
     for group in ("Models", "Engine", "HTTP", "gRPC", "Metrics", "Process", "Logging", "Rate limiter"):
         assert f"─ {group}" in text
@@ -40,7 +40,7 @@ def test_help_is_grouped():
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["serve", "--help"]])
-def test_commands_that_serve_nothing_import_nothing_heavy(arguments):
+def test_help_imports_nothing_heavy(arguments):
     code = (
         "import sys\n"
         f"sys.argv = ['neso', *{arguments}]\n"
@@ -53,7 +53,7 @@ def test_commands_that_serve_nothing_import_nothing_heavy(arguments):
     )
 
 
-def test_the_package_imports_nothing_by_itself():
+def test_package_imports_nothing_heavy():
     code = "import sys, neso; print('numpy' in sys.modules, 'torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
@@ -74,13 +74,13 @@ def test_model_argument(text, name, checkpoint):
     assert ModelArgument.parse(text) == ModelArgument(name, checkpoint)
 
 
-def test_model_argument_of_a_directory_is_named_by_it(tmp_path, monkeypatch):
+def test_model_argument_of_a_directory_has_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ModelArgument.parse(".").name == tmp_path.name
 
 
 @pytest.mark.parametrize("text", ["=x", "x=", ""])
-def test_bad_model_argument(text):
+def test_invalid_model_argument(text):
     with pytest.raises(OptionError, match="NAME=CHECKPOINT"):
         ModelArgument.parse(text)
 
@@ -89,13 +89,13 @@ def test_defaults():
     options = parse()
     assert [m.name for m in options.models] == ["neso-pilot"]
     assert options.http and options.grpc and options.metrics and options.openai
-    ports = (options.http.port, options.grpc.port, options.metrics.port, options.openai_http.port)
+    ports = (options.http.port, options.grpc.port, options.metrics.port, options.openai.port)
     assert ports == (8000, 8001, 8002, 9000)
     assert not options.server.exit_on_error and options.server.strict_readiness
     assert not options.server.allow_client_shm
 
 
-def test_options_reach_their_places(tmp_path):
+def test_options_reach_server_and_front_ends(tmp_path):
     options = parse(
         f"--model-repository={tmp_path}",
         "--model-control-mode=explicit",
@@ -116,12 +116,12 @@ def test_options_reach_their_places(tmp_path):
     assert options.grpc is None and options.http is not None and options.http.port == 1234
 
 
-def test_engine_options_are_for_named_models():
+def test_engine_options():
     options = parse("m=neso-pilot", "--max-model-len=512", "--max-num-seqs=4")
     assert options.engine == {"max_model_len": "512", "max_num_seqs": "4"}
 
 
-def test_adapters_and_guesses_are_options_of_the_engine():
+def test_lora_and_speculation_options_reach_the_engine():
     options = parse(
         "neso-pilot",
         "--enable-lora",
@@ -153,12 +153,12 @@ def test_adapters_and_guesses_are_options_of_the_engine():
         (["--speculative-config=[]"], r"--speculative-config: expected a JSON object, got '\[\]'"),
     ],
 )
-def test_bad_options_of_the_engine(arguments, message):
+def test_invalid_engine_options(arguments, message):
     with pytest.raises(OptionError, match=message):
         parse("neso-pilot", *arguments)
 
 
-def test_a_model_may_be_served_by_another_name():
+def test_served_model_name():
     (model,) = parse("org/model", "--served-model-name=chat").models
     assert model == ModelArgument("chat", "org/model")
     with pytest.raises(OptionError, match="of one MODEL"):
@@ -176,11 +176,11 @@ def test_a_model_may_be_served_by_another_name():
         (["--response-cache-byte-size=7"], 7),
     ],
 )
-def test_size_of_the_response_cache(arguments, size):
+def test_response_cache_size(arguments, size):
     assert parse(*arguments).server.response_cache_size == size
 
 
-def test_a_response_cache_in_redis():
+def test_redis_cache():
     server = parse("--cache-config=redis,host=cache", "--cache-config=redis,port=6379").server
     assert server.redis_cache == RedisOptions("cache", 6379) and not server.response_cache_size
 
@@ -194,6 +194,6 @@ def test_a_response_cache_in_redis():
         (["--cache-config=local,size=1", "--response-cache-byte-size=1"], "cannot be given together"),
     ],
 )
-def test_bad_cache_configurations(arguments, message):
+def test_invalid_cache_config(arguments, message):
     with pytest.raises(OptionError, match=message):
         parse(*arguments)

@@ -1,4 +1,4 @@
-"""docs/reference/command-line.md tells of every option as it is."""
+"""docs/reference/command-line.md matches the flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_arguments import parse
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_tables_are_up_to_date():
+def test_tables_are_up_to_date():
     spec = importlib.util.spec_from_file_location("docs", ROOT / "scripts" / "command_line_docs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -20,7 +20,7 @@ def test_the_tables_are_up_to_date():
     assert text == module.page(text), "run: python scripts/command_line_docs.py"
 
 
-def test_the_file_of_options(tmp_path):
+def test_example_file_is_valid(tmp_path):
     text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     found = re.search(r"```yaml\n(.*?)```", text, re.S)
     assert found is not None

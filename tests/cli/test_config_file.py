@@ -1,4 +1,4 @@
-"""The file of --config."""
+"""Configuration file of `--config`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from serve_arguments import parse
 
-from neso.cli.options.errors import OptionError
+from neso.cli.flag_values import OptionError
 from neso.server.options import ModelControlMode
 
 
@@ -52,7 +52,7 @@ def test_all_kinds_of_values(config):
     assert [model.name for model in options.models] == ["pilot"]
 
 
-def test_the_command_line_wins(config):
+def test_command_line_takes_precedence(config):
     file = config("http-port: 18000\ngrpc-port: 18001\nmodel-repository: [a, b]")
     options = parse(file, "--http-port=28000", "--model-store=c")
     assert (options.http.port, options.grpc.port) == (28000, 18001)
@@ -60,7 +60,7 @@ def test_the_command_line_wins(config):
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n"])
-def test_an_empty_file_says_nothing(config, text):
+def test_empty_file_changes_nothing(config, text):
     assert parse(config(text)).http.port == 8000
 
 
@@ -83,21 +83,21 @@ def test_an_empty_file_says_nothing(config, text):
         ("? [a]\n: b", ":1: expected the name of an option"),
     ],
 )
-def test_errors_say_where(config, text, message):
+def test_errors_name_file_and_line(config, text, message):
     file = config(text)
     with pytest.raises(OptionError, match="^" + re.escape(file.removeprefix("--config=") + message)):
         parse(file)
 
 
-def test_a_bad_value_is_refused_even_where_the_command_line_has_its_own(config):
+def test_overridden_value_is_validated(config):
     with pytest.raises(OptionError, match=":1: http-port: expected a whole number"):
         parse(config("http-port: x"), "--http-port=1")
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_missing_file(tmp_path):
     with pytest.raises(OptionError, match=r"--config: cannot read '.*none.yaml': No such file"):
         parse(f"--config={tmp_path}/none.yaml")
 
 
-def test_warnings_hold_for_the_file_too(config):
+def test_ignored_option_of_the_file_warns(config):
     assert len(parse(config("http-thread-count: 4")).warnings) == 1

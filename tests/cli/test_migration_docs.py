@@ -1,4 +1,4 @@
-"""What the guides for those who move here say of options: they are there."""
+"""Options that the guides name exist."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from neso.cli.options import OPTIONS
+from neso.cli.serve_options import FLAGS
 from neso.engine.config import EngineConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+FLAG_PATTERN = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 ENGINE_CONFIG = re.compile(r"--engine-config ([a-z_]+)=(\S+?)[`\s]")
-FLAGS = {flag for option in OPTIONS for flag in option.flags}
+OPTIONS = {option for flag in FLAGS for option in flag.options}
 
 
 def columns(name: str) -> list[list[str]]:
@@ -21,12 +21,14 @@ def columns(name: str) -> list[list[str]]:
     return [line.strip("|").split("|") for line in lines if line.startswith("| ")]
 
 
-def test_options_for_those_of_vllm_serve_are_there():
-    named = [flag for _, ours, *_ in columns("guides/from-vllm-serve.md") for flag in FLAG.findall(ours)]
-    assert len(named) > 20 and set(named) <= FLAGS
+def test_replacements_of_vllm_options_exist():
+    named = [
+        flag for _, ours, *_ in columns("guides/from-vllm-serve.md") for flag in FLAG_PATTERN.findall(ours)
+    ]
+    assert len(named) > 20 and set(named) <= OPTIONS
 
 
-def test_options_of_the_engine_are_there():
+def test_engine_options_of_the_vllm_guide_exist():
     settings = ENGINE_CONFIG.findall((DOCS / "guides" / "from-vllm-serve.md").read_text())
     assert len(settings) > 5
     for name, value in settings:
@@ -43,8 +45,8 @@ def test_options_of_the_engine_are_there():
         "guides/tracing.md",
     ],
 )
-def test_all_options_that_a_page_names_are_there(name):
-    named = set(FLAG.findall((DOCS / name).read_text()))
+def test_options_of_guides_exist(name):
+    named = set(FLAG_PATTERN.findall((DOCS / name).read_text()))
     patterns = {flag for flag in named if flag.endswith("-")}  # such as --trace-*
-    assert named and named - patterns <= FLAGS
-    assert all(any(flag.startswith(pattern) for flag in FLAGS) for pattern in patterns)
+    assert named and named - patterns <= OPTIONS
+    assert all(any(option.startswith(pattern) for option in OPTIONS) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""What the terminal shows when a server is ready."""
+"""Summary that is printed when the server is ready."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from neso.cli.ready import show_ready
+from neso.cli.server_process import show_ready
 
 
 def model(
     name: str, inputs: dict[str, bool], outputs: set[str], backend: str = "", platform: str = ""
 ) -> Any:
-    """`inputs`: names, and whether each may be left out."""
+    """`inputs`: whether each is optional, by name."""
     specs = {name: SimpleNamespace(optional=optional) for name, optional in inputs.items()}
     return SimpleNamespace(
         name=name,
@@ -38,13 +38,13 @@ ENSEMBLE = model(
 TOKENS = model("tensorrt_llm", {"input_ids": False}, {"output_ids"}, backend="tensorrtllm")
 
 
-def test_ensembles_are_named_by_their_platform(capsys):
+def test_ensemble_shows_its_platform(capsys):
     text = shown(capsys, ENSEMBLE, TOKENS)
     assert "ensemble  (version 1, platform ensemble)" in text
     assert "tensorrt_llm  (version 1, backend tensorrtllm)" in text
 
 
-def test_the_example_has_what_the_model_needs(capsys):
+def test_example_request_has_the_required_inputs(capsys):
     assert (
         '/models/ensemble/generate -d \'{"text_input": "What is in-flight batching?", "max_tokens": 32}\''
         in (shown(capsys, TOKENS, ENSEMBLE))
@@ -53,7 +53,7 @@ def test_the_example_has_what_the_model_needs(capsys):
     assert '"parameters": {"temperature": 0}}' in shown(capsys, pilot)
 
 
-def test_without_a_model_for_text_the_example_asks_for_the_server(capsys):
+def test_example_without_a_text_model_queries_the_server(capsys):
     more = model("two", {"text_input": False, "other": False}, {"text_output"}, backend="python")
     vectors = model("embedder", {"text_input": False}, {"embedding"}, backend="embedding")
     assert "  curl localhost:8000/v2\n" in shown(capsys, TOKENS, more, vectors)

@@ -10,7 +10,7 @@ import trustme
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from neso.compat import tritonfrontend, tritonserver
-from neso.frontends.kserve_grpc.options import ResponseCompression
+from neso.frontends.frontend_options import ResponseCompression
 
 SERVICES = (tritonfrontend.KServeHttp, tritonfrontend.KServeGrpc, tritonfrontend.Metrics)
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from neso.compat import tritonserver
-from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
+from neso.server.options import RateLimitMode, ResourceLimit
 
 ECHO = """
 import json

@@ -10,9 +10,9 @@ from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.engine_core import EngineCore
+from neso.engine.loop.engine_core import EngineCore
 from neso.engine.runners.base import CacheLayout, Logits, Runner
-from neso.engine.sampling.random_choice import Draws
+from neso.engine.sampling.token_sampling import SamplingBatch
 from neso.engine.spec_decode.draft_length import DraftLength
 from neso.engine.spec_decode.proposer import Proposer
 from neso.engine.spec_decode.speculator import Speculator
@@ -100,14 +100,14 @@ class LaunchingRunner(FakeRunner):
     can_overlap = True
     last: LateTokens | None = None
 
-    def launch(self, plan: StepPlan, draws: Draws) -> LateTokens:
+    def launch(self, plan: StepPlan, draws: SamplingBatch) -> LateTokens:
         self.last = LateTokens(self, plan, draws, self.last)
         return self.last
 
 
 class LateTokens:
     def __init__(
-        self, runner: LaunchingRunner, plan: StepPlan, draws: Draws, before: LateTokens | None
+        self, runner: LaunchingRunner, plan: StepPlan, draws: SamplingBatch, before: LateTokens | None
     ) -> None:
         self._runner, self._plan, self._draws, self._before = runner, plan, draws, before
         self._tokens: np.ndarray | None = None

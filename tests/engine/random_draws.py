@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from neso.engine.sampling.random_choice import Draws, exponentials, filter_weights
+from neso.engine.sampling.token_sampling import SamplingBatch, exponentials, filter_weights
 
 
-def random_draws(rng: np.random.Generator, rows: int, **fixed: float) -> Draws:
+def random_draws(rng: np.random.Generator, rows: int, **fixed: float) -> SamplingBatch:
     """All kinds of filters and temperatures, but for those that are given."""
 
     def values(name: str, options: list[float], dtype: type) -> np.ndarray:
         return rng.choice([fixed[name]] if name in fixed else options, rows).astype(dtype)
 
-    return Draws(
+    return SamplingBatch(
         temperature=values("temperature", [0.0, 0.3, 1.0, 2.0], np.float32),
         top_k=values("top_k", [0, 1, 2, 7, 50, 10_000], np.int32),
         top_p=values("top_p", [0.05, 0.5, 0.9, 0.999, 1.0], np.float32),
@@ -23,7 +23,7 @@ def random_draws(rng: np.random.Generator, rows: int, **fixed: float) -> Draws:
 
 
 def assert_neighbours(
-    found: np.ndarray, expected: np.ndarray, logits: np.ndarray, draws: Draws, breadth: float
+    found: np.ndarray, expected: np.ndarray, logits: np.ndarray, draws: SamplingBatch, breadth: float
 ) -> None:
     """Rounding may move the edge of a draw: then the token must be a neighbour in what was left.
 

@@ -13,9 +13,9 @@ from neso.engine.client.input_processor import InputProcessor
 from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.load.loader import load_engine
+from neso.engine.loop.engine_core import EngineCore
 from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import (
     DraftTokens,

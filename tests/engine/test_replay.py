@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from neso.engine.client.llm import LLM
+from neso.engine.diagnostics.replay import load_runner, main, read_engine, read_steps, replay
 from neso.engine.errors import EngineError
-from neso.engine.recording import read_engine, read_steps
-from neso.engine.replay import load_runner, main, replay
 from neso.generation import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -6,7 +6,7 @@ import pytest
 from checkpoints import VOCAB_SIZE
 
 from neso.engine.client.llm import LLM
-from neso.engine.score_limits import ScoreLimits
+from neso.engine.sampling.limits import ScoreLimits
 from neso.generation import InvalidParameter, SamplingParams
 
 PROMPT = [5, 6, 7, 8]
@@ -71,10 +71,10 @@ def test_all_log_probabilities_need_the_option(load):
 def test_logits_of_a_request_are_bounded(load, monkeypatch, option, params, rows):
     field = next(iter(params))
     by_default, allowed, forbidden = load(), load(**{option: True}), load(**{option: "false"})
-    monkeypatch.setattr("neso.engine.score_limits.MAX_LOGITS_BYTES", rows * ROW)
+    monkeypatch.setattr("neso.engine.sampling.limits.MAX_LOGITS_BYTES", rows * ROW)
     run(by_default, **params)
     assert refused(forbidden, **params).startswith(f"{field}: ")
-    monkeypatch.setattr("neso.engine.score_limits.MAX_LOGITS_BYTES", rows * ROW - 1)
+    monkeypatch.setattr("neso.engine.sampling.limits.MAX_LOGITS_BYTES", rows * ROW - 1)
     message = refused(by_default, **params)
     assert message.startswith(f"{field}: {rows} rows") and option in message
     run(allowed, **params)
@@ -83,6 +83,6 @@ def test_logits_of_a_request_are_bounded(load, monkeypatch, option, params, rows
 def test_without_max_tokens_all_that_fit_count(load, monkeypatch):
     llm = load()
     room = llm.info.max_model_len - len(PROMPT)
-    monkeypatch.setattr("neso.engine.score_limits.MAX_LOGITS_BYTES", (room - 1) * ROW)
+    monkeypatch.setattr("neso.engine.sampling.limits.MAX_LOGITS_BYTES", (room - 1) * ROW)
     message = refused(llm, return_generation_logits=True, max_tokens=None)
     assert message.startswith(f"return_generation_logits: {room} rows")

@@ -13,9 +13,9 @@ from oracle import greedy
 from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.load.loader import load_engine
+from neso.engine.loop.engine_core import EngineCore
 from neso.generation import DraftTokens, GuidedDecoding, InvalidParameter, SamplingParams
 
 MAX_TOKENS = 24

@@ -19,7 +19,7 @@ from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import ResponseStream
 from neso.server.metadata import ModelState
-from neso.server.rate_limiter.options import RateLimitMode, ResourceLimit
+from neso.server.options import RateLimitMode, ResourceLimit
 from neso.server.tensor import Tensor
 
 GAUGE = "gauge_of_test_rate_limited_models"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.server.errors import InvalidArgument
+from neso.server.options import ResourceLimit
 from neso.server.rate_limiter.limiter import LimitedInstances, RateLimiter
-from neso.server.rate_limiter.options import ResourceLimit
 
 
 def group(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.server_access import Deliver, LoopCalls, ServerAccess
-from neso.server.custom_metrics import CustomFamily, MetricKind
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.metrics.custom import CustomFamily, MetricKind
 
 if TYPE_CHECKING:
     from neso.server.core import Core

@@ -1,121 +1,227 @@
-"""All beam searches that an engine has under way."""
+"""One beam search: live beams, finished hypotheses, and the scores of candidates."""
 
 from __future__ import annotations
 
-import itertools
-from operator import itemgetter
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from neso.engine.beams.beam_group import BeamGroup
-from neso.engine.beams.beam_scores import NotNumbers
-from neso.engine.beams.placement import place
-from neso.engine.core.block_pool import IntegrityError
-from neso.engine.core.request import SequenceOutput
-from neso.engine.core.scheduler import Scheduler
+import numpy as np
+import numpy.typing as npt
+
+from neso.engine.core.finish import finish_reason
+from neso.engine.core.request import PositionLogprobs
 from neso.engine.core.sequence import Sequence
-from neso.engine.runners.base import Logits
+from neso.engine.sampling.logprobs import Indices, best_candidates, log_normalizer, position_logprobs
+from neso.engine.sampling.state import SamplingState, adjust
 from neso.generation.output import FinishReason
+from neso.generation.sampling_params import SamplingParams
 
 
-class BeamSearch:
-    """Takes the logits of sequences in lockstep, and keeps the sequences as the searches want them.
+@dataclass(frozen=True, slots=True, eq=False)
+class PathStep:
+    """A token of a beam, and what came before: beams that have a beginning in common share it.
 
-    The scheduler knows a search by its sequences only: one while the prompt is computed, then one a beam. After
-    preemption it is one again, with what all beams have in common, from which they are forked anew.
+    `logits`: float32[V] that it was chosen from, where asked for.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._groups: dict[str, BeamGroup] = {}
+    before: PathStep | None
+    token_id: int
+    logprobs: PositionLogprobs | None
+    logits: bytes
 
-    def add(self, sequence: Sequence) -> None:
-        """Take note of a request that the scheduler has taken, if it is for beams."""
-        if sequence.lockstep is not None:
-            self._groups[sequence.request.request_id] = BeamGroup(sequence)
+    def steps(self) -> list[PathStep]:
+        """From the first token on."""
+        found: list[PathStep] = []
+        step: PathStep | None = self
+        while step is not None:
+            found.append(step)
+            step = step.before
+        return found[::-1]
 
-    def forget(self, request_id: str) -> None:
-        """The request has no sequences any more."""
-        self._groups.pop(request_id, None)
 
-    def advance(self, rows: list[tuple[Sequence, int]], logits: Logits) -> list[SequenceOutput]:
-        """Take a step: for each sequence in lockstep that was computed, its row of the logits.
+@dataclass(frozen=True, slots=True, eq=False)
+class Hypothesis:
+    """A finished sequence. `score`: the sum of its log probabilities, divided by length ** length_penalty."""
 
-        Gives outputs for searches that have come to their end; all tokens at once.
+    path: PathStep
+    reason: FinishReason
+    cumulative_logprob: float
+    score: float
+
+
+@dataclass(slots=True)
+class Hypotheses:
+    """The best finished sequences, at most `params.beam_width`, the best first."""
+
+    params: SamplingParams
+    max_tokens: int
+    best: list[Hypothesis] = field(default_factory=list)
+
+    @property
+    def full(self) -> bool:
+        return len(self.best) == self.params.beam_width
+
+    def score(self, cumulative_logprob: float, length: int) -> float:
+        penalty: float = length**self.params.length_penalty
+        return cumulative_logprob / penalty
+
+    def add(self, path: PathStep, reason: FinishReason, cumulative_logprob: float, length: int) -> None:
+        """Keep a sequence of `length` tokens if it is good enough."""
+        score = self.score(cumulative_logprob, length)
+        self.best.append(Hypothesis(path, reason, cumulative_logprob, score))
+        # Stable: of equals, those that were there before stay.
+        self.best.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.best[self.params.beam_width :]
+
+    def settled(self, best_live: float, length: int) -> bool:
+        """Whether nothing better is expected, when the best live beam has `length` tokens and this log probability.
+
+        Unless early_stopping is "never", a beam is expected to score at its end what it does now.
         """
-        outputs: list[SequenceOutput] = []
-        for request_id, mine in itertools.groupby(rows, lambda row: row[0].request.request_id):
-            outputs += self._advance(self._groups[request_id], dict(map(itemgetter(0, 1), mine)), logits)
-        return outputs
+        if not self.full:
+            return False
+        if self.params.early_stopping is True:
+            return True
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0:
+            length = self.max_tokens
+        return self.score(best_live, length) <= self.best[-1].score
 
-    def check_integrity(self) -> None:
-        """Check that searches and sequences agree. Raises `IntegrityError`."""
-        for request_id, group in self._groups.items():
-            sequences = self._scheduler.sequences_of(request_id)
-            if not sequences or sequences[0].lockstep is None:
-                raise IntegrityError(f"beam search '{request_id}' has no sequences")
-            members = sequences[0].lockstep.members
-            if set(members) != set(sequences):
-                raise IntegrityError(f"beam search '{request_id}' and the scheduler know other sequences")
-            if len(members) > 1 and [m.token_ids for m in members] != [b.token_ids for b in group.beams]:
-                raise IntegrityError(f"beam search '{request_id}': a sequence is not what its beam is")
 
-    def _advance(self, group: BeamGroup, row_of: dict[Sequence, int], logits: Logits) -> list[SequenceOutput]:
-        lockstep = next(iter(row_of)).lockstep
-        assert lockstep is not None
-        members = lockstep.members
-        if len(members) < len(group.beams):
-            # It was preempted, and what the beams have in common is computed again.
-            place(self._scheduler, lockstep, [0] * len(group.beams), [beam.token_ids for beam in group.beams])
+FloatRows = npt.NDArray[np.float32]
+
+
+class InvalidLogits(Exception):
+    """The model gave logits that hold NaN."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamScores:
+    """A value v of beam b scores ((v - highest[b]) - log_mass[b]) + sums[b], in float32 as in transformers.
+
+    values float32[B, V]: logits, or log probabilities where penalties act on them. Then the first two, float32[B],
+    are 0. sums float32[B]: of the log probabilities of the tokens that the beams have.
+    """
+
+    values: FloatRows
+    highest: FloatRows
+    log_mass: FloatRows
+    sums: FloatRows
+
+    @classmethod
+    def of(cls, logits: FloatRows, sums: list[float], states: list[SamplingState]) -> BeamScores:
+        """Raises `InvalidLogits`."""
+        highest, log_mass = np.empty((2, len(logits)), np.float32)
+        buffer = np.empty_like(logits[0])
+        for i, row in enumerate(logits):
+            highest[i], log_mass[i] = log_normalizer(row, buffer)
+        if np.isnan(log_mass).any():
+            raise InvalidLogits
+        changed = [i for i, state in enumerate(states) if state.changes_logits]
+        values = logits.copy() if changed else logits
+        for i in changed:
+            values[i] -= highest[i]
+            values[i] -= log_mass[i]
+            adjust(values[i], states[i])
+        highest[changed] = log_mass[changed] = 0
+        return cls(values, highest, log_mass, np.array(sums, np.float32))
+
+    def __call__(self, values: FloatRows, beams: Indices) -> FloatRows:
+        """Scores of values float32[n, ...] of beams[n]."""
+        scores: FloatRows = (values - self.highest[beams, None]) - self.log_mass[beams, None]
+        scores += self.sums[beams, None]
+        return scores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beam:
+    """A sequence that goes on: prompt and output tokens, and the sum of their log probabilities."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    state: SamplingState
+    path: PathStep | None = None
+
+
+class _Candidate(NamedTuple):
+    parent: int
+    token_id: int
+    cumulative_logprob: float
+
+
+class BeamGroup:
+    """`beams`, the best first, are at most `beam_width`; fewer where fewer tokens may come."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.request = request = sequence.request
+        self.hypotheses = Hypotheses(request.sampling, request.max_tokens)
+        state = SamplingState.create(request, sequence.text_token_ids)
+        self.beams = [Beam(request.prompt_token_ids, 0.0, state)]
+        # So many candidates are enough for `beam_width` of them to go on, whatever ends the others.
+        ending = {*request.end_token_ids, *(word[-1] for word in request.sampling.stop_words)}
+        self._num_candidates = request.sampling.beam_width * max(2, 1 + len(ending))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.beams[0].token_ids) - len(self.request.prompt_token_ids)
+
+    def advance(self, logits: FloatRows) -> list[int]:
+        """Choose the next beams by the logits float32[B, V] of those there are.
+
+        Returns which beam each of the new ones goes on from; none, when the search is over. Raises `InvalidLogits`.
+        """
+        width = self.request.sampling.beam_width
+        going_on: list[_Candidate] = []
+        length = self.num_output_tokens + 1
+        for rank, candidate in enumerate(self._candidates(logits)):
+            known = self.beams[candidate.parent].token_ids
+            reason = finish_reason(self.request, known, candidate.token_id)
+            if reason is None:
+                going_on.append(candidate)
+            elif rank < width:
+                # The others are there only so that enough can go on.
+                self.hypotheses.add(
+                    self._path(candidate, logits), reason, candidate.cumulative_logprob, length
+                )
+        del going_on[width:]
+        if not going_on or self.hypotheses.settled(going_on[0].cumulative_logprob, length):
             return []
-        try:
-            parents = group.advance(logits[[row_of[member] for member in members]])
-        except NotNumbers:
-            return self._finish(members[0], [_broken(group)])
-        if not parents:
-            return self._finish(members[0], _results(group, members[0]))
-        place(self._scheduler, lockstep, parents, [beam.token_ids for beam in group.beams])
-        return []
+        self.beams = [self._extended(candidate, logits) for candidate in going_on]
+        return [candidate.parent for candidate in going_on]
 
-    def _finish(self, member: Sequence, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
-        self._scheduler.release(member)
-        return outputs
+    def _candidates(self, logits: FloatRows) -> list[_Candidate]:
+        """The best first."""
+        params = self.request.sampling
+        if not params.greedy and params.temperature != 1.0:
+            logits = logits * np.float32(1 / params.temperature)
+        sums = [beam.cumulative_logprob for beam in self.beams]
+        scores = BeamScores.of(logits, sums, [beam.state for beam in self.beams])
+        rate = np.float32(params.beam_search_diversity_rate)
 
+        def key(values: FloatRows, beams: Indices) -> FloatRows:
+            return scores(values, beams) + rate * beams[:, None].astype(np.float32)
 
-def _results(group: BeamGroup, member: Sequence) -> list[SequenceOutput]:
-    """The `n` best; where there are fewer, because nothing else may be generated, the rest is empty."""
-    request = group.request
-    outputs = []
-    for index, hypothesis in enumerate(group.hypotheses.best[: request.sampling.n]):
-        steps = hypothesis.path.steps()
-        ended = hypothesis.reason is FinishReason.STOP and steps[-1].token_id in request.end_token_ids
-        outputs.append(
-            SequenceOutput(
-                request_id=request.request_id,
-                index=index,
-                token_ids=[step.token_id for step in steps],
-                finish_reason=hypothesis.reason,
-                end_token_id=steps[-1].token_id if ended else None,
-                logprobs=[step.logprobs for step in steps if step.logprobs is not None],
-                cumulative_logprob=hypothesis.cumulative_logprob,
-                generation_logits=b"".join(step.logits for step in steps),
-                cached_tokens=member.num_cached_tokens,
-                scheduled_ns=member.scheduled_ns,
-                preemptions=member.num_preemptions,
-            )
+        parents, tokens = best_candidates(scores.values, key if rate else scores, self._num_candidates)
+        totals = scores(scores.values[parents, tokens][:, None], parents)[:, 0]
+        return list(map(_Candidate, parents.tolist(), tokens.tolist(), totals.tolist()))
+
+    def _extended(self, candidate: _Candidate, logits: FloatRows) -> Beam:
+        parent = self.beams[candidate.parent]
+        return Beam(
+            token_ids=[*parent.token_ids, candidate.token_id],
+            cumulative_logprob=candidate.cumulative_logprob,
+            state=parent.state.fork(candidate.token_id),
+            path=self._path(candidate, logits),
         )
-    outputs += [
-        SequenceOutput(
-            request_id=request.request_id, index=index, token_ids=[], finish_reason=FinishReason.STOP
+
+    def _path(self, candidate: _Candidate, logits: FloatRows) -> PathStep:
+        params = self.request.sampling
+        row = logits[candidate.parent]
+        logprobs = None
+        if params.logprobs is not None:
+            (logprobs,) = position_logprobs(row[None], [candidate.token_id], params.logprobs)
+        return PathStep(
+            before=self.beams[candidate.parent].path,
+            token_id=candidate.token_id,
+            logprobs=logprobs,
+            logits=row.tobytes() if params.return_generation_logits else b"",
         )
-        for index in range(len(outputs), request.sampling.n)
-    ]
-    return outputs
-
-
-def _broken(group: BeamGroup) -> SequenceOutput:
-    return SequenceOutput(
-        request_id=group.request.request_id,
-        index=0,
-        token_ids=[],
-        finish_reason=FinishReason.ERROR,
-        error="the model gave logits that are not numbers",
-    )

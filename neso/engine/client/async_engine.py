@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from neso.engine.client.engine_client import EngineClient, Output, load_engine_tokenizer
+from neso.engine.client.engine_client import Deliver, EngineClient, Output, load_engine_tokenizer
 from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.core.stats import EngineStats
@@ -22,8 +22,7 @@ from neso.engine.ipc.messages import (
 )
 from neso.engine.text.tokenizer import EngineTokenizer
 from neso.engine.text.tokenizer_files import TokenizerError
-from neso.engine.vision.image_prompt import ImagePrompt
-from neso.engine.vision.open_images import open_image_prompt
+from neso.engine.vision.image_prompt import ImagePrompt, open_image_prompt
 from neso.generation import (
     GenerationOutput,
     GenerationRequest,
@@ -101,17 +100,24 @@ class AsyncEngine(EngineClient):
         """Call `callback(stats)` after every step."""
         self._on_stats.append(callback)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        """See `LanguageModel.generate`."""
-        lora = request.lora
+    def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
+        """Tokenize and check a request. Thread-safe; see `is_slow`. Raises `InvalidParameter`."""
+        lora = request.lora if isinstance(request, GenerationRequest) else None
         if lora is not None and lora.path is not None and not self.info.lora.allow_runtime_lora:
-            # A path makes the server read its own disk.
+            # A path makes the engine read the disk of the server.
             raise InvalidParameter(
                 "lora_path", "this engine loads no adapters for clients (allow_runtime_lora)"
             )
-        request = self.with_id(request)
-        state = await self._prepare(request, in_thread=_is_slow(request))
-        outbox = self._start(state)
+        return super().process(request)
+
+    def submit(self, state: RequestState | PooledState, deliver: Deliver) -> None:
+        """Send a request to the engine. Raises `EngineDead`, `InvalidParameter` for a duplicate id."""
+        self._check_alive()
+        super().submit(state, deliver)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        """See `LanguageModel.generate`."""
+        state, outbox = await self._start(request)
         try:
             while True:
                 output = await outbox.get()
@@ -126,10 +132,7 @@ class AsyncEngine(EngineClient):
 
     async def pool(self, request: PoolingRequest) -> PooledOutput:
         """See `PoolingModel.pool`."""
-        request = self.with_id(request)
-        is_slow = len(request.prompt) > LARGE_INPUT or isinstance(request.prompt, tuple)
-        state = await self._prepare(request, in_thread=is_slow)
-        outbox = self._start(state)
+        state, outbox = await self._start(request)
         try:
             output = await outbox.get()
             if isinstance(output, Exception):
@@ -139,17 +142,17 @@ class AsyncEngine(EngineClient):
         finally:
             self.abort(state)
 
-    async def _prepare(
-        self, request: GenerationRequest | PoolingRequest, *, in_thread: bool
-    ) -> RequestState | PooledState:
-        return await asyncio.to_thread(self.prepare, request) if in_thread else self.prepare(request)
-
-    def _start(self, state: RequestState | PooledState) -> asyncio.Queue[Output | Exception]:
-        """Submit a request; returns the queue of its outputs."""
-        self._check_alive()
+    async def _start(
+        self, request: GenerationRequest | PoolingRequest
+    ) -> tuple[RequestState | PooledState, asyncio.Queue[Output | Exception]]:
+        """Process and submit a request; returns its state and the queue of its outputs."""
+        if is_slow(request):
+            state = await asyncio.to_thread(self.process, request)
+        else:
+            state = self.process(request)
         outbox: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self.submit(state, outbox.put_nowait)
-        return outbox
+        return state, outbox
 
     async def check_integrity(self) -> EngineStats:
         """Check the KV-cache accounting. Raises `EngineError` if it is inconsistent."""
@@ -223,8 +226,10 @@ class AsyncEngine(EngineClient):
             callback(reason)
 
 
-def _is_slow(request: GenerationRequest) -> bool:
-    """Whether input processing can take milliseconds: texts to tokenize, arrays, images, long lists."""
+def is_slow(request: GenerationRequest | PoolingRequest) -> bool:
+    """Whether `AsyncEngine.process` can take milliseconds (long texts or lists, arrays, images): run it in a thread."""
+    if isinstance(request, PoolingRequest):
+        return len(request.prompt) > LARGE_INPUT or isinstance(request.prompt, tuple)
     params = request.sampling
     arrays = (request.prompt_embeds, request.prompt_embedding_table, request.draft)
     lists = (request.prompt, params.allowed_token_ids or (), params.logit_bias, params.stop_token_ids)

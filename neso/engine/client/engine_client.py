@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
 from neso.engine.client.input_processor import InputProcessor
 from neso.engine.client.output_processor import PooledState, RequestState
@@ -44,8 +43,6 @@ from neso.generation import (
 Output = GenerationOutput | PooledOutput
 Deliver = Callable[[Output | Exception], object]
 """Receives the outputs of a request; the last one is finished or an error."""
-
-AnyRequest = TypeVar("AnyRequest", GenerationRequest, PoolingRequest)
 
 
 def load_engine_tokenizer(config: EngineConfig) -> EngineTokenizer:
@@ -81,12 +78,10 @@ class EngineClient:
         """Requests in flight."""
         return len(self._requests)
 
-    def with_id(self, request: AnyRequest) -> AnyRequest:
-        """The request with a generated id if it has none."""
-        return request if request.request_id else replace(request, request_id=f"request-{next(self._ids)}")
-
-    def prepare(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
-        """Tokenize and check a request. Thread-safe. Raises `InvalidParameter`."""
+    def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
+        """Tokenize and check a request. Thread-safe; see `is_slow`. Raises `InvalidParameter`."""
+        if not request.request_id:
+            request = replace(request, request_id=f"request-{next(self._ids)}")
         if isinstance(request, PoolingRequest):
             return PooledState(self._input.process_pooling(request))
         return RequestState(self._input.process(request), self.text if request.detokenize else NO_TOKENIZER)

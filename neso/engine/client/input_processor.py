@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from neso.engine.client.request_checks import (
-    check_sampling,
-    check_tokens,
+from neso.engine.client.request_arrays import (
     checked_draft,
     embeddings_as_prompt,
     insert_virtual_tokens,
@@ -14,7 +12,8 @@ from neso.engine.client.request_checks import (
 from neso.engine.core.input_embeddings import InputEmbeddings, PromptImage
 from neso.engine.core.request import EngineRequest
 from neso.engine.ipc.messages import EngineInfo
-from neso.engine.lora.errors import LORA_DISABLED
+from neso.engine.lora.config import LORA_DISABLED
+from neso.engine.sampling.limits import check_sampling, check_tokens
 from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer
 from neso.engine.vision.image_prompt import ImagePrompt
 from neso.generation import (
@@ -56,7 +55,7 @@ class InputProcessor:
         if request.lora is not None and not info.lora.enabled:
             raise InvalidParameter("lora_name", LORA_DISABLED)
         bad_words = self._bad_word_sequences(params)
-        check_sampling(params, bad_words, info)
+        check_sampling(params, bad_words, max_num_seqs=info.max_num_seqs, vocab_size=info.vocab_size)
         self._check_text_features(request)
         if request.queue_timeout_ms is not None and not request.queue_timeout_ms > 0:
             raise InvalidParameter("queue_timeout_ms", f"must be above 0, got {request.queue_timeout_ms}")

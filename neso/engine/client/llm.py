@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from neso.engine.errors import EngineError
 from neso.engine.ipc.engine_process import EngineService
 from neso.engine.ipc.messages import Command
 from neso.engine.load.loader import load_engine
-from neso.engine.vision.open_images import open_image_prompt
+from neso.engine.vision.image_prompt import open_image_prompt
 from neso.engine.weights.hub import resolve_model
 from neso.generation import (
     DraftTokens,
@@ -88,9 +88,10 @@ class LLM:
         requests = self._requests_for(batch, sampling, lora)
         if drafts is not None:
             requests = [replace(r, draft=draft) for r, draft in zip(requests, drafts, strict=True)]
-        messages: dict[str, list[GenerationOutput]] = {request.request_id: [] for request in requests}
+        states = self._process(requests)
+        messages: dict[str, list[GenerationOutput]] = {state.request.request_id: [] for state in states}
         with _progress_bar(len(batch), shown=progress) as advance:
-            for output in self._run(requests):
+            for output in cast(Iterator[GenerationOutput], self._run(states)):
                 messages[output.request_id].append(output)
                 advance(len(output.outputs), output.finished)
         return [
@@ -102,7 +103,8 @@ class LLM:
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, lora: Lora = None
     ) -> Iterator[GenerationOutput]:
         """Continue one prompt and yield the output of every step. Closing the iterator aborts."""
-        yield from self._run(self._requests_for([prompt], sampling, lora))
+        states = self._process(self._requests_for([prompt], sampling, lora))
+        yield from cast(Iterator[GenerationOutput], self._run(states))
 
     def chat(
         self,
@@ -177,16 +179,13 @@ class LLM:
     ) -> list[PooledOutput]:
         """Pooled vectors of the prompts, in their order. Raises `InvalidParameter`, `EngineError`."""
         params = params or PoolingParams()
-        requests = [
-            self._client.with_id(
-                PoolingRequest(prompt, params, truncate_prompt_tokens=truncate_prompt_tokens)
-            )
+        states = self._process(
+            PoolingRequest(prompt, params, truncate_prompt_tokens=truncate_prompt_tokens)
             for prompt in prompts
-        ]
-        states = [self._client.prepare(request) for request in requests]
+        )
         # Results come in the order of the engine's steps.
-        pooled = {output.request_id: cast(PooledOutput, output) for output in self._run_states(states)}
-        return [pooled[request.request_id] for request in requests]
+        pooled = {output.request_id: cast(PooledOutput, output) for output in self._run(states)}
+        return [pooled[state.request.request_id] for state in states]
 
     def _requests_for(
         self,
@@ -204,16 +203,16 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts, but {len(lora)} adapters")
         adapters = [LoraRequest(name=adapter) if isinstance(adapter, str) else adapter for adapter in lora]
         return [
-            self._client.with_id(_request_for(prompt, params, adapter))
+            _request_for(prompt, params, adapter)
             for prompt, params, adapter in zip(prompts, sampling, adapters, strict=True)
         ]
 
-    def _run(self, requests: list[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """Outputs of `requests` as they come."""
-        states = [self._client.prepare(request) for request in requests]
-        yield from cast(Iterator[GenerationOutput], self._run_states(states))
+    def _process(
+        self, requests: Iterable[GenerationRequest | PoolingRequest]
+    ) -> list[RequestState | PooledState]:
+        return [self._client.process(request) for request in requests]
 
-    def _run_states(self, states: Sequence[RequestState | PooledState]) -> Iterator[Output]:
+    def _run(self, states: Sequence[RequestState | PooledState]) -> Iterator[Output]:
         """Submit requests and yield their outputs. Several of these iterators can be active at the same time."""
         outbox: deque[Output | Exception] = deque()
         num_unfinished = len(states)

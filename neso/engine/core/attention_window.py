@@ -15,11 +15,11 @@ class AttentionWindow:
     size: int
     sinks: int = 0
 
-    def blocks_out_of_sight(self, num_computed: int, block_size: int) -> range:
+    def blocks_outside_window(self, num_computed: int, block_size: int) -> range:
         """Places in a block table whose tokens no token from position `num_computed` on sees."""
         first = -(-self.sinks // block_size)
         return range(first, max(first, (num_computed - self.size + 1) // block_size))
 
-    def blocks_in_sight(self, num_new_tokens: int, block_size: int) -> int:
+    def max_blocks_in_window(self, num_new_tokens: int, block_size: int) -> int:
         """Blocks that a sequence holds at most in a step that adds so many tokens."""
         return -(-self.sinks // block_size) - (-(self.size - 1 + num_new_tokens) // block_size) + 1

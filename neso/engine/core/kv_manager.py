@@ -18,8 +18,7 @@ from collections.abc import Iterable
 
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.block_pool import BlockPool, IntegrityError
-from neso.engine.core.host_cache import HostCache
-from neso.engine.core.prefix_cache import CachedBlock, PrefixCache
+from neso.engine.core.prefix_cache import CachedBlock, HostCache, PrefixCache
 from neso.engine.core.sequence import NO_BLOCK, Sequence
 
 BlockCopy = tuple[int, int]
@@ -45,7 +44,7 @@ class KVCacheManager:
         self.block_size = block_size
         self._window = window
         self._max_new_tokens = max_new_tokens
-        self._max_held = window.blocks_in_sight(max_new_tokens, block_size) if window else num_blocks + 1
+        self._max_held = window.max_blocks_in_window(max_new_tokens, block_size) if window else num_blocks + 1
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(block_size, HostCache(num_host_blocks))
         self._caching = enable_prefix_caching
@@ -54,14 +53,16 @@ class KVCacheManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def most_held(self, num_tokens: int) -> int:
+    def max_blocks_held(self, num_tokens: int) -> int:
         """Blocks that a sequence holds at most on its way to `num_tokens` tokens."""
         return min(self.blocks_for(num_tokens), self._max_held)
 
     def longest_sequence(self, num_tokens: int) -> int:
         """How much of `num_tokens` tokens one sequence can have: what needs more than the whole cache never ends."""
         whole_cache = self.pool.num_blocks
-        return num_tokens if self.most_held(num_tokens) <= whole_cache else whole_cache * self.block_size
+        return (
+            num_tokens if self.max_blocks_held(num_tokens) <= whole_cache else whole_cache * self.block_size
+        )
 
     def blocks_to_come(self, sequence: Sequence) -> int:
         """Blocks that a sequence, and those that fork from it, may still take until they have all their tokens."""
@@ -95,7 +96,7 @@ class KVCacheManager:
         sequence.num_cached_blocks = len(found)
         sequence.num_computed_tokens = len(found) * self.block_size
         passed = self._passed(sequence)
-        sequence.num_passed_blocks = passed.stop if passed else 0
+        sequence.num_window_freed_blocks = passed.stop if passed else 0
         wanted = [cached for i, cached in enumerate(found) if i not in passed]
         sequence.block_table = self._hold(wanted)
         sequence.block_table[passed.start : passed.start] = [NO_BLOCK] * len(passed)
@@ -153,7 +154,7 @@ class KVCacheManager:
         child.block_table = list(parent.block_table)
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_cached_blocks = parent.num_cached_blocks
-        child.num_passed_blocks = parent.num_passed_blocks
+        child.num_window_freed_blocks = parent.num_window_freed_blocks
         child.cache_parent = parent.cache_parent
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
@@ -191,7 +192,7 @@ class KVCacheManager:
         sequence.slot_copies = []
         sequence.num_computed_tokens = 0
         sequence.num_cached_blocks = 0
-        sequence.num_passed_blocks = 0
+        sequence.num_window_freed_blocks = 0
         sequence.cache_parent = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -210,7 +211,7 @@ class KVCacheManager:
         """Places in a block table that are behind the window."""
         if self._window is None:
             return range(0)
-        return self._window.blocks_out_of_sight(sequence.num_computed_tokens, self.block_size)
+        return self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
 
     def _give_back_passed(self, sequence: Sequence) -> None:
         """Let go of the blocks that the window has passed."""
@@ -220,11 +221,11 @@ class KVCacheManager:
         passed = self._passed(sequence)
         # Drafts that were accepted are registered by the step after.
         end = min(passed.stop, sequence.num_cached_blocks) if self._caching else passed.stop
-        for i in range(max(passed.start, sequence.num_passed_blocks), end):
+        for i in range(max(passed.start, sequence.num_window_freed_blocks), end):
             block = sequence.block_table[i]
             self.pool.release(block, content_cached=block in self.prefix_cache)
             sequence.block_table[i] = NO_BLOCK
-            sequence.num_passed_blocks = i + 1
+            sequence.num_window_freed_blocks = i + 1
 
     def _num_held_alone(self, sequence: Sequence) -> int:
         return sum(self.pool.references(block) == 1 for block in _blocks(sequence))
@@ -253,6 +254,6 @@ class KVCacheManager:
 
 def _blocks(sequence: Sequence) -> list[int]:
     """The blocks that a sequence holds, in order."""
-    if not sequence.num_passed_blocks:
+    if not sequence.num_window_freed_blocks:
         return sequence.block_table
     return [block for block in sequence.block_table if block != NO_BLOCK]

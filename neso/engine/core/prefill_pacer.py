@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-FIRST_BUDGET = 64
+INITIAL_BUDGET = 64
 """Prompt tokens beside decoding sequences while nothing is measured yet."""
 
-SMALLEST_BUDGET = 16
+MIN_BUDGET = 16
 _SMOOTHING = 0.2
 
 
@@ -34,9 +34,9 @@ class PrefillPacer:
             return None
         urgency = max(1.0, num_prompts / num_decoding)
         if self._decode_seconds is None or self._token_seconds is None:
-            return int(FIRST_BUDGET * urgency)
+            return int(INITIAL_BUDGET * urgency)
         spare = (self._stretch - 1) * urgency * self._decode_seconds
-        return max(SMALLEST_BUDGET, int(spare / self._token_seconds))
+        return max(MIN_BUDGET, int(spare / self._token_seconds))
 
     def observe(self, num_decoding: int, num_prefill_tokens: int, seconds: float) -> None:
         """Take note of a step: sequences that got one token, prompt tokens, and how long it took."""

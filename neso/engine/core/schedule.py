@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from neso.engine.core.host_cache import BlockTransfer
 from neso.engine.core.kv_manager import BlockCopy
+from neso.engine.core.prefix_cache import BlockTransfer
 from neso.engine.core.sequence import Sequence
 
 

@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable
 
 from neso.engine.core.adapter_slots import AdapterSlots
-from neso.engine.core.admission import admission_policy
+from neso.engine.core.admission import WaitingQueue, admission_policy
 from neso.engine.core.attention_window import AttentionWindow
-from neso.engine.core.host_cache import BlockTransfer
 from neso.engine.core.input_embeddings import EmbeddingRows
 from neso.engine.core.kv_manager import BlockCopy, KVCacheManager
 from neso.engine.core.lockstep import Lockstep
+from neso.engine.core.prefix_cache import BlockTransfer
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.schedule import Schedule, ScheduledSequence
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.sequence import Sequence, SequenceStatus
-from neso.engine.core.waiting_queue import WaitingQueue
 
 PrefillBudget = Callable[[int, int], int | None]
 
@@ -313,7 +312,7 @@ class Scheduler:
         width = request.sampling.beam_width
         # Beams share the prompt, and go on side by side.
         return min(
-            shared + (self.kv.blocks_for(longest) - shared) * width, self.kv.most_held(longest) * width
+            shared + (self.kv.blocks_for(longest) - shared) * width, self.kv.max_blocks_held(longest) * width
         )
 
     def _new_sequence(self, request: EngineRequest, index: int, token_ids: list[int]) -> Sequence:

@@ -30,8 +30,8 @@ class Sequence:
     The scheduler lets the second number catch up with the length of the first; prefill, decode, prefix hits and
     resuming after preemption are all that. `forks_pending` further sequences of the same request start from this
     one's prompt when it is computed (n > 1). `cache_parent` is the prefix cache's node for the block before the
-    next one to be cached. The first `num_passed_blocks` places of the block table are those that the attention window
-    has passed: NO_BLOCK, but for those with attention sinks. `rank` orders sequences by priority: see `WaitingQueue`.
+    next one to be cached. The first `num_window_freed_blocks` places of the table are behind the attention window:
+    NO_BLOCK, except for attention sinks. `rank` orders sequences by priority: see `WaitingQueue`.
     `scheduled_ns`: when it first ran, in ns of the monotonic clock. `num_scored_positions`: positions of the prompt
     whose logits have been asked for. `lockstep`: the group that it belongs to as a beam. `adapter_slot`: where the
     runner has its adapter while it runs, -1 for none.
@@ -57,7 +57,7 @@ class Sequence:
     forks_pending: int = 0
     num_cached_tokens: int = 0
     num_cached_blocks: int = 0
-    num_passed_blocks: int = 0
+    num_window_freed_blocks: int = 0
     cache_parent: Hashable = None
     num_scored_positions: int = 0
     num_preemptions: int = 0

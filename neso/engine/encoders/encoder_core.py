@@ -7,11 +7,11 @@ import logging
 import numpy as np
 import numpy.typing as npt
 
+from neso.engine.core.admission import QueueFull, WaitingQueue
 from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.stats import EngineStats
-from neso.engine.core.waiting_queue import QueueFull, WaitingQueue
 from neso.engine.encoders.text_encoder import TextBatch, TextEncoder
 from neso.engine.pooling.pooler import PooledSoFar, Pooler
 from neso.generation.output import FinishReason

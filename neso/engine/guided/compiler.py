@@ -15,11 +15,8 @@ from typing import Any
 import msgspec
 from llguidance import LLTokenizer
 
-from neso.engine.guided.grammar import clean_message, grammar_text
-from neso.engine.guided.grammar_error import GrammarError
-from neso.engine.guided.guide import CompiledGrammar
-from neso.engine.guided.limits import COMPILE_STACK
-from neso.engine.guided.matcher import make_matcher
+from neso.engine.guided.grammar import GrammarError, clean_message, grammar_text
+from neso.engine.guided.guide import CompiledGrammar, make_matcher
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.guided.trial import Trial
 from neso.engine.text.tokenizer import Tokenizer
@@ -27,9 +24,11 @@ from neso.generation import GuidedDecoding
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 2
-_CACHED = 256
-_MOST_PENDING = 512
+COMPILE_STACK = 64 << 20
+"""Bytes of stack of a thread that compiles: grammars are read by recursive functions."""
+NUM_THREADS = 2
+MAX_CACHED = 256
+MAX_PENDING = 512
 _REMEMBER_ERRORS = 60.0
 """Seconds after which a bad grammar is tried again: it may have been the machine that had no time for it."""
 
@@ -75,10 +74,10 @@ class GrammarCompiler:
         if known is not None and not known.failed_before(time.monotonic() - _REMEMBER_ERRORS):
             self._cache.move_to_end(key)
             return known
-        if self._workshop.num_pending >= _MOST_PENDING:
-            raise GrammarError(f"{_MOST_PENDING} grammars are waiting to be compiled already")
+        if self._workshop.num_pending >= MAX_PENDING:
+            raise GrammarError(f"{MAX_PENDING} grammars are waiting to be compiled already")
         compilation = self._cache[key] = Compilation(guided)
-        if len(self._cache) > _CACHED:
+        if len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
         self._workshop.add(compilation)
         return compilation
@@ -109,7 +108,7 @@ class _Workshop:
 
     def add(self, compilation: Compilation) -> None:
         self._queue.put(compilation)
-        if self._num_threads < _THREADS and len(self._idle) < self._queue.qsize():
+        if self._num_threads < NUM_THREADS and len(self._idle) < self._queue.qsize():
             self._num_threads += 1
             _start_thread(self._run, f"grammar-compiler-{self._num_threads}")
 

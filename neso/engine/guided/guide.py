@@ -1,4 +1,4 @@
-"""How far a sequence is in its grammar, and what may come next."""
+"""The grammar state of one sequence, and llguidance's matchers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,42 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.guided.grammar_error import GuideError
-from neso.engine.guided.matcher import error_of
+from neso.engine.guided.grammar import GuideError
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
+
+
+MAX_LEXER_STATES = 50_000
+"""States of the lexer of a sequence."""
+NOTHING_FITS = "no text that this model can write fits it"
+MAX_MESSAGE_LENGTH = 500
+
+
+def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
+    """A matcher at its start, and what is wrong with its grammar: empty if nothing is."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    # The library's own limits bound most grammars. Each sequence has its states of the lexer, of 1 to 2 kB.
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        # The first mask makes the first states of the lexer, which copies then have.
+        matcher.compute_bitmask()
+        if matcher.is_stopped() and not matcher.is_error():
+            return matcher, NOTHING_FITS
+    return matcher, error_of(matcher)
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """The message of a matcher that is in an error, else empty."""
+    if not matcher.is_error():
+        return ""
+    message: str = matcher.get_error().replace("<non-verbose/>", "").strip()
+    if not message or message.startswith("NoExtensionBias"):
+        return NOTHING_FITS
+    return message[:MAX_MESSAGE_LENGTH]
+
 
 MaskRows = npt.NDArray[np.int32]
 """Bit t % 32 of word t // 32 is set if token t may come; int32[rows, mask_width]."""

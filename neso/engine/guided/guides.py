@@ -12,9 +12,9 @@ import numpy as np
 from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.sequence import Sequence
-from neso.engine.guided.grammar_error import GrammarError, GuideError
+from neso.engine.guided.grammar import GrammarError, GuideError
 from neso.engine.guided.guide import CompiledGrammar, Guide, MaskRows
-from neso.engine.sampling.row_masks import RowMasks
+from neso.engine.sampling.token_sampling import RowMasks
 from neso.generation import GuidedDecoding
 
 if TYPE_CHECKING:

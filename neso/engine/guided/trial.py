@@ -10,9 +10,9 @@ import threading
 
 import msgspec
 
-from neso.engine.guided.frames import read_frame, write_frame
-from neso.engine.guided.grammar_error import GrammarError
+from neso.engine.guided.grammar import GrammarError
 from neso.engine.guided.token_table import TokenTable
+from neso.engine.guided.trial_process import read_frame, write_frame
 
 _START_TIMEOUT = 120.0
 

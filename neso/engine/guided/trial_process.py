@@ -1,14 +1,11 @@
-"""The program of a trial process: `python -m neso.engine.guided.trial_process SECONDS`.
-
-It reads a `TokenTable`, then grammars, and answers each with a message: empty if the grammar can be used. Some
-grammars are compiled for minutes, take all memory or overflow the stack; here that ends nothing but a trial.
-"""
+"""The process that tries grammars: resource limits, messages over pipes, and its main loop."""
 
 from __future__ import annotations
 
 import random
 import resource
 import signal
+import struct
 import sys
 import threading
 import time
@@ -17,10 +14,34 @@ from typing import IO
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from neso.engine.guided.frames import read_frame, write_frame
-from neso.engine.guided.limits import MASK_SECONDS, TRIAL_MEMORY, TRIAL_STACK, TRIAL_TOKENS
-from neso.engine.guided.matcher import make_matcher
+from neso.engine.guided.guide import make_matcher
 from neso.engine.guided.token_table import TokenTable
+
+TRIAL_STACK = 8 << 20
+"""Bytes of stack of a trial: what passes it has room to spare in the engine."""
+TRIAL_MEMORY = 4 << 30
+"""Bytes of address space of a trial process."""
+TRIAL_TOKENS = 24
+"""Tokens that a trial takes, at random."""
+MASK_SECONDS = 1.0
+"""The longest that one mask may take; one takes microseconds, seldom a millisecond."""
+_LENGTH = struct.Struct("<I")
+
+
+def write_frame(target: IO[bytes], data: bytes) -> None:
+    """Write one message. Raises `OSError` when nobody reads."""
+    target.write(_LENGTH.pack(len(data)) + data)
+    target.flush()
+
+
+def read_frame(source: IO[bytes]) -> bytes | None:
+    """The next message; None at the end, also within a message."""
+    head = source.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    data = source.read(length)
+    return data if len(data) == length else None
 
 
 def main(seconds: int) -> None:

@@ -17,10 +17,10 @@ import zmq
 import zmq.asyncio
 
 from neso.engine.config import EngineConfig
+from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
 from neso.engine.errors import EngineDead
 from neso.engine.ipc.engine_process import run_engine
 from neso.engine.ipc.messages import Command, Event, Shutdown, Unsendable, command_encoder, event_decoder
-from neso.engine.watchdog import HANG_STATUS, StepWatchdog
 
 
 class EngineChannel:

@@ -19,8 +19,8 @@ import zmq
 from neso.engine.config import EngineConfig
 from neso.engine.core.block_pool import IntegrityError
 from neso.engine.core.request import SequenceOutput
+from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
 from neso.engine.encoders.encoder_core import EncoderCore
-from neso.engine.engine_core import EngineCore
 from neso.engine.errors import EngineError
 from neso.engine.ipc.messages import (
     Abort,
@@ -41,8 +41,8 @@ from neso.engine.ipc.messages import (
     decode_commands,
     event_encoder,
 )
-from neso.engine.lora.errors import LORA_DISABLED, AdapterError
-from neso.engine.watchdog import HANG_STATUS, StepWatchdog
+from neso.engine.loop.engine_core import EngineCore
+from neso.engine.lora.config import LORA_DISABLED, AdapterError
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""An adapter as data: low-rank changes of the matrices of a decoder."""
+"""A LoRA adapter as data: low-rank updates of the matrices of a decoder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.lora.errors import AdapterError
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_roles import layer_shapes
+from neso.engine.lora.config import AdapterError
+from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
+from neso.generation.request import LoraTensors
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
@@ -79,3 +80,64 @@ def output_widths(spec: DecoderSpec) -> dict[Target, int]:
         for layer in range(spec.num_layers)
         for target in targets_of(spec, layer)
     }
+
+
+# Module ids and what they adapt. TensorRT-LLM's mlp_h_to_4h is what goes through the activation, its mlp_gate what that
+# is multiplied with: gate_proj and up_proj of Llama, as its converter of peft's checkpoints has them.
+_MODULES: dict[int, tuple[Target, ...]] = {
+    0: ("query", "key", "value"),
+    1: ("query",),
+    2: ("key",),
+    3: ("value",),
+    4: ("output",),
+    5: ("gate",),
+    6: ("down",),
+    7: ("up",),
+}
+_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def read_tensors(tensors: LoraTensors, spec: DecoderSpec, max_rank: int) -> LoraAdapter:
+    """An adapter for the model of `spec`. Raises `AdapterError` with the name of the tensor that is wrong."""
+    values = np.frombuffer(tensors.weights, _DTYPES[tensors.dtype])
+    if not tensors.config or values.size != len(tensors.config) * tensors.width:
+        raise AdapterError(
+            f"has {values.size} values, lora_config says {len(tensors.config)} rows of {tensors.width}",
+            "lora_weights",
+        )
+    rows = values.reshape(len(tensors.config), tensors.width)
+    layers: list[dict[Target, LowRank]] = [{} for _ in range(spec.num_layers)]
+    for row, (module, layer, rank) in zip(rows, tensors.config, strict=True):
+        if not 0 <= layer < spec.num_layers:
+            raise AdapterError(f"layer {layer} is not in this model of {spec.num_layers}", "lora_config")
+        shapes, known = layer_shapes(spec, layer), targets_of(spec, layer)
+        targets = tuple(_target(target, known) for target in _MODULES.get(module, ()))
+        if not targets or not all(target in known for target in targets):
+            raise AdapterError(
+                f"module id {module} stands for nothing that can be adapted here", "lora_config"
+            )
+        if not 1 <= rank <= max_rank:
+            raise AdapterError(
+                f"adapter size {rank} is not in 1 to {max_rank} (max_lora_rank)", "lora_config"
+            )
+        inputs = shapes[targets[0]][1]
+        outputs = [shapes[target][0] for target in targets]
+        if rank * (inputs + sum(outputs)) > tensors.width:
+            raise AdapterError(
+                f"a row of {tensors.width} values is too short for rank {rank} of module {module}",
+                "lora_weights",
+            )
+        a = row[: rank * inputs].reshape(rank, inputs)
+        b = row[rank * inputs : rank * (inputs + sum(outputs))].reshape(-1, rank)
+        for target, part in zip(targets, np.split(b, np.cumsum(outputs)[:-1]), strict=True):
+            if target in layers[layer]:
+                raise AdapterError(f"adapts {target} of layer {layer} twice", "lora_config")
+            layers[layer][target] = LowRank(a, part, 1.0)
+    adapter = LoraAdapter(tuple(layers))
+    adapter.check(spec, max_rank)
+    return adapter
+
+
+def _target(target: Target, known: tuple[Target, ...]) -> Target:
+    """In an MLP without a gate, mlp_h_to_4h is the only way up."""
+    return "up" if target == "gate" and "gate" not in known else target

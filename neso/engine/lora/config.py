@@ -1,10 +1,21 @@
-"""Settings of adapters."""
+"""Options of LoRA adapters, and errors about adapters."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+
+
+class AdapterError(ValueError):
+    """An adapter that cannot be loaded or found. `field` names what of the request is to blame."""
+
+    def __init__(self, message: str, field: str = "lora_name") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+LORA_DISABLED = "LoRA feature is not enabled."
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,12 +13,10 @@ import msgspec
 
 from neso.engine.core.adapter_slots import AdapterSlots
 from neso.engine.core.request import EngineRequest
-from neso.engine.lora.adapter import LoraAdapter
+from neso.engine.lora.adapter import LoraAdapter, read_tensors
 from neso.engine.lora.adapter_cache import AdapterCache, CacheFull
-from neso.engine.lora.config import LoraConfig
-from neso.engine.lora.errors import AdapterError
+from neso.engine.lora.config import AdapterError, LoraConfig
 from neso.engine.lora.peft_checkpoint import read_peft_checkpoint
-from neso.engine.lora.tensor_adapter import read_tensors
 from neso.engine.runners.base import PackedAdapter, SpecRunner
 from neso.generation.request import TASK_PREFIX, LoraRequest
 

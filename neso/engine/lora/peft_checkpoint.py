@@ -1,28 +1,104 @@
-"""Reads adapters as peft saves them: adapter_config.json and adapter_model.safetensors."""
+"""Reads adapters in the format of PEFT."""
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from neso.engine.lora.adapter import LoraAdapter, LowRank, Target, targets_of
-from neso.engine.lora.errors import AdapterError
-from neso.engine.lora.peft_config import PeftConfig
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_part import TensorPlace
-from neso.engine.weights.dtype import is_float
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.lora.config import AdapterError
+from neso.engine.specs.decoder_spec import DecoderSpec, TensorLocation
+from neso.engine.weights.files import read_json_object
 from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.engine.weights.source import CheckpointError, is_float
+
+CONFIG_FILE = "adapter_config.json"
+# Each changes what the adapter computes, and is null, false or empty in plain LoRA.
+_REFUSED = {
+    "use_dora": "DoRA is not supported",
+    "modules_to_save": "whole modules beside the low-rank changes (modules_to_save) are not supported",
+    "use_qalora": "QA-LoRA is not supported",
+    "lora_bias": "biases of B (lora_bias) are not supported",
+    "layer_replication": "layer_replication is not supported",
+    "trainable_token_indices": "trainable tokens are not supported",
+    "target_parameters": "target_parameters is not supported",
+    "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens) is not supported",
+    "arrow_config": "Arrow is not supported",
+    "use_bdlora": "block-diagonal LoRA is not supported",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The fields that matter. Patterns are regular expressions for the ends of module names."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> PeftConfig:
+        """Raises `AdapterError` for what is missing, broken or not supported."""
+        path = directory / CONFIG_FILE
+        try:
+            values = read_json_object(path)
+        except CheckpointError as error:
+            raise AdapterError(str(error)) from None
+        _refuse(path, values)
+        try:
+            return cls(
+                rank=msgspec.convert(values.get("r"), int),
+                alpha=msgspec.convert(values.get("lora_alpha"), float),
+                use_rslora=msgspec.convert(values.get("use_rslora") or False, bool),
+                rank_pattern=msgspec.convert(values.get("rank_pattern") or {}, dict[str, int]),
+                alpha_pattern=msgspec.convert(values.get("alpha_pattern") or {}, dict[str, float]),
+            )
+        except msgspec.ValidationError as error:
+            raise AdapterError(f"{path}: r, lora_alpha, use_rslora or a pattern: {error}") from None
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's change, by its name in the base model."""
+        return self.rank_pattern.get(_matching(self.rank_pattern, module), self.rank)
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """What a module's change is multiplied by: alpha / rank, with rsLoRA alpha / sqrt(rank) (arXiv 2312.03732)."""
+        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _refuse(path: Path, values: dict[str, Any]) -> None:
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(f"{path}: peft_type is {kind!r}, only LORA is supported")
+    if values.get("bias", "none") != "none":
+        raise AdapterError(f"{path}: bias is {values['bias']!r}, only 'none' is supported")
+    for name, reason in _REFUSED.items():
+        if values.get(name):
+            raise AdapterError(f"{path}: {reason}")
+
+
+def _matching(patterns: dict[str, Any], module: str) -> str:
+    """The first pattern that matches the end of a module's name; "" for none."""
+    for pattern in patterns:
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return pattern
+        except re.error:
+            raise AdapterError(f"{CONFIG_FILE}: {pattern!r} is no regular expression") from None
+    return ""
+
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-
 # `base_model.model.` is there unless somebody has stripped it, the adapter's own name if it was not saved by peft.
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight$")
-
 Sides = dict[str, npt.NDArray[Any]]
 
 
@@ -63,7 +139,7 @@ def _places(spec: DecoderSpec) -> dict[str, list[tuple[int, Target]]]:
     return places
 
 
-def _part(directory: Path, module: str, change: LowRank, place: TensorPlace) -> LowRank:
+def _part(directory: Path, module: str, change: LowRank, place: TensorLocation) -> LowRank:
     """What a change of a whole module is to the matrix at `place` in it."""
     if isinstance(place, str):
         return change

@@ -10,21 +10,26 @@ import numpy as np
 
 from neso.engine.core.request import PositionLogprobs
 from neso.engine.sampling.logprobs import position_logprobs
-from neso.engine.sampling.penalties import adjust
-from neso.engine.sampling.random_choice import BROKEN, Draws, FloatRows, Int32Array, choose
-from neso.engine.sampling.row_masks import RowMasks
-from neso.engine.sampling.state import SamplingState
+from neso.engine.sampling.state import SamplingState, adjust
+from neso.engine.sampling.token_sampling import (
+    INVALID_TOKEN,
+    FloatRows,
+    Int32Array,
+    RowMasks,
+    SamplingBatch,
+    choose,
+)
 from neso.generation.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from neso.engine.runners.base import Logits
 
-Choose = Callable[[Any, Draws], Int32Array]
+Choose = Callable[[Any, SamplingBatch], Int32Array]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """`token_id` is BROKEN when the logits were not numbers, or nothing may come next.
+    """`token_id` is INVALID_TOKEN when the logits were not numbers, or nothing may come next.
 
     `logits`: float32[V] that it was chosen from, where they are asked for.
     """
@@ -34,11 +39,11 @@ class SampledToken:
     logits: bytes = b""
 
 
-def draws_of(states: list[SamplingState], masks: RowMasks | None = None) -> Draws:
+def sampling_batch(states: list[SamplingState], masks: RowMasks | None = None) -> SamplingBatch:
     """How to choose the next token of each; takes a random number of those that are not greedy."""
     uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
     top_p = [state.top_p for state in states]
-    return Draws.of([state.params for state in states], uniforms, masks, top_p)
+    return SamplingBatch.of([state.params for state in states], uniforms, masks, top_p)
 
 
 class Sampler:
@@ -61,12 +66,14 @@ class Sampler:
                 row = logits[i]
                 adjust(row, state)
                 logits[i] = row
-        tokens = self._choose(logits, draws_of(states, masks)).tolist()
+        tokens = self._choose(logits, sampling_batch(states, masks)).tolist()
         for state, token in zip(states, tokens, strict=True):
-            if token != BROKEN:
+            if token != INVALID_TOKEN:
                 state.record(token)
         return [
-            SampledToken(token) if i not in raw or token == BROKEN else scored(token, raw[i], state.params)
+            SampledToken(token)
+            if i not in raw or token == INVALID_TOKEN
+            else scored(token, raw[i], state.params)
             for i, (state, token) in enumerate(zip(states, tokens, strict=True))
         ]
 

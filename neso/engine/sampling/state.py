@@ -1,4 +1,4 @@
-"""What the sampler remembers of a sequence."""
+"""Sampling state of one sequence: random numbers, penalties, bans."""
 
 from __future__ import annotations
 
@@ -10,8 +10,95 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.request import EngineRequest
-from neso.engine.sampling.token_bans import TokenBans
 from neso.generation.sampling_params import SamplingParams
+
+Row = npt.NDArray[np.float32]
+Words = tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class SeenNgrams:
+    """The token sequences of length `size` that a sequence holds: none of them may come again."""
+
+    size: int
+    followers: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, size: int, token_ids: list[int]) -> SeenNgrams:
+        seen = cls(size)
+        for end in range(size, len(token_ids) + 1):
+            seen._add(token_ids, end)
+        return seen
+
+    def record(self, token_ids: list[int]) -> None:
+        """Take note of the last token."""
+        if len(token_ids) >= self.size:
+            self._add(token_ids, len(token_ids))
+
+    def banned(self, token_ids: list[int]) -> set[int]:
+        """What would end a sequence that is there already."""
+        start = len(token_ids) - self.size + 1
+        return self.followers.get(tuple(token_ids[start:]), set()) if start >= 0 else set()
+
+    def copy(self) -> SeenNgrams:
+        return SeenNgrams(self.size, {start: set(ends) for start, ends in self.followers.items()})
+
+    def _add(self, token_ids: list[int], end: int) -> None:
+        start = tuple(token_ids[end - self.size : end - 1])
+        self.followers.setdefault(start, set()).add(token_ids[end - 1])
+
+
+@dataclass(slots=True)
+class TokenBans:
+    """Bad words, repeated n-grams, and what is not allowed at all. `history`: prompt and output, where needed.
+
+    single: bad words of one token; longer: the others. allowed: the only tokens that may come, if not None.
+    """
+
+    single: npt.NDArray[np.int64]
+    longer: Words
+    allowed: npt.NDArray[np.int64] | None
+    ngrams: SeenNgrams | None
+    history: list[int]
+
+    @classmethod
+    def create(
+        cls, bad_words: Words, allowed: tuple[int, ...] | None, ngram_size: int, prompt: list[int]
+    ) -> TokenBans | None:
+        """None if nothing is banned."""
+        if not (bad_words or ngram_size or allowed is not None):
+            return None
+        return cls(
+            single=np.array([word[0] for word in bad_words if len(word) == 1], np.int64),
+            longer=tuple(word for word in bad_words if len(word) > 1),
+            allowed=None if allowed is None else np.unique(np.array(allowed, np.int64)),
+            ngrams=SeenNgrams.of(ngram_size, prompt) if ngram_size else None,
+            history=list(prompt),
+        )
+
+    def record(self, token_id: int) -> None:
+        """Take note of a token that was chosen."""
+        self.history.append(token_id)
+        if self.ngrams is not None:
+            self.ngrams.record(self.history)
+
+    def apply(self, row: Row) -> None:
+        """Set the logits float32[V] of what may not come to minus infinity, in place."""
+        if self.allowed is not None:
+            kept = row[self.allowed]
+            row.fill(-np.inf)
+            row[self.allowed] = kept
+        row[self.single] = -np.inf
+        for word in self.longer:
+            if self.history[1 - len(word) :] == list(word[:-1]):
+                row[word[-1]] = -np.inf
+        if self.ngrams is not None:
+            row[list(self.ngrams.banned(self.history))] = -np.inf
+
+    def copy(self) -> TokenBans:
+        ngrams = None if self.ngrams is None else self.ngrams.copy()
+        return TokenBans(self.single, self.longer, self.allowed, ngrams, list(self.history))
+
 
 _UNIFORMS_AT_ONCE = 16
 
@@ -132,3 +219,38 @@ def _uniforms(seed: int | None, index: int) -> Iterator[float]:
     generator = np.random.default_rng(None if seed is None else [seed % 2**64, index])
     while True:
         yield from generator.random(_UNIFORMS_AT_ONCE).tolist()
+
+
+def adjust(row: Row, state: SamplingState) -> None:
+    """Apply penalties, bias, the minimum length and bans to logits float32[V], in place."""
+    params = state.params
+    if params.repetition_penalty != 1.0:
+        _repetition(row, state)
+    if params.presence_penalty or params.frequency_penalty:
+        _presence_and_frequency(row, state)
+    if state.dense_bias is not None:
+        row += state.dense_bias
+    if params.logit_bias:
+        ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
+        row[ids] += np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+    if state.num_output_tokens < params.min_tokens and state.suppressed_ids:
+        row[list(state.suppressed_ids)] = -np.inf
+    if state.bans is not None:
+        state.bans.apply(row)
+
+
+def _repetition(row: Row, state: SamplingState) -> None:
+    """Divide positive logits of seen tokens by the penalty, multiply negative ones (CTRL, arXiv:1909.05858, 4.1)."""
+    seen = state.prompt_ids.union(state.output_counts)
+    ids = np.fromiter(seen, np.int64, len(seen))
+    penalty = np.float32(state.params.repetition_penalty)
+    logits = row[ids]
+    row[ids] = np.where(logits > 0, logits / penalty, logits * penalty)
+
+
+def _presence_and_frequency(row: Row, state: SamplingState) -> None:
+    """Subtract OpenAI's penalties, which count output tokens only."""
+    counts = state.output_counts
+    ids = np.fromiter(counts.keys(), np.int64, len(counts))
+    times = np.fromiter(counts.values(), np.float32, len(counts))
+    row[ids] -= state.params.presence_penalty + state.params.frequency_penalty * times

@@ -18,12 +18,12 @@ from neso.engine.core.schedule import Schedule, ScheduledSequence
 from neso.engine.core.sequence import NO_BLOCK, Sequence
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, Float32Array, Logits, Runner
-from neso.engine.sampling.random_choice import Draws
 from neso.engine.sampling.state import SamplingState
-from neso.engine.spec_decode.distributions import draw_one, probabilities_of
+from neso.engine.sampling.token_sampling import SamplingBatch
 from neso.engine.spec_decode.proposer import Proposer, StateOf
+from neso.engine.spec_decode.verification import draw_one, probabilities_of
 
-MOST_CATCH_UP = 512
+MAX_CATCH_UP_TOKENS = 512
 """Tokens of a sequence that it computes in a step at most; one that is further behind is guessed for later."""
 
 
@@ -112,7 +112,7 @@ class DraftModelProposer(Proposer):
         start = min(computed, end - 1)
         if self._has_passed(sequence, start):
             start = max(start, min(sequence.num_computed_tokens, end - 1))
-        end = min(end, start + MOST_CATCH_UP)
+        end = min(end, start + MAX_CATCH_UP_TOKENS)
         return _Work(sequence, start, sequence.token_ids[start:end])
 
     def _has_passed(self, sequence: Sequence, position: int) -> bool:
@@ -168,7 +168,7 @@ class DraftModelProposer(Proposer):
         """One more token for each draft, from its row."""
         count = len(drafting)
         zeros = np.zeros(count, np.float32)
-        most_likely = Draws(
+        most_likely = SamplingBatch(
             zeros, np.zeros(count, np.int32), np.ones(count, np.float32), zeros, np.zeros(count)
         )
         tokens = self._runner.choose(logits, most_likely)

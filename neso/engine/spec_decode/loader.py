@@ -8,24 +8,22 @@ from typing import TYPE_CHECKING
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.errors import EngineError
 from neso.engine.runners.base import CacheLayout, Runner, SpecRunner
-from neso.engine.runners.open_model import open_model
+from neso.engine.runners.registry import open_model
+from neso.engine.spec_decode.config import MC_SIM_7B_63, SpeculationConfig, paths_of
 from neso.engine.spec_decode.draft_length import DraftLength
 from neso.engine.spec_decode.draft_model import DraftModelProposer
-from neso.engine.spec_decode.medusa import MedusaProposer
-from neso.engine.spec_decode.medusa_heads import MedusaHeads
+from neso.engine.spec_decode.medusa import MedusaHeads, MedusaProposer
 from neso.engine.spec_decode.ngram import NgramProposer
-from neso.engine.spec_decode.options import SpeculationConfig
 from neso.engine.spec_decode.proposer import Proposer
 from neso.engine.spec_decode.speculator import Speculator
-from neso.engine.spec_decode.tree import MC_SIM_7B_63, paths_of
-from neso.engine.specs.errors import UnsupportedModel
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.open_source import open_source
+from neso.engine.specs.config_reader import UnsupportedModel
+from neso.engine.weights.checkpoint import open_source
+from neso.engine.weights.source import CheckpointError
 
 if TYPE_CHECKING:
     from neso.engine.config import EngineConfig
 
-MOST_PADDING = 1024
+MAX_VOCAB_PADDING = 1024
 """By how many rows the vocabularies of a model and its draft model may differ: some are padded, to powers of two."""
 
 
@@ -41,7 +39,7 @@ def load_draft_runner(config: EngineConfig, runner: Runner) -> Runner | None:
             )
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(f"speculative_model: {error}") from None
-    if abs(draft.vocab_size - runner.vocab_size) > MOST_PADDING:
+    if abs(draft.vocab_size - runner.vocab_size) > MAX_VOCAB_PADDING:
         raise EngineError(
             f"speculative_model has a vocabulary of {draft.vocab_size} tokens, the model one of {runner.vocab_size}: "
             "they must have the same"

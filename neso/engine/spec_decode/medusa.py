@@ -1,16 +1,111 @@
-"""Guesses by further heads on the model's own hidden states, computed as a tree in one step (arXiv 2401.10774)."""
+"""Medusa: extra heads on the model's hidden states propose a tree of draft tokens (arXiv 2401.10774)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from neso.engine.core.draft import Draft, DraftTree
 from neso.engine.core.sequence import Sequence
 from neso.engine.runners.base import Runner
-from neso.engine.spec_decode.medusa_heads import MedusaHeads
+from neso.engine.runners.numpy_layers import linear, silu
+from neso.engine.spec_decode.config import TreePath, tree_of
 from neso.engine.spec_decode.proposer import Proposer
-from neso.engine.spec_decode.tree import Path, tree_of
 from neso.engine.spec_decode.verification import Verified
+from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.engine.weights.source import CheckpointError, copy_as_float32
+
+Float32Array = npt.NDArray[np.float32]
+# "medusa_head.0.0.linear.weight" within a model, "0.0.linear.weight" in a file of its own.
+_NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHead:
+    """Residual blocks, then the vocabulary.
+
+    - blocks: (float32[hidden, hidden], float32[hidden]) each: x + silu(weight @ x + bias)
+    - output: float32[vocab_size, hidden]
+    """
+
+    blocks: list[tuple[Float32Array, Float32Array]]
+    output: Float32Array
+
+    def logits(self, hidden: Float32Array) -> Float32Array:
+        """float32[R, hidden] -> float32[R, vocab_size]."""
+        for weight, bias in self.blocks:
+            hidden = hidden + silu(linear(hidden, weight, bias))
+        return linear(hidden, self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHeads:
+    """Head i says the token i + 2 places after one whose hidden state it is given; the model's own says the next."""
+
+    heads: list[MedusaHead]
+
+    @classmethod
+    def load(cls, directory: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
+        """From the safetensors files of a directory, in float32. Raises `CheckpointError`."""
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: there is no such directory")
+        tensors = _tensors(directory)
+        heads: list[MedusaHead] = []
+        while f"{len(heads)}.0.linear.weight" in tensors or f"{len(heads)}.0.weight" in tensors:
+            heads.append(_head(directory, tensors, len(heads), hidden_size, vocab_size))
+        if not heads:
+            raise CheckpointError(f"{directory}: there are no tensors medusa_head.*")
+        return cls(heads)
+
+    def candidates(self, hidden: Float32Array, count: int) -> list[npt.NDArray[np.int64]]:
+        """For each head the `count` most likely tokens, most likely first: int64[R, count] each."""
+        return [_most_likely(head.logits(hidden), count) for head in self.heads]
+
+
+def _tensors(directory: Path) -> dict[str, Float32Array]:
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        file = SafetensorsFile(path)
+        for name in file.names():
+            match = _NAME.fullmatch(name)
+            if match:
+                stored = file.tensor(name)
+                target = np.empty(stored.shape, np.float32)
+                copy_as_float32(stored, target)
+                tensors[match[1]] = target
+        file.close()
+    return tensors
+
+
+def _head(
+    directory: Path, tensors: dict[str, Float32Array], number: int, hidden_size: int, vocab_size: int
+) -> MedusaHead:
+    def take(name: str, *shape: int) -> Float32Array:
+        found = tensors.get(f"{number}.{name}")
+        if found is None or found.shape != shape:
+            has = "none" if found is None else f"one of the shape {list(found.shape)}"
+            raise CheckpointError(
+                f"{directory}: Medusa's head {number} needs a tensor {name} of the shape {list(shape)}, has {has}"
+            )
+        return found
+
+    blocks: list[tuple[Float32Array, Float32Array]] = []
+    while f"{number}.{len(blocks)}.linear.weight" in tensors:
+        name = f"{len(blocks)}.linear"
+        blocks.append((take(f"{name}.weight", hidden_size, hidden_size), take(f"{name}.bias", hidden_size)))
+    return MedusaHead(blocks, take(f"{len(blocks)}.weight", vocab_size, hidden_size))
+
+
+def _most_likely(logits: Float32Array, count: int) -> npt.NDArray[np.int64]:
+    count = min(count, logits.shape[1])
+    best = np.argpartition(-logits, count - 1, axis=1)[:, :count]
+    order = np.argsort(-np.take_along_axis(logits, best, axis=1), axis=1, kind="stable")
+    return np.take_along_axis(best, order, axis=1)
 
 
 class MedusaProposer(Proposer):
@@ -20,7 +115,7 @@ class MedusaProposer(Proposer):
     heads.
     """
 
-    def __init__(self, runner: Runner, heads: MedusaHeads, paths: Many[Path]) -> None:
+    def __init__(self, runner: Runner, heads: MedusaHeads, paths: Many[TreePath]) -> None:
         self.depth = max(len(path) for path in paths)
         if self.depth > len(heads.heads):
             raise ValueError(

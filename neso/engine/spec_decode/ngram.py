@@ -6,7 +6,7 @@ from neso.engine.core.draft import Draft
 from neso.engine.core.sequence import Sequence
 from neso.engine.spec_decode.proposer import Proposer
 
-MOST_CANDIDATES = 16
+MAX_CANDIDATES = 16
 """Places to compare, the last ones first: a text full of one word has it everywhere."""
 
 
@@ -64,7 +64,7 @@ class NgramIndex:
         if places is None:
             return None
         best, best_length = None, 0
-        for place in places[: -MOST_CANDIDATES - 1 : -1]:
+        for place in places[: -MAX_CANDIDATES - 1 : -1]:
             length = self._common(tokens, place)
             if length > best_length:
                 best, best_length = place, length

@@ -1,27 +1,50 @@
-"""Which drafts of a step are accepted, and which token comes behind them.
-
-Without a distribution, a draft is accepted when the token that the model's own distribution gives at its place equals
-it: what comes out is what comes out without drafts, to the token, because the random number of each place is the same.
-
-A draft drawn from a distribution q is accepted with the probability min(1, p / q); after the first that is not, a
-token is drawn from the rest, max(p - q, 0) (arXiv 2211.17192, 2302.01318). The result has the model's distribution p,
-though not the tokens that the same seed gives without drafts.
-"""
+"""Verification of draft tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.draft import Draft
 from neso.engine.runners.base import Logits
-from neso.engine.sampling.random_choice import BROKEN
-from neso.engine.sampling.row_masks import RowMasks
 from neso.engine.sampling.sampler import SampledToken, Sampler, scored
 from neso.engine.sampling.state import SamplingState
-from neso.engine.spec_decode.distributions import Probabilities, draw_one, probabilities_of
+from neso.engine.sampling.token_sampling import (
+    INVALID_TOKEN,
+    RowMasks,
+    SamplingBatch,
+    draw,
+    exponentials,
+    filter_weights,
+)
+from neso.generation.sampling_params import SamplingParams
+
+Probabilities = npt.NDArray[np.floating[Any]]
+
+
+def probabilities_of(
+    logits: npt.NDArray[np.float32], params: SamplingParams, top_p: float | None = None
+) -> npt.NDArray[np.float64]:
+    """What `token_sampling.choose` draws from for a row float32[V]: float64[V], its sum 1.
+
+    `top_p` where it is not that of the parameters any more. Without a temperature, where nothing is drawn, the
+    distribution at the temperature 1.
+    """
+    draws = SamplingBatch.of([params], np.zeros(1), None, None if top_p is None else [top_p])
+    temperature = np.ones(1, np.float32) if params.greedy else draws.temperature
+    weights = exponentials(logits[None], temperature)
+    kept = filter_weights(weights, draws.top_k, draws.top_p, draws.min_p)[0].astype(np.float64)
+    normed: npt.NDArray[np.float64] = kept / kept.sum()
+    return normed
+
+
+def draw_one(weights: Probabilities, uniform: float) -> int:
+    """Draw an index from float[V], which need not sum to 1."""
+    return int(draw(weights[None], np.array([uniform]))[0])
+
 
 FloatRow = npt.NDArray[np.float32]
 
@@ -146,7 +169,7 @@ def _accept_equal(group: _Rows, tokens: list[SampledToken]) -> Verified:
     # A draft is a token: one that stands for broken logits equals none.
     while node is not None:
         token = tokens[node + 1]
-        if token.token_id == BROKEN:
+        if token.token_id == INVALID_TOKEN:
             # The tokens before are good. The next step meets the same logits, without any before them.
             break
         result.path.append(node)
@@ -170,7 +193,7 @@ def _accept_at_random(
     kept: list[SampledToken] = []
     for number in range(group.num_drafts):
         row, token = group.first + number, draft.token_ids[number]
-        if tokens[number].token_id == BROKEN:
+        if tokens[number].token_id == INVALID_TOKEN:
             break
         target = probabilities_of(rows[number], state.params, group.states[number].top_p)
         accepted, instead = _test(draft, number, target, tests[number], group.uniforms[number])
@@ -180,7 +203,7 @@ def _accept_at_random(
         kept.append(_with_logprobs(token, group, number, raw))
     else:
         number = group.num_drafts
-    if tokens[number].token_id == BROKEN and kept:
+    if tokens[number].token_id == INVALID_TOKEN and kept:
         # As in _accept_equal: what is kept ends with a token whose logits are computed again.
         return Verified(kept, list(range(number - 1)), group.first + number - 1)
     return Verified([*kept, tokens[number]], list(range(number)), group.first + number)
@@ -214,7 +237,7 @@ def _with_logprobs(token: int, group: _Rows, number: int, raw: dict[int, FloatRo
 def _settle(group: _Rows, state: SamplingState, result: Verified) -> None:
     """Count what came out, and give back the random numbers of places that were not reached."""
     for token in result.tokens:
-        if token.token_id != BROKEN:
+        if token.token_id != INVALID_TOKEN:
             state.record(token.token_id)
     if not state.params.greedy:
         state.give_back(group.uniforms[len(result.tokens) :])

@@ -1,13 +1,16 @@
-"""Puts the images of a request where its prompt has them."""
+"""Placeholders for images in prompts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from neso.engine.core.input_embeddings import PLACEHOLDER, PromptImage
+from neso.engine.errors import EngineError
+from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.vision.image_processor import ImageProcessor
 from neso.generation import GenerationRequest, InvalidParameter
 
@@ -53,3 +56,13 @@ class ImagePrompt:
             images.append(PromptImage(positions.tobytes(), pixels.tobytes()))
             expanded += [PLACEHOLDER] * count
         return expanded, images
+
+
+def open_image_prompt(directory: Path | str, vision: VisionInfo | None) -> ImagePrompt | None:
+    """None for a model that takes text only. Raises `EngineError`."""
+    if vision is None:
+        return None
+    try:
+        return ImagePrompt(ImageProcessor.from_directory(Path(directory), vision.image_size), vision)
+    except UnsupportedModel as error:
+        raise EngineError(str(error)) from None

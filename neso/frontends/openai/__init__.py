@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from neso.frontends.openai.options import OpenAIOptions
+from neso.frontends.openai_options import OpenAIOptions
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -29,7 +29,6 @@ from neso.frontends.openai.models_api import (
     control_routes,
     metrics_route,
 )
-from neso.frontends.openai.options import AccessOptions, OpenAIOptions
 from neso.frontends.openai.pooling import (
     EmbeddingRequest,
     EmbeddingsApi,
@@ -42,6 +41,7 @@ from neso.frontends.openai.responses.api import response_routes
 from neso.frontends.openai.routing import Body, GenerationEndpoint, answer_to_body, error_response
 from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
 from neso.frontends.openai.tokenization import DetokenizeRequest, TokenizeRequest, TokensApi
+from neso.frontends.openai_options import AccessOptions, OpenAIOptions
 
 if TYPE_CHECKING:
     from neso.server.core import Core

@@ -8,7 +8,6 @@ from neso.frontends.openai.choices import Answer, AnswerKind, Choice, PromptReco
 from neso.frontends.openai.errors import ApiError, invalid, renamed, too_long
 from neso.frontends.openai.logprobs import CompletionLogprobs
 from neso.frontends.openai.model_resolver import Target, Targets
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.prompt_embeds import read_vectors
 from neso.frontends.openai.request_params import (
     MAX_PROMPTS,
@@ -21,6 +20,7 @@ from neso.frontends.openai.request_params import (
     wanted_form,
 )
 from neso.frontends.openai.schemas import CompletionRequest
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import (
     Completion,
     GenerationOutput,

@@ -34,7 +34,7 @@ from neso.server.errors import NotFound, Unavailable
 from neso.server.metadata import ModelState
 
 if TYPE_CHECKING:
-    from neso.frontends.openai.options import OpenAIOptions
+    from neso.frontends.openai_options import OpenAIOptions
     from neso.generation import GenerationOutput, GenerationRequest, PooledOutput, PoolingRequest
     from neso.server.core import Core
     from neso.server.model import Model

@@ -164,12 +164,11 @@ class ModelTexts:
 def open_tokenizer(name: str, near: Path | None = None) -> TokenizerLike:
     """The tokenizer in a directory, which may be relative to `near`, or of a name on the hub. Raises `ValueError`."""
     from neso.engine.text.tokenizer import Tokenizer
-    from neso.engine.weights.errors import ModelNotFound
-    from neso.engine.weights.hub import TOKENIZER_FILES, resolve_model
+    from neso.engine.weights.hub import TOKENIZER_FILES, ModelNotFound, resolve_model
 
     local = Path(name) if near is None else near / name
     try:
-        directory = local if local.is_dir() else resolve_model(name, wanted=TOKENIZER_FILES)
+        directory = local if local.is_dir() else resolve_model(name, patterns=TOKENIZER_FILES)
     except ModelNotFound as error:
         raise ValueError(f"no tokenizer: {error}") from None
     return Tokenizer.from_model(directory)

@@ -17,7 +17,7 @@ from neso.frontends.openai.model_resolver import Adapter, Targets
 from neso.frontends.openai.routing import answer_to_body
 from neso.generation import LoraRequest, SupportsLora
 from neso.server.errors import ErrorCode, ServerError
-from neso.server.metrics import CONTENT_TYPE
+from neso.server.metrics.registry import CONTENT_TYPE
 from neso.server.options import ModelControlMode
 from neso.server.repository.names import check_model_name
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 
 from neso.server.errors import InvalidArgument, Unavailable, Unsupported
-from neso.server.log.options import LogFormat, LogOptions
+from neso.server.options import LogFormat, LogOptions
 
 if TYPE_CHECKING:
     from neso.server.inference_request import InferenceRequest

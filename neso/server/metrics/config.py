@@ -1,11 +1,13 @@
-"""Which metrics there are beyond the counters, and how often those of the machine are read."""
+"""Options of the metrics, `--metrics-config` and others."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from neso.flags import Flag, number
 from neso.server.errors import InvalidArgument
 
 _ERROR = re.compile(r"\d*\.?\d+")
@@ -14,14 +16,14 @@ _FLAGS = ("counter_latencies", "histogram_latencies", "summary_latencies")
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """A quantile of the summaries. `text` is how the user wrote it: that is what its label says."""
+    """A quantile of the summaries. `text` is its label, as the user wrote it."""
 
     value: float
     text: str
 
     @classmethod
     def parse(cls, pair: str) -> Quantile:
-        """`QUANTILE:ERROR`. The error has no effect: ranks are exact here. Raises `InvalidArgument`."""
+        """Parse `QUANTILE:ERROR`. The error has no effect: quantiles are exact. Raises `InvalidArgument`."""
         text, colon, error = (part.strip() for part in pair.partition(":"))
         if not colon or not _ERROR.match(error):
             raise InvalidArgument(f"summary quantile '{pair}': expected <quantile>:<error>")
@@ -39,12 +41,12 @@ DEFAULT_QUANTILES = tuple(Quantile(float(text), text) for text in ("0.5", "0.9",
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """What is measured.
+    """Selection of metrics. Raises `InvalidArgument`.
 
-    `counter_latencies`: the cumulative durations, and the counters of the response cache. `histogram_latencies`: the
-    time to the first response of decoupled models. `summary_latencies`: durations as `summary_quantiles` of the last
-    minute. `cpu` and `gpu`: metrics of the machine, read again at a scrape when they are older than `interval`
-    (seconds). Raises `InvalidArgument`.
+    - counter_latencies: cumulative durations, and the counters of the response cache
+    - histogram_latencies: time to the first response of decoupled models
+    - summary_latencies: durations as `summary_quantiles` over the last minute
+    - cpu, gpu: metrics of the machine, read again at a scrape when older than `interval` seconds
     """
 
     counter_latencies: bool = True
@@ -61,9 +63,25 @@ class MetricsConfig:
 
     @classmethod
     def parse(
-        cls, settings: Sequence[str], *, cpu: bool = True, gpu: bool = True, interval_ms: float = 2000
+        cls,
+        settings: Annotated[
+            Sequence[str],
+            Flag(
+                "metrics-config",
+                "summary_latencies, histogram_latencies, counter_latencies (true or false), or summary_quantiles.",
+                metavar="KEY=VALUE",
+                repeated=True,
+            ),
+        ],
+        *,
+        cpu: Annotated[bool, Flag("allow-cpu-metrics", "Collect CPU and memory metrics.")] = True,
+        gpu: Annotated[bool, Flag("allow-gpu-metrics", "Collect GPU metrics.")] = True,
+        interval_ms: Annotated[
+            float,
+            Flag("metrics-interval-ms", "Maximum age of CPU and GPU metrics in milliseconds.", number(0)),
+        ] = 2000,
     ) -> MetricsConfig:
-        """From `NAME=VALUE` settings, as `--metrics-config` takes them. Raises `InvalidArgument`."""
+        """Parse `NAME=VALUE` settings of `--metrics-config`. Raises `InvalidArgument`."""
         flags: dict[str, bool] = {}
         quantiles = DEFAULT_QUANTILES
         for setting in settings:

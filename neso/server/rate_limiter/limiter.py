@@ -10,7 +10,7 @@ from typing import Any
 
 from neso.server.config.scheduling import InstanceSpec, instances_of
 from neso.server.errors import InvalidArgument
-from neso.server.rate_limiter.options import ResourceLimit
+from neso.server.options import ResourceLimit
 from neso.server.schedulers.dynamic_batcher import Dispatcher
 
 ResourceKey = tuple[str, int | None]

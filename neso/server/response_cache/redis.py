@@ -16,9 +16,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from neso.server.cache_options import RedisOptions
 from neso.server.errors import InvalidArgument
 from neso.server.response_cache.cache import CachedResponse
-from neso.server.response_cache.options import RedisOptions
 
 logger = logging.getLogger(__name__)
 

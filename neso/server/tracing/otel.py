@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from neso.server.errors import Unsupported
-from neso.server.tracing.settings import OtelConfig, TraceLevel
+from neso.server.trace_config import OtelConfig, TraceLevel
 from neso.server.tracing.trace import ModelTrace, Trace, TraceSink
 
 try:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from neso.generation import GenerationOutput, GenerationRequest
 from neso.server.tensor import DataType, Tensor
-from neso.server.tracing.settings import TraceLevel
+from neso.server.trace_config import TraceLevel
 
 if TYPE_CHECKING:
     from neso.server.errors import ServerError

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from neso.server.tracing.settings import TraceSetting
+from neso.server.trace_config import TraceSetting
 from neso.server.tracing.trace import Activity, ModelTrace, Trace, TraceSink
 
 logger = logging.getLogger(__name__)

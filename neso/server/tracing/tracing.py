@@ -8,14 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from neso.server.tracing.settings import (
-    OtelConfig,
-    Overrides,
-    TraceConfig,
-    TraceMode,
-    TraceSetting,
-    read_update,
-)
+from neso.server.trace_config import OtelConfig, TraceConfig, TraceMode, TraceSetting
+from neso.server.tracing.settings import Overrides, read_update
 from neso.server.tracing.trace import Trace, TraceSink
 from neso.server.tracing.trace_file import Collection, TraceFile
 

@@ -12,7 +12,7 @@ import pytest
 from test_llm_backend import outputs, request, write_repository
 
 import neso.server.core
-from neso.server.metrics import MetricsConfig
+from neso.server.metrics.config import MetricsConfig
 from neso.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[3]

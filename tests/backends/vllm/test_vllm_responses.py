@@ -12,7 +12,7 @@ from neso.backends.vllm.conversion import OutputConverter
 from neso.backends.vllm.metrics import VllmMetrics
 from neso.backends.vllm.tensors import REQUESTABLE_OUTPUTS, ResponseTensors, TextRequest, embedding_tensors
 from neso.generation import FinishReason, SamplingParams
-from neso.server.metrics import MetricsRegistry
+from neso.server.metrics.registry import MetricsRegistry
 
 
 def logprob(value: float, rank: int, text: str) -> SimpleNamespace:

@@ -8,7 +8,7 @@ import numpy as np
 from fake_engine import FakeRunner
 
 from neso.engine.core.scheduler_config import SchedulerConfig
-from neso.engine.engine_core import EngineCore
+from neso.engine.loop.engine_core import EngineCore
 
 VOCAB = 23
 

@@ -10,8 +10,8 @@ from beam_oracle import beam_search
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
-from neso.engine.engine_core import EngineCore
 from neso.engine.load.loader import load_engine
+from neso.engine.loop.engine_core import EngineCore
 from neso.generation import SamplingParams
 
 MAX_TOKENS = 14

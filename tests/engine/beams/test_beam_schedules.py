@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.scheduler_config import SchedulerConfig
-from neso.engine.engine_core import EngineCore
+from neso.engine.loop.engine_core import EngineCore
 from neso.generation import FinishReason
 
 prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=18), min_size=1, max_size=5)

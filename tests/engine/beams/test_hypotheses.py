@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neso.engine.beams.hypotheses import Hypotheses, PathStep
+from neso.engine.beams.beam_search import Hypotheses, PathStep
 from neso.generation import FinishReason, SamplingParams
 
 finished = st.lists(

@@ -6,9 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from neso.engine.core import free_blocks
-from neso.engine.core.block_pool import BlockPool
-from neso.engine.core.free_blocks import FreeBlocks
+from neso.engine.core import block_pool as free_blocks
+from neso.engine.core.block_pool import BlockPool, FreeBlocks
 from neso.generation import InvalidParameter
 from neso.generation.request import CacheRetention, RetainedRange
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_engine import expected_tokens, make_core, make_request, run
 
-from neso.engine import engine_core
 from neso.engine.core.block_pool import IntegrityError
-from neso.engine.core.host_cache import HostCache
+from neso.engine.core.prefix_cache import HostCache
+from neso.engine.loop import engine_core
 
 
 def prompt_of(i: int) -> list[int]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from neso.engine.core.prefill_pacer import FIRST_BUDGET, SMALLEST_BUDGET, PrefillPacer
+from neso.engine.core.prefill_pacer import INITIAL_BUDGET, MIN_BUDGET, PrefillPacer
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.scheduler_config import SchedulerConfig
@@ -17,7 +17,7 @@ def step_seconds(decoding: int, prefill: int) -> float:
 @pytest.mark.parametrize("stretch", [1.5, 2.0, 4.0])
 def test_the_budget_becomes_what_fits(stretch: float) -> None:
     pacer = PrefillPacer(stretch)
-    assert pacer.budget(8, 1) == FIRST_BUDGET
+    assert pacer.budget(8, 1) == INITIAL_BUDGET
     for step in range(60):
         prefill = (pacer.budget(8, 1) or 0) if step % 3 == 0 else 0
         pacer.observe(8, prefill, step_seconds(8, prefill))
@@ -40,11 +40,11 @@ def test_a_measurement_that_is_off_does_not_lift_the_limit() -> None:
     pacer = PrefillPacer(2.0)
     pacer.observe(1, 0, 0.020)
     pacer.observe(1, 64, 0.001)  # faster than decoding alone: noise
-    assert SMALLEST_BUDGET <= (pacer.budget(1, 1) or 0) < 200_000
+    assert MIN_BUDGET <= (pacer.budget(1, 1) or 0) < 200_000
     pacer = PrefillPacer(2.0)
     pacer.observe(1, 0, 0.001)
     pacer.observe(1, 1, 10.0)
-    assert pacer.budget(1, 1) == SMALLEST_BUDGET
+    assert pacer.budget(1, 1) == MIN_BUDGET
 
 
 def test_without_a_stretch_there_is_no_limit() -> None:

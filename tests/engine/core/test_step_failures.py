@@ -98,7 +98,7 @@ def test_a_request_that_no_step_can_take_does_not_stand_in_the_way(monkeypatch):
 
 def test_a_request_that_fails_on_its_way_in_is_answered(monkeypatch):
     core = make_core()
-    monkeypatch.setattr("neso.engine.intake.draft_of", explode)
+    monkeypatch.setattr("neso.engine.loop.intake.draft_of", explode)
     (answer,) = core.add(make_request("a", [1]))
     assert (answer.request_id, answer.finish_reason) == ("a", FinishReason.ERROR)
     core.step()

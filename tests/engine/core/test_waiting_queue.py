@@ -9,8 +9,8 @@ from fake_engine import expected_tokens, make_core, make_request, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neso.engine.core.admission import WaitingQueue
 from neso.engine.core.sequence import Sequence
-from neso.engine.core.waiting_queue import WaitingQueue
 from neso.generation import FinishReason
 
 

@@ -15,10 +15,8 @@ from llguidance import LLMatcher
 from small_tokenizers import BACKENDS, byte_level_backend, llama_backend
 from tokenizers import Tokenizer as Backend
 
-from neso.engine.guided.grammar import grammar_text
-from neso.engine.guided.grammar_error import GuideError
-from neso.engine.guided.guide import CompiledGrammar, Guide
-from neso.engine.guided.matcher import make_matcher
+from neso.engine.guided.grammar import GuideError, grammar_text
+from neso.engine.guided.guide import CompiledGrammar, Guide, make_matcher
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.text.tokenizer_files import SpecialTokens

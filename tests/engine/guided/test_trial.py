@@ -9,7 +9,7 @@ import psutil
 import pytest
 from llguidance import LLMatcher
 
-from neso.engine.guided.grammar_error import GrammarError
+from neso.engine.guided.grammar import GrammarError
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.guided.trial import Trial
 
@@ -81,7 +81,7 @@ def test_it_ends_by_itself_when_nobody_is_there() -> None:
     trial.check(FINE)
     process, left = child(trial), trial._process
     assert left is not None and left.stdin is not None and left.stdout is not None
-    from neso.engine.guided.frames import write_frame
+    from neso.engine.guided.trial_process import write_frame
 
     write_frame(left.stdin, ENDLESS.encode())
     left.stdin.close()

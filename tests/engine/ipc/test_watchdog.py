@@ -13,18 +13,18 @@ from types import SimpleNamespace
 import pytest
 from eventually import until
 
+import neso.engine.diagnostics.watchdog as watchdog
 import neso.engine.runners.reference.runner as reference
-import neso.engine.watchdog as watchdog
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
+from neso.engine.diagnostics.replay import read_engine, read_steps
 from neso.engine.errors import EngineDead
-from neso.engine.recording import read_engine, read_steps
 from neso.generation import GenerationRequest, SamplingParams
 
 # Python runs it at its start: the second step never ends.
 HANGING = """
 import time, types
-import neso.engine.watchdog as watchdog
+import neso.engine.diagnostics.watchdog as watchdog
 from neso.engine.runners.reference.runner import ReferenceRunner
 step, hangs = ReferenceRunner.step, []
 # No other step takes any time for it.

@@ -22,18 +22,17 @@ from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import RunnerOptions
+from neso.engine.runners.torch import triton_attention as attention_kernels
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
-from neso.engine.runners.torch.device_logits import DeviceLogits
-from neso.engine.runners.torch.kernels import attention as attention_kernels
-from neso.engine.runners.torch.kernels.float8 import round_rows
-from neso.engine.runners.torch.kernels.operations import TritonOperations
+from neso.engine.runners.torch.device_runner import DeviceLogits
 from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
-from neso.engine.runners.torch.linear import round_to_float8
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.sampling import choose as choose_on_device
 from neso.engine.runners.torch.step_inputs import TILE_QUERIES, step_inputs
-from neso.engine.sampling.random_choice import BROKEN, Draws, choose
+from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
+from neso.engine.runners.torch.weights import round_to_float8
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
@@ -326,7 +325,7 @@ class GraphCases:
         builder, runner = PlanBuilder(4, 64, seed=3), with_operations(loaded, KERNELS)
         allocate(runner, builder, graphs=graphs)
         sequences = [builder.sequence([*random_tokens(5 + i, seed=i), 0, 0]) for i in range(3)]
-        greedy = Draws.of([SamplingParams(temperature=0)] * 3, np.zeros(3))
+        greedy = SamplingBatch.of([SamplingParams(temperature=0)] * 3, np.zeros(3))
         rows = np.cumsum([5, 6, 7]) - 1
         first = runner.launch(
             builder.plan([(s, len(s.tokens) - 2) for s in sequences], rows=rows.tolist()), greedy
@@ -410,7 +409,7 @@ class SamplingCases:
         logits[4, 9] = 1.0
         draws = random_draws(rng, 7, temperature=temperature, top_k=0, top_p=top_p, min_p=0.0)
         found = self.choose(logits, draws)
-        assert found[:4].tolist() == [BROKEN] * 4
+        assert found[:4].tolist() == [INVALID_TOKEN] * 4
         assert found[4] == 9
         np.testing.assert_array_equal(found[5:], choose(logits, draws)[5:])
 
@@ -423,7 +422,7 @@ class SamplingCases:
         np.testing.assert_array_equal(found[::2], logits[::2].argmax(axis=1))
         np.testing.assert_array_equal(found, choose(logits, draws))
 
-    def choose(self, logits: np.ndarray, draws: Draws) -> np.ndarray:
+    def choose(self, logits: np.ndarray, draws: SamplingBatch) -> np.ndarray:
         return choose_on_device(torch.from_numpy(logits).to(self.device_type), draws).cpu().numpy()
 
 

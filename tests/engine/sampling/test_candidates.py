@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neso.engine.sampling.candidates import best_candidates
+from neso.engine.sampling.logprobs import best_candidates
 
 
 @settings(max_examples=150, deadline=None)

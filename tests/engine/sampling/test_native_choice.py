@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_draws import assert_neighbours, random_draws
 
 from neso.engine.runners.native.runner import NativeRunner
-from neso.engine.sampling.random_choice import BROKEN, choose
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
@@ -59,7 +59,7 @@ def test_rows_that_are_no_numbers(runner: NativeRunner) -> None:
     logits[4, 9] = 1.0
     for temperature in (0.0, 1.0):
         draws = random_draws(rng, 6, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
-        assert runner.choose(logits, draws)[:3].tolist() == [BROKEN] * 3
+        assert runner.choose(logits, draws)[:3].tolist() == [INVALID_TOKEN] * 3
         assert runner.choose(logits, draws)[4] == 9
 
 

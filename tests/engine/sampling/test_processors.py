@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from neso.engine.core.request import EngineRequest
 from neso.engine.runners.base import Runner
 from neso.engine.runners.native.runner import NativeRunner
-from neso.engine.runners.torch.device_logits import DeviceLogits
+from neso.engine.runners.torch.device_runner import DeviceLogits
 from neso.engine.runners.torch.sampling import choose as choose_in_torch
-from neso.engine.sampling.penalties import adjust
-from neso.engine.sampling.random_choice import BROKEN, choose
 from neso.engine.sampling.sampler import Sampler
-from neso.engine.sampling.state import SamplingState
+from neso.engine.sampling.state import SamplingState, adjust
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
@@ -182,7 +181,7 @@ def test_tokens_do_not_depend_on_batch_mates(sampler, native: Runner):
 def test_row_without_any_token_left_is_marked_alone():
     none = make_state(allowed_token_ids=(3,), bad_words=((3,),))
     found = Sampler().sample(np.zeros((2, VOCAB), np.float32), [none, make_state(temperature=0.0)])
-    assert [t.token_id for t in found] == [BROKEN, 0]
+    assert [t.token_id for t in found] == [INVALID_TOKEN, 0]
 
 
 def test_all_log_probabilities():

@@ -15,12 +15,11 @@ from random_draws import random_draws
 
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.runners.torch.sampling import choose as torch_choose
-from neso.engine.sampling.random_choice import BROKEN, Draws, choose
-from neso.engine.sampling.row_masks import RowMasks
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, SamplingBatch, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
-Choose = Callable[[np.ndarray, Draws], np.ndarray]
+Choose = Callable[[np.ndarray, SamplingBatch], np.ndarray]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def native(checkpoint_factory: Callable[..., Path]) -> NativeRunner:
 
 @pytest.fixture(params=["numpy", "native", "torch"])
 def chooser(request: pytest.FixtureRequest, native: NativeRunner) -> Choose:
-    def by_torch(logits: np.ndarray, draws: Draws) -> np.ndarray:
+    def by_torch(logits: np.ndarray, draws: SamplingBatch) -> np.ndarray:
         return torch_choose(torch.from_numpy(logits), draws).numpy()
 
     return {"numpy": choose, "native": native.choose, "torch": by_torch}[request.param]
@@ -76,7 +75,7 @@ def test_what_is_kept_out_may_be_no_number(native: NativeRunner, chooser: Choose
     bits[0, 1] = 1 << 3
     draws = random_draws(np.random.default_rng(1), 2, temperature=0.0)
     masked = dataclasses.replace(draws, masks=RowMasks(np.array([1], np.int32), bits))
-    assert chooser(logits, masked).tolist() == [BROKEN, 35]
+    assert chooser(logits, masked).tolist() == [INVALID_TOKEN, 35]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -88,7 +87,7 @@ def test_nothing_may_come_where_mask_and_bans_leave_nothing(chooser: Choose, tem
     draws = random_draws(np.random.default_rng(1), 3, temperature=temperature)
     masked = dataclasses.replace(draws, masks=RowMasks(np.array([0], np.int32), bits))
     tokens = chooser(logits, masked)
-    assert tokens[0] == tokens[2] == BROKEN != tokens[1]
+    assert tokens[0] == tokens[2] == INVALID_TOKEN != tokens[1]
 
 
 @settings(max_examples=50, deadline=None)

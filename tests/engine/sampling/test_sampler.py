@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neso.engine.core.request import EngineRequest
-from neso.engine.sampling.random_choice import BROKEN, draw, exponentials, filter_weights
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, draw, exponentials, filter_weights
 from neso.generation import SamplingParams
 
 
@@ -144,9 +144,9 @@ def test_rows_that_are_no_numbers_are_marked():
     nan = float("nan")
     logits = [[nan, 1.0], [0.0, 1.0], [0.0, nan]]
     assert sample(logits, state(temperature=0), state(temperature=0), state(temperature=1.0)) == [
-        BROKEN,
+        INVALID_TOKEN,
         1,
-        BROKEN,
+        INVALID_TOKEN,
     ]
 
 
@@ -170,4 +170,4 @@ def test_the_largest_parameters_leave_numbers(params):
 
 def test_a_bias_that_bans_everything_is_told():
     bias = np.full(4, -np.inf, np.float32).tobytes()
-    assert sample([[0.1, 0.3, 0.2, 0.0]], state(embedding_bias=bias)) == [BROKEN]
+    assert sample([[0.1, 0.3, 0.2, 0.0]], state(embedding_bias=bias)) == [INVALID_TOKEN]

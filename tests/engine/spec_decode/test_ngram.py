@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.sequence import Sequence
-from neso.engine.spec_decode.ngram import MOST_CANDIDATES, NgramIndex, NgramProposer
+from neso.engine.spec_decode.ngram import MAX_CANDIDATES, NgramIndex, NgramProposer
 from neso.generation import SamplingParams
 
 
@@ -21,7 +21,7 @@ def search(tokens: list[int], shortest: int, longest: int) -> int | None:
     """The same by looking everywhere."""
     best, best_length = None, 0
     ends = [end for end in range(shortest, len(tokens)) if tokens[end - shortest : end] == tokens[-shortest:]]
-    for end in ends[-MOST_CANDIDATES:]:
+    for end in ends[-MAX_CANDIDATES:]:
         length = shortest
         while length < min(longest, end) and tokens[end - 1 - length] == tokens[-1 - length]:
             length += 1

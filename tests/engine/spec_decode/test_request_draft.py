@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from neso.engine.client.request_checks import MAX_DRAFT_TOKENS, checked_draft
+from neso.engine.client.request_arrays import MAX_DRAFT_TOKENS, checked_draft
 from neso.engine.core.request import EngineRequest, RequestDraft
 from neso.engine.spec_decode import request_draft
 from neso.engine.spec_decode.request_draft import draft_of

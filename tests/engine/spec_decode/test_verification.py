@@ -7,11 +7,10 @@ import pytest
 
 from neso.engine.core.draft import Draft, DraftTree
 from neso.engine.core.request import EngineRequest
-from neso.engine.sampling.random_choice import BROKEN
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
-from neso.engine.spec_decode.distributions import draw_one, probabilities_of
-from neso.engine.spec_decode.verification import Verified, verify
+from neso.engine.sampling.token_sampling import INVALID_TOKEN
+from neso.engine.spec_decode.verification import Verified, draw_one, probabilities_of, verify
 from neso.generation import SamplingParams
 
 VOCAB = 5
@@ -174,7 +173,7 @@ def test_broken_logits_behind_accepted_tokens(drawn):
     result = one(Draft([1, 2], probabilities=probabilities), rows, params)
     assert [token.token_id for token in result.tokens] == [1, 2] and result.path == [0]
     rows[0] = np.nan
-    assert one(Draft([1, 2], probabilities=probabilities), rows, params).tokens[0].token_id == BROKEN
+    assert one(Draft([1, 2], probabilities=probabilities), rows, params).tokens[0].token_id == INVALID_TOKEN
 
 
 def test_unused_random_numbers_go_to_the_next_tokens():

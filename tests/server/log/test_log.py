@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from neso.server.errors import ErrorCode, InvalidArgument, ServerError, Unavailable
+from neso.server.errors import ErrorCode, ServerError, Unavailable
 from neso.server.log import LogFormat, LogOptions, LogSettings
 
 log = logging.getLogger("neso.test")
@@ -198,28 +198,3 @@ def test_standard_error(install, capsys):
 def test_a_file_that_cannot_be_written(tmp_path):
     with pytest.raises(Unavailable, match=r"cannot write the log file '.*/no/where': No such file"):
         LogSettings(LogOptions(file=str(tmp_path / "no" / "where"))).install()
-
-
-def test_parsing():
-    assert LogOptions.parse() == LogOptions()
-    assert LogOptions.parse(
-        verbose="2", info="false", warning="0", error="off", format="ISO8601", file="f"
-    ) == LogOptions(False, False, False, 2, LogFormat.ISO8601, "f")
-    assert (
-        LogOptions.parse(verbose="true").verbose_level,
-        LogOptions.parse(verbose="false").verbose_level,
-    ) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"verbose": "-1"}, "--log-verbose: expected a level from 0 on, got '-1'"),
-        ({"info": "maybe"}, "--log-info: expected true or false, got 'maybe'"),
-        ({"format": "iso"}, "invalid argument for log_format, got: iso"),
-    ],
-)
-def test_parsing_errors(given, message):
-    with pytest.raises(InvalidArgument) as caught:
-        LogOptions.parse(**given)
-    assert message in caught.value.message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from neso.server.errors import InvalidArgument
-from neso.server.metrics import MetricsConfig, Quantile
+from neso.server.metrics.config import MetricsConfig, Quantile
 
 
 def test_defaults():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from neso.server.cache_options import CacheConfig, RedisOptions
 from neso.server.errors import ServerError
 from neso.server.options import ServerOptions
-from neso.server.response_cache.options import CacheConfig, RedisOptions
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_sizes_in_two_places():
 
 def test_credentials_of_the_environment():
     environment = {"TRITONCACHE_REDIS_USERNAME": "u", "TRITONCACHE_REDIS_PASSWORD": "secret"}
-    options = RedisOptions.of({"host": "a", "port": "1"}, environment)
+    options = RedisOptions.from_settings({"host": "a", "port": "1"}, environment)
     assert (options.user, options.password) == ("u", "secret")
-    assert RedisOptions.of({"host": "a", "port": "1", "user": "v"}, environment).user == "v"
+    assert RedisOptions.from_settings({"host": "a", "port": "1", "user": "v"}, environment).user == "v"
     assert "secret" not in repr(options)
 
 

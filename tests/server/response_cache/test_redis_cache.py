@@ -12,13 +12,13 @@ from eventually import until
 from redis_process import RedisProcess, needs_redis
 from test_cached_models import COUNTING, ENABLED, TENSORS, ask, count
 
+from neso.server.cache_options import RedisOptions
 from neso.server.errors import ErrorCode, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.options import ServerOptions
 from neso.server.response_cache import cached_model as opening
 from neso.server.response_cache import redis as redis_cache
 from neso.server.response_cache.cache import CachedResponse
-from neso.server.response_cache.options import RedisOptions
 from neso.server.response_cache.redis import RedisCache
 from neso.server.tensor import Tensor
 

@@ -11,9 +11,9 @@ from neso.backends.python.local_server import LocalServer, ModelCall
 from neso.backends.python.process.codec import pack_error, payload
 from neso.backends.python.process.messages import Answer, Ask, Call, CallResponse, CancelCall, Drop, Message
 from neso.backends.python.process.model_process import ModelProcess
-from neso.server.custom_metrics import CustomFamily, CustomMetric
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_response import InferenceResponse
+from neso.server.metrics.custom import CustomFamily, CustomMetric
 from neso.server.tracing import ModelTrace
 
 Kept = TypeVar("Kept")

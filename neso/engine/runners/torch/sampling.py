@@ -1,4 +1,4 @@
-"""Draws tokens on the device: what `random_choice.choose` does, in torch."""
+"""Sampling on the device: `token_sampling.choose` in torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neso.engine.runners.torch.transfer import send
-from neso.engine.sampling.random_choice import BROKEN, Draws
-from neso.engine.sampling.row_masks import RowMasks
+from neso.engine.runners.torch.step_inputs import send
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, SamplingBatch
 
 
-def choose(logits: Tensor, draws: Draws) -> Tensor:
-    """A token for each row of float32[R, V], int32[R] on the device; BROKEN where there is none.
+def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
+    """A token for each row of float32[R, V], int32[R] on the device; INVALID_TOKEN where there is none.
 
     Masks change the logits.
     """
@@ -26,7 +25,7 @@ def choose(logits: Tensor, draws: Draws) -> Tensor:
         chosen = draws.rows(random)
         rows = send(random, logits.device)
         tokens[rows] = _draw(_kept(_exponentials(logits[rows], chosen), chosen), chosen)
-    return torch.where(broken, BROKEN, tokens).int()
+    return torch.where(broken, INVALID_TOKEN, tokens).int()
 
 
 def _mask(logits: Tensor, masks: RowMasks) -> None:
@@ -37,14 +36,14 @@ def _mask(logits: Tensor, masks: RowMasks) -> None:
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 
-def _exponentials(logits: Tensor, draws: Draws) -> Tensor:
+def _exponentials(logits: Tensor, draws: SamplingBatch) -> Tensor:
     """Probabilities over that of the most likely token, float32[R, V]."""
     temperature = send(draws.temperature, logits.device)
     return ((logits - logits.amax(dim=1, keepdim=True)) * (1 / temperature)[:, None]).exp()
 
 
-def _kept(weights: Tensor, draws: Draws) -> Tensor:
-    """Zero what top-k, then top-p, then min-p drop; see `random_choice.filter_weights`."""
+def _kept(weights: Tensor, draws: SamplingBatch) -> Tensor:
+    """Zero what top-k, then top-p, then min-p drop; see `token_sampling.filter_weights`."""
     if not (draws.top_k.any() or (draws.top_p < 1).any() or draws.min_p.any()):
         return weights
     device, vocab = weights.device, weights.shape[1]
@@ -60,7 +59,7 @@ def _kept(weights: Tensor, draws: Draws) -> Tensor:
     return torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill(~keep, 0))
 
 
-def _draw(weights: Tensor, draws: Draws) -> Tensor:
+def _draw(weights: Tensor, draws: SamplingBatch) -> Tensor:
     """Index drawn from each row by the inverse of its distribution function, int64[R]."""
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     targets = send(draws.uniforms, weights.device)[:, None] * cumulative[:, -1:]

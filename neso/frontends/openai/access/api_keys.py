@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from neso.frontends.openai.options import UNLIMITED, Quota
+from neso.frontends.openai_options import UNLIMITED, Quota
 from neso.server.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neso.frontends.openai.access.api_keys import ApiKeys, bearer_token, request_key, set_request_key
 from neso.frontends.openai.errors import REQUEST_ID, ApiError
-from neso.frontends.openai.options import OPEN_GROUPS, AccessOptions, OpenAIOptions
 from neso.frontends.openai.routing import error_response
+from neso.frontends.openai_options import OPEN_GROUPS, AccessOptions, OpenAIOptions
 from neso.frontends.security import RequiredHeader
 
 if TYPE_CHECKING:

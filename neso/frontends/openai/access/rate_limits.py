@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from neso.frontends.openai.access.api_keys import request_key
 from neso.frontends.openai.errors import ApiError
-from neso.frontends.openai.options import Quota
 from neso.frontends.openai.routing import error_response
+from neso.frontends.openai_options import Quota
 from neso.generation import GenerationOutput, Usage
 
 TOKENS_USED: ContextVar[Callable[[int], None] | None] = ContextVar("tokens_used", default=None)

@@ -19,7 +19,6 @@ from neso.frontends.openai.choices import Answer, AnswerKind, Choice, PromptReco
 from neso.frontends.openai.errors import ApiError, invalid, renamed, too_long
 from neso.frontends.openai.logprobs import chat_logprobs
 from neso.frontends.openai.model_resolver import Target, Targets
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.request_params import (
     common_values,
     cut_prompt,
@@ -28,6 +27,7 @@ from neso.frontends.openai.request_params import (
 )
 from neso.frontends.openai.schemas import ChatCompletionRequest
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import (
     Completion,
     FinishReason,

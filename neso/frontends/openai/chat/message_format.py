@@ -11,7 +11,6 @@ from typing import Any
 from neso.frontends.openai.chat.prompt import ToolUse
 from neso.frontends.openai.errors import ApiError, invalid
 from neso.frontends.openai.model_resolver import Target
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.parser_registry import AUTO
 from neso.frontends.openai.reasoning_parsers import (
     ReasoningParser,
@@ -33,6 +32,7 @@ from neso.frontends.openai.tool_parsers import (
     find_tool_parser,
 )
 from neso.frontends.openai.tool_parsers.forms import Form, const, either, json_form, sequence, text_before
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import GuidedDecoding
 from neso.server.config.model_config import string_parameter
 from neso.server.errors import InvalidArgument

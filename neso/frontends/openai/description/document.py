@@ -7,7 +7,7 @@ from typing import Any
 import neso
 from neso.frontends.openai.description.operation import Components, described
 from neso.frontends.openai.description.routes import ROUTES
-from neso.frontends.openai.options import AccessOptions
+from neso.frontends.openai_options import AccessOptions
 
 _BY_KEY = "API key"
 

@@ -21,7 +21,6 @@ from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
 from neso.frontends.openai.choices import EventStream, generation_request
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error
 from neso.frontends.openai.model_resolver import Target, Targets
-from neso.frontends.openai.options import OpenAIOptions
 from neso.frontends.openai.request_params import refuse_what_cannot_be_honoured
 from neso.frontends.openai.responses.chat_conversion import (
     Item,
@@ -36,6 +35,7 @@ from neso.frontends.openai.responses.schemas import ResponseRequest
 from neso.frontends.openai.responses.store import EventLog, ResponseStore, StoredResponse
 from neso.frontends.openai.routing import GenerationEndpoint, error_response, while_connected
 from neso.frontends.openai.schemas import ChatCompletionRequest
+from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import InvalidParameter, encode_text
 
 if TYPE_CHECKING:

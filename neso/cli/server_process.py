@@ -1,0 +1,239 @@
+"""The server process: runs the core and the front ends, and prints a summary when they are ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+import uvloop
+
+from neso.cli.flag_values import OptionError
+from neso.cli.serve_options import ModelArgument, ServeOptions
+from neso.frontends.transport.http1 import AsgiApp, AsgiServer, BindError
+from neso.server.core import Core
+from neso.server.errors import ServerError
+from neso.server.log import configure_log
+from neso.server.memory import freeze_gc
+from neso.server.metadata import ModelState
+from neso.server.model import Model
+
+logger = logging.getLogger("neso")
+
+OPENAI_ON_HTTP = ("/v1", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/score", "/rerank")
+"""Paths of the OpenAI API that the HTTP port serves too, as vLLM does on its single port."""
+PROTOCOLS = {
+    "http": "KServe v2 HTTP, generate; OpenAI under /v1",
+    "grpc": "KServe v2 gRPC",
+    "metrics": "Prometheus /metrics",
+    "openai": "OpenAI API /v1, docs at /docs",
+}
+
+
+class FrontEnd(Protocol):
+    """A server of one protocol."""
+
+    @property
+    def port(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self, grace: float) -> None: ...
+
+
+def run(command_line: Mapping[str, list[str]]) -> int:
+    """Serve until SIGINT or SIGTERM and return the exit status. A second signal terminates immediately.
+
+    `command_line` has the texts given for each flag, by name.
+    """
+    started = time.perf_counter()
+    try:
+        options = ServeOptions.read(command_line)
+    except OptionError as error:
+        print(f"neso serve: {error}", file=sys.stderr)
+        return 2
+    try:
+        configure_log(options.log)
+        for warning in options.warnings:
+            logger.warning(warning)
+        return uvloop.run(_serve(options, started))
+    except (ServerError, BindError, ValueError) as error:
+        print(f"neso: {error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(options: ServeOptions, started: float) -> int:
+    stopping = asyncio.Event()
+    _on_signals(stopping.set)
+    _on_hangup(options)
+    core = Core(options.server)
+    for model in options.models:
+        _add_checkpoint(core, model, options.engine)
+    # The front ends are imported and started while the models load in their own processes.
+    loading = asyncio.ensure_future(core.start())
+    front_ends: dict[str, FrontEnd] = {}
+    try:
+        await asyncio.sleep(0)
+        await _start_front_ends(core, options, front_ends)
+        if not await _wait_unless(stopping, loading):
+            return 0
+        failed = _failures(core, options)
+        if failed:
+            print("\n".join(f"neso: {reason}" for reason in failed), file=sys.stderr)
+            return 1
+        ports = {name: front_end.port for name, front_end in front_ends.items()}
+        freeze_gc()
+        show_ready(core, ports, time.perf_counter() - started)
+        await stopping.wait()
+        logger.info("stopping: requests in flight have %.0f s to finish", options.server.exit_timeout)
+        return 0
+    finally:
+        loading.cancel()
+        await _stop(front_ends, core, options.server.exit_timeout)
+
+
+def _add_checkpoint(core: Core, model: ModelArgument, engine: dict[str, str]) -> None:
+    from pathlib import Path
+
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+    config = ModelConfig(name=model.name, backend=_backend_of(model.checkpoint))
+    for name, value in {"model": model.checkpoint, **engine}.items():
+        config.parameters[name].string_value = value
+    core.add_model(model.name, config, Path.cwd())
+
+
+def _backend_of(checkpoint: str) -> str:
+    """Backend of a checkpoint; one that is not on this machine yet is taken for a language model."""
+    from neso.engine.specs.registry import is_embedding_model
+
+    return "embedding" if is_embedding_model(checkpoint) else "llm"
+
+
+async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str, FrontEnd]) -> None:
+    """Start the front ends and add each to `started`, so that the caller can stop them if one fails."""
+
+    async def start(name: str, front_end: FrontEnd) -> None:
+        await front_end.start()
+        started[name] = front_end
+
+    app = None
+    if options.openai is not None:
+        app = await asyncio.to_thread(_openai_app, core, options)
+    if options.http is not None:
+        from neso.frontends.kserve.http_frontend import KServeHttp
+
+        http = KServeHttp(core, options.http)
+        if app is not None:
+            for path in OPENAI_ON_HTTP:
+                http.mount(path, app)
+        await start("http", http)
+    if options.grpc is not None:
+        from neso.frontends.kserve.grpc_frontend import KServeGrpc
+
+        await start("grpc", KServeGrpc(core, options.grpc))
+    if options.metrics is not None:
+        from neso.frontends.metrics import MetricsHttp
+
+        await start("metrics", MetricsHttp(core, options.metrics))
+    if app is not None and options.openai is not None:
+        await start("openai", AsgiServer(app, options.openai.server()))
+
+
+def _openai_app(core: Core, options: ServeOptions) -> AsgiApp:
+    from neso.frontends.openai import create_app
+
+    return AsgiApp(create_app(core, options.openai))
+
+
+def _failures(core: Core, options: ServeOptions) -> list[str]:
+    """Reasons of failed loads: of a MODEL of the command line, with `exit_on_error` of any model."""
+    named = {model.name for model in options.models}
+    return [
+        f"model '{entry.name}' could not be loaded: {entry.reason}"
+        for entry in core.repository_index()
+        if entry.state is ModelState.UNAVAILABLE and (options.server.exit_on_error or entry.name in named)
+    ]
+
+
+async def _wait_unless(stopping: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Wait for `work`; returns False if `stopping` is set first."""
+    task = asyncio.ensure_future(work)
+    stop = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if task.done():
+        await task
+    return task.done()
+
+
+async def _stop(front_ends: dict[str, FrontEnd], core: Core, timeout: float) -> None:
+    await asyncio.gather(*(front_end.stop(timeout) for front_end in front_ends.values()))
+    await core.stop()
+
+
+def _on_hangup(options: ServeOptions) -> None:
+    """Reload the API keys on SIGHUP."""
+    keys = None if options.openai is None else options.openai.access.keys
+    if keys is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: keys.reload(force=True))
+
+
+def _on_signals(first: Callable[[], None]) -> None:
+    """Call `first` on the first SIGINT or SIGTERM; a second one has its default effect."""
+    loop = asyncio.get_running_loop()
+
+    def handle() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+        first()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, handle)
+
+
+def show_ready(core: Core, ports: dict[str, int], seconds: float) -> None:
+    """Print the models, ports and an example request to standard output."""
+    lines = [""]
+    models = core.models()
+    for model in models:
+        lines.append(f"  model    {model.name}  (version {model.version}, {_backend_or_platform(model)})")
+    for entry in core.repository_index():
+        if entry.reason and entry.name not in {model.name for model in models}:
+            lines.append(f"  failed   {entry.name}: {entry.reason}")
+    lines += [f"  {name:<8} {port:<6} {PROTOCOLS[name]}" for name, port in ports.items()]
+    lines += ["", f"Neso is ready after {seconds:.2f} s. Try:", "", *_example(core, ports), ""]
+    print("\n".join(lines), flush=True)
+
+
+def _backend_or_platform(model: Model) -> str:
+    """Ensembles, and models whose platform selects the backend, have only a platform."""
+    config = model.config
+    return f"backend {config.backend}" if config.backend else f"platform {config.platform}"
+
+
+def _example(core: Core, ports: dict[str, int]) -> list[str]:
+    if "http" not in ports:
+        return []
+    address = f"localhost:{ports['http']}/v2"
+    model = next(filter(_generates_text, core.models()), None)
+    if model is None:
+        return [f"  curl {address}"]
+    parameters = (
+        '"max_tokens": 32' if "max_tokens" in model.signature.inputs else '"parameters": {"temperature": 0}'
+    )
+    body = f'{{"text_input": "What is in-flight batching?", {parameters}}}'
+    return [f"  curl -X POST {address}/models/{model.name}/generate -d '{body}'"]
+
+
+def _generates_text(model: Model) -> bool:
+    """Whether the model generates text from `text_input`, with at most `max_tokens` required besides."""
+    required = {name for name, spec in model.signature.inputs.items() if not spec.optional}
+    return (
+        "text_input" in required <= {"text_input", "max_tokens"} and "text_output" in model.signature.outputs
+    )

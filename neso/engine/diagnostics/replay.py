@@ -1,0 +1,151 @@
+"""Records engine steps and runs them again."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from neso.engine.config import EngineConfig
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.runners.base import CacheLayout, Runner
+from neso.engine.runners.registry import open_model
+from neso.engine.weights.checkpoint import open_source
+
+logger = logging.getLogger(__name__)
+_ENGINE = "engine.json"
+
+
+class RecordedEngine(msgspec.Struct, frozen=True):
+    """The engine that the steps are of."""
+
+    config: EngineConfig
+    num_blocks: int
+    num_host_blocks: int = 0
+
+
+class StepRecorder:
+    """Writes plans into a folder: one file a step, and `engine.json` for the engine. Making one raises `OSError`."""
+
+    def __init__(self, folder: Path, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> None:
+        self.folder = folder
+        self._failed = False
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _ENGINE).write_bytes(
+            msgspec.json.encode(RecordedEngine(config, num_blocks, num_host_blocks))
+        )
+
+    def record(self, plan: StepPlan) -> None:
+        """Write one step; the first that cannot be written, as on a full disk, is the last."""
+        if self._failed:
+            return
+        try:
+            plan.dump(self.folder / f"step-{plan.step:09}.npz")
+        except OSError as error:
+            self._failed = True
+            logger.error("steps are not recorded any more: %s", error)
+
+
+def read_engine(folder: Path) -> RecordedEngine:
+    """The engine of a recording. Raises `OSError`, `msgspec.DecodeError`."""
+    return msgspec.json.decode((folder / _ENGINE).read_bytes(), type=RecordedEngine)
+
+
+def read_steps(folder: Path) -> Iterator[StepPlan]:
+    """The steps of a recording in their order."""
+    for path in sorted(folder.glob("step-*.npz")):
+        yield StepPlan.load(path)
+
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """`seconds` of the first runner; the other values are None without a second one.
+
+    - apart: largest difference of two logits
+    - same_choice: whether the most likely token of every row is the same
+    """
+
+    plan: StepPlan
+    seconds: float
+    apart: float | None = None
+    same_choice: bool | None = None
+
+
+def replay(folder: Path, runners: list[Runner]) -> Iterator[ReplayedStep]:
+    """Run the steps of a recording on one runner, or on two to compare."""
+    recorded = read_engine(folder)
+    block_size = recorded.config.scheduler.block_size
+    for runner in runners:
+        runner.allocate_cache(CacheLayout(recorded.num_blocks, block_size, recorded.num_host_blocks))
+    for step in read_steps(folder):
+        plan = _with_known_tokens(step)
+        results = [_timed(runner, plan) for runner in runners]
+        (logits, seconds), others = results[0], results[1:]
+        if not others or not len(logits):
+            yield ReplayedStep(plan, seconds)
+            continue
+        other = others[0][0]
+        same = bool((logits.argmax(axis=1) == other.argmax(axis=1)).all())
+        yield ReplayedStep(plan, seconds, float(np.abs(logits - other).max()), same)
+
+
+def load_runner(config: EngineConfig, name: str) -> Runner:
+    """The recorded model on a runner. Raises what `open_model` raises."""
+    with open_source(config.model) as source:
+        return open_model(
+            source, name, config.runner_options, lambda length: min(length, config.max_model_len or length)
+        )
+
+
+def _timed(runner: Runner, plan: StepPlan) -> tuple[Float32Array, float]:
+    started = time.perf_counter()
+    logits = np.array(runner.step(plan)[:])
+    return logits, time.perf_counter() - started
+
+
+def _with_known_tokens(plan: StepPlan) -> StepPlan:
+    """What the host did not know when a step was started (a plan of the watchdog's) becomes token 0."""
+    if not (plan.token_ids < 0).any():
+        return plan
+    return replace(plan, token_ids=np.maximum(plan.token_ids, 0))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The program; its exit status is 1 when two runners choose different tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runner", help="default: that of the recording")
+    parser.add_argument("--against", help="a second runner, to compare logits with")
+    options = parser.parse_args(arguments)
+    recorded = read_engine(options.folder)
+    names = [options.runner or recorded.config.runner] + ([options.against] if options.against else [])
+    runners = [load_runner(recorded.config, name) for name in names]
+    agree, total = True, 0.0
+    print(
+        f"{'step':>9} {'sequences':>9} {'tokens':>7} {'ms':>9}"
+        + ("  logits apart" if options.against else "")
+    )
+    for step in replay(options.folder, runners):
+        total += step.seconds
+        line = f"{step.plan.step:9} {step.plan.num_sequences:9} {step.plan.num_tokens:7} {step.seconds * 1e3:9.3f}"
+        if step.apart is not None:
+            line += f"  {step.apart:.2e}" + ("" if step.same_choice else "  other tokens")
+            agree = agree and bool(step.same_choice)
+        print(line)
+    print(f"{total:.3f} s in all")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

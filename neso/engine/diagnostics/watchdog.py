@@ -1,0 +1,86 @@
+"""Notices that a step hangs, keeps what tells why, and ends what cannot go on."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from neso.engine.config import EngineConfig
+from neso.engine.diagnostics.replay import StepRecorder
+from neso.engine.encoders.encoder_core import EncoderCore
+from neso.engine.loop.engine_core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+HANG_STATUS = 86
+"""Exit status of an engine process whose step hung."""
+
+
+class StepWatchdog:
+    """A thread that looks at the clock of the step that runs.
+
+    When a step takes longer than `config.step_timeout` seconds, the stacks of all threads and the last plans of a
+    decoder go to a folder that the log names, then `on_hang` is called. A step that hangs while it holds Python's
+    global lock keeps this thread from running too: it is not found.
+    """
+
+    def __init__(
+        self, core: EngineCore | EncoderCore, config: EngineConfig, on_hang: Callable[[], None]
+    ) -> None:
+        self._core, self._config, self._on_hang = core, config, on_hang
+        self._started: float | None = None
+        self._closed = threading.Event()
+        if config.step_timeout:
+            threading.Thread(target=self._watch, name="step-watchdog", daemon=True).start()
+
+    def begin(self) -> None:
+        """A step starts."""
+        self._started = time.monotonic()
+
+    def end(self) -> None:
+        """It is done."""
+        self._started = None
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        timeout, told = self._config.step_timeout, None
+        while not self._closed.wait(min(timeout / 4, 5.0)):
+            started = self._started
+            if started is None or started == told or time.monotonic() - started < timeout:
+                continue
+            told = started
+            self._tell()
+            self._on_hang()
+
+    def _tell(self) -> None:
+        seconds = self._config.step_timeout
+        try:
+            folder = self._dump()
+        except Exception:
+            logger.critical(
+                "a step has taken more than %g s, and its state could not be written", seconds, exc_info=True
+            )
+        else:
+            logger.critical("a step has taken more than %g s; stacks and plans are in %s", seconds, folder)
+
+    def _dump(self) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="neso-hang-"))
+        with (folder / "stacks.txt").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        if isinstance(self._core, EngineCore):
+            self._record_plans(self._core, folder)
+        return folder
+
+    def _record_plans(self, core: EngineCore, folder: Path) -> None:
+        kv = core.scheduler.kv
+        recorder = StepRecorder(folder, self._config, kv.pool.num_blocks, kv.prefix_cache.host.num_blocks)
+        for plan in list(core.recent_plans):
+            recorder.record(plan)

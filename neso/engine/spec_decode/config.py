@@ -1,0 +1,108 @@
+"""Options of speculative decoding, and Medusa's trees of draft tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from neso.engine.core.draft import DraftTree
+
+TreePath = tuple[int, ...]
+_DEPTH_1 = [(rank,) for rank in range(10)]
+_DEPTH_2 = [
+    *((0, rank) for rank in range(10)),
+    *((1, rank) for rank in range(7)),
+    *((2, rank) for rank in range(3)),
+    *((3, rank) for rank in range(2)),
+    *((rank, 0) for rank in range(4, 10)),
+]
+_DEPTH_3 = [
+    *((0, 0, rank) for rank in range(10)),
+    *((0, 1, rank) for rank in range(3)),
+    *((0, 2, rank) for rank in range(2)),
+    *((0, rank, 0) for rank in range(3, 8)),
+    *((1, 0, rank) for rank in range(2)),
+    (2, 0, 0),
+]
+_DEPTH_4 = [(0, 0, 0, 0), (0, 0, 0, 1)]
+MC_SIM_7B_63: tuple[TreePath, ...] = (*_DEPTH_1, *_DEPTH_2, *_DEPTH_3, *_DEPTH_4)
+"""The tree of that name, found by its authors on a 7B model: a path (0, 2) is the most likely candidate of the first
+head, then the third most likely of the second."""
+
+
+def paths_of(choices: Sequence[Sequence[int]]) -> list[TreePath]:
+    """The paths of a tree, shorter ones first. Raises `ValueError` for a path whose beginning is missing."""
+    paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
+    if not paths or not paths[0]:
+        raise ValueError("medusa_choices must be paths of one rank at least")
+    known: set[TreePath] = {()}
+    for path in paths:
+        if path[:-1] not in known:
+            raise ValueError(
+                f"medusa_choices: the path {list(path)} follows {list(path[:-1])}, which is missing"
+            )
+        if min(path) < 0:
+            raise ValueError(f"medusa_choices: a rank is negative in {list(path)}")
+        known.add(path)
+    return paths
+
+
+def tree_of(paths: Sequence[TreePath]) -> DraftTree:
+    """The tree of paths that are ordered as `paths_of` orders them."""
+    numbers = {(): -1, **{path: number for number, path in enumerate(paths)}}
+    return DraftTree(tuple(numbers[path[:-1]] for path in paths))
+
+
+Method = Literal["ngram", "draft_model", "medusa"]
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are guessed; `speculative` None: not at all.
+
+    - speculative: "ngram" from the text itself, "draft_model" by a smaller model, "medusa" by further heads
+    - speculative_model: directory of the draft model's checkpoint, or of Medusa's heads where they are not in the
+      model's own; alone it means "draft_model"
+    - num_speculative_tokens: length of a draft
+    - prompt_lookup_min, prompt_lookup_max: tokens that must, and need, have stood in the text before ("ngram")
+    - draft_sample_method: of a draft model, "greedy" takes its most likely tokens; "probabilistic" draws as the
+      request draws, and accepts by both distributions
+    - medusa_choices: the tree of guesses, each a path of ranks; None is `MC_SIM_7B_63`
+    - adaptive_speculation: fewer tokens, or none, where guessing does not pay; False pins the length
+    """
+
+    speculative: Method | None = None
+    speculative_model: str | None = None
+    num_speculative_tokens: int = 5
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    medusa_choices: list[list[int]] | None = None
+    adaptive_speculation: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= 64:
+            raise ValueError(
+                f"num_speculative_tokens must be at least 1 and at most 64, got {self.num_speculative_tokens}"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must be at least 1 and at most prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+        if self.speculative == "draft_model" and self.speculative_model is None:
+            raise ValueError("speculative draft_model needs the option speculative_model")
+
+    @property
+    def num_places(self) -> int:
+        """Length of the longest draft; 0 where nothing is guessed."""
+        if self.method == "medusa":
+            return max(len(path) for path in self.medusa_choices or MC_SIM_7B_63)
+        return self.num_speculative_tokens if self.method is not None else 0
+
+    @property
+    def method(self) -> Method | None:
+        if self.speculative is None and self.speculative_model is not None:
+            return "draft_model"
+        return self.speculative

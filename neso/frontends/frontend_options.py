@@ -1,0 +1,314 @@
+"""Options of the front ends, with the flags of `neso serve` that set them.
+
+Ports may be 0 for a free one, times of the gRPC server are in milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from neso.flags import PORT, Flag, FlagGroup, integer
+from neso.frontends.header_forwarding import HeaderForwarding
+from neso.frontends.security import GRPC_HEADER_PREFIX, Restrictions, TlsFiles
+from neso.server.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from neso.frontends.transport.grpc import GrpcServerOptions
+    from neso.frontends.transport.http1 import HttpServerOptions
+
+INT_MAX = 2**31 - 1
+
+
+def _header_forwarding(pattern: str) -> HeaderForwarding | None:
+    return HeaderForwarding(pattern) if pattern else None
+
+
+def tls_files(
+    prefix: str, certificate: Path | None, key: Path | None, client_root: Path | None
+) -> TlsFiles | None:
+    """Checked PEM files of an HTTP server, None if none is given. Raises `InvalidArgument`."""
+    if certificate is None and key is None and client_root is None:
+        return None
+    if certificate is None or key is None:
+        raise InvalidArgument(f"--{prefix}-server-cert and --{prefix}-server-key must be given together")
+    return _checked(TlsFiles(certificate, key, client_root), prefix, "http/1.1")
+
+
+def _checked(files: TlsFiles, prefix: str, protocol: str) -> TlsFiles:
+    try:
+        files.context(protocol)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--{prefix}-server-cert: {error.message}") from None
+    return files
+
+
+def http_tls(
+    certificate: Annotated[
+        Path | None,
+        Flag(
+            "http-server-cert",
+            "PEM file of the server certificate; enables HTTPS for HTTP and the OpenAI API.",
+        ),
+    ] = None,
+    key: Annotated[Path | None, Flag("http-server-key", "PEM file of the certificate's key.")] = None,
+    client_root: Annotated[
+        Path | None,
+        Flag("http-root-cert", "PEM file of the CA bundle used to verify client certificates (mutual TLS)."),
+    ] = None,
+) -> TlsFiles | None:
+    return tls_files("http", certificate, key, client_root)
+
+
+def grpc_tls(
+    use_ssl: Annotated[bool, Flag("grpc-use-ssl", "Serve gRPC over TLS.")] = False,
+    mutual: Annotated[
+        bool, Flag("grpc-use-ssl-mutual", "Serve gRPC over TLS and require a client certificate.")
+    ] = False,
+    certificate: Annotated[
+        Path | None, Flag("grpc-server-cert", "PEM file of the server certificate.")
+    ] = None,
+    key: Annotated[Path | None, Flag("grpc-server-key", "PEM file of the certificate's key.")] = None,
+    client_root: Annotated[
+        Path | None, Flag("grpc-root-cert", "PEM file of the CA bundle used to verify client certificates.")
+    ] = None,
+) -> TlsFiles | None:
+    if not (use_ssl or mutual):
+        return None
+    if certificate is None or key is None:
+        raise InvalidArgument("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
+    if mutual and client_root is None:
+        raise InvalidArgument("--grpc-use-ssl-mutual needs --grpc-root-cert")
+    return _checked(TlsFiles(certificate, key, client_root if mutual else None), "grpc", "h2")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Options of KServe over HTTP. `tls`: serve HTTPS; `reuse_port`: share the port with other processes."""
+
+    host: Annotated[
+        str,
+        Flag(
+            "http-address",
+            "Address of the HTTP front end.",
+            metavar="HOST",
+            default_text="that of --host",
+            fallback="host",
+        ),
+    ] = "0.0.0.0"
+    port: Annotated[
+        int,
+        Flag(
+            "http-port",
+            "Port of the HTTP front end: KServe, and the OpenAI API under /v1.",
+            PORT,
+            aliases=("port", "kserve-http-port"),
+        ),
+    ] = 8000
+    max_input_size: Annotated[
+        int, Flag("http-max-input-size", "Maximum size of a request body in bytes.", integer(1))
+    ] = 64 << 20
+    keep_alive_timeout: float = 75.0
+    header_timeout: float = 20.0
+    reuse_port: Annotated[
+        bool, Flag("reuse-http-port", "Share the port with other servers that set this option.")
+    ] = False
+    tls: Annotated[TlsFiles | None, FlagGroup(http_tls)] = None
+    restrictions: Annotated[
+        Restrictions,
+        Flag(
+            "http-restricted-api",
+            "Require the header KEY: VALUE for these groups of requests, in the OpenAI API too: health, metadata, "
+            "inference, shared-memory, model-config, model-repository, statistics, trace, logging.",
+            repeated=True,
+            metavar="GROUP[,GROUP...]:KEY=VALUE",
+            convert=Restrictions.parse,
+        ),
+    ] = field(default_factory=Restrictions)
+    header_forwarding: Annotated[
+        HeaderForwarding | None,
+        Flag(
+            "http-header-forward-pattern",
+            "Forward headers whose names match this regular expression as parameters of inference requests.",
+            metavar="REGEX",
+            convert=_header_forwarding,
+        ),
+    ] = None
+
+    def server(self) -> HttpServerOptions:
+        """Options of the HTTP server. Raises `InvalidArgument` for TLS files that cannot be used."""
+        from neso.frontends.transport.http1 import HttpServerOptions
+
+        return HttpServerOptions(
+            self.host,
+            self.port,
+            max_body=self.max_input_size,
+            keep_alive_timeout=self.keep_alive_timeout,
+            header_timeout=self.header_timeout,
+            reuse_port=self.reuse_port,
+            tls=None if self.tls is None else self.tls.context("http/1.1"),
+        )
+
+
+class ResponseCompression(str, Enum):
+    """Gzip compression of gRPC responses, by Triton's names."""
+
+    none = "none"
+    low = "low"
+    medium = "medium"
+    high = "high"
+
+
+_GZIP_LEVELS = {
+    ResponseCompression.none: None,
+    ResponseCompression.low: 1,
+    ResponseCompression.medium: 6,
+    ResponseCompression.high: 9,
+}
+
+
+def _grpc_restrictions(texts: list[str]) -> Restrictions:
+    return Restrictions.parse(texts, GRPC_HEADER_PREFIX)
+
+
+@dataclass(frozen=True)
+class GrpcOptions:
+    """Address, limits and keepalive of KServe over gRPC; the defaults are Triton's.
+
+    `max_connection_age_ms` 0: no limit.
+    """
+
+    host: Annotated[
+        str,
+        Flag(
+            "grpc-address",
+            "Address of the gRPC front end.",
+            metavar="HOST",
+            default_text="that of --host",
+            fallback="host",
+        ),
+    ] = "0.0.0.0"
+    port: Annotated[
+        int, Flag("grpc-port", "Port of the gRPC front end.", PORT, aliases=("kserve-grpc-port",))
+    ] = 8001
+    max_message_bytes: int = INT_MAX
+    reuse_port: Annotated[
+        bool, Flag("reuse-grpc-port", "Share the port with other servers that set this option.")
+    ] = False
+    tls: Annotated[TlsFiles | None, FlagGroup(grpc_tls)] = None
+    restrictions: Annotated[
+        Restrictions,
+        Flag(
+            "grpc-restricted-protocol",
+            "Require the metadata triton-grpc-protocol-KEY: VALUE for these groups of calls; the groups are those of "
+            "--http-restricted-api.",
+            repeated=True,
+            metavar="GROUP[,GROUP...]:KEY=VALUE",
+            convert=_grpc_restrictions,
+        ),
+    ] = field(default_factory=Restrictions)
+    header_forwarding: Annotated[
+        HeaderForwarding | None,
+        Flag(
+            "grpc-header-forward-pattern",
+            "Forward metadata whose keys match this regular expression as parameters of inference requests.",
+            metavar="REGEX",
+            convert=_header_forwarding,
+        ),
+    ] = None
+    response_compression: Annotated[
+        ResponseCompression,
+        Flag("grpc-infer-response-compression-level", "Gzip compression of gRPC responses."),
+    ] = ResponseCompression.none
+    keepalive_time_ms: Annotated[
+        int, Flag("grpc-keepalive-time", "Milliseconds between two keepalive pings.", integer(1))
+    ] = 7_200_000
+    keepalive_timeout_ms: Annotated[
+        int,
+        Flag("grpc-keepalive-timeout", "Milliseconds to wait for the reply to a keepalive ping.", integer(1)),
+    ] = 20_000
+    keepalive_permit_without_calls: Annotated[
+        bool, Flag("grpc-keepalive-permit-without-calls", "Ping clients without calls in flight.")
+    ] = False
+    http2_min_recv_ping_interval_without_data_ms: Annotated[
+        int,
+        Flag(
+            "grpc-http2-min-recv-ping-interval-without-data",
+            "Minimum milliseconds between two pings of a client without data.",
+            integer(0),
+        ),
+    ] = 300_000
+    http2_max_ping_strikes: Annotated[
+        int,
+        Flag(
+            "grpc-http2-max-ping-strikes",
+            "Number of pings sent too early before the connection is closed (0 = no limit).",
+            integer(0),
+        ),
+    ] = 2
+    max_connection_age_ms: Annotated[
+        int,
+        Flag(
+            "grpc-max-connection-age",
+            "Milliseconds after which a connection is closed.",
+            integer(0),
+            default_text="no limit",
+        ),
+    ] = 0
+    max_connection_age_grace_ms: Annotated[
+        int,
+        Flag(
+            "grpc-max-connection-age-grace",
+            "Milliseconds that calls have to finish on a connection that has reached its age.",
+            integer(0),
+            default_text="no limit",
+        ),
+    ] = 0
+
+    @property
+    def address(self) -> str:
+        """`host:port`, an IPv6 host in brackets."""
+        host = f"[{self.host}]" if ":" in self.host and not self.host.startswith("[") else self.host
+        return f"{host}:{self.port}"
+
+    def server(self) -> GrpcServerOptions:
+        """Options of the gRPC server. Raises `InvalidArgument` for TLS files that cannot be used."""
+        from neso.frontends.transport.grpc import GrpcServerOptions
+        from neso.frontends.transport.http2 import Http2Options
+
+        return GrpcServerOptions(
+            host=self.host,
+            port=self.port,
+            max_message=self.max_message_bytes,
+            compress_level=_GZIP_LEVELS[self.response_compression],
+            reuse_port=self.reuse_port,
+            tls=None if self.tls is None else self.tls.context("h2"),
+            http2=Http2Options(
+                keepalive_time=self.keepalive_time_ms / 1000,
+                keepalive_timeout=self.keepalive_timeout_ms / 1000,
+                min_ping_interval=self.http2_min_recv_ping_interval_without_data_ms / 1000,
+                max_ping_strikes=self.http2_max_ping_strikes,
+                pings_without_streams=self.keepalive_permit_without_calls,
+                max_age=self.max_connection_age_ms / 1000 or None,
+                max_age_grace=self.max_connection_age_grace_ms / 1000 or None,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsOptions:
+    """Address of the metrics front end."""
+
+    host: Annotated[
+        str,
+        Flag(
+            "metrics-address",
+            "Address of the metrics front end.",
+            metavar="HOST",
+            default_text="that of HTTP",
+            fallback="http-address",
+        ),
+    ] = "0.0.0.0"
+    port: Annotated[int, Flag("metrics-port", "Port of the Prometheus metrics.", PORT)] = 8002
