@@ -157,7 +157,7 @@ class JambaParser(ListParser):
 
 
 class MistralParser(ListParser):
-    """Mistral's tokenizers before v11: `[TOOL_CALLS][{"name": "f", "arguments": {…}}, …]`. Parses the newer format too."""
+    """Mistral tokenizers before v11: `[TOOL_CALLS][{"name": "f", "arguments": {…}}, …]`. Also parses v11."""
 
     marker = TOOL_CALLS
     special_tokens = (TOOL_CALLS, CALL_ID, ARGS)
@@ -173,7 +173,7 @@ class MistralParser(ListParser):
 
 
 class MistralV11Parser(MistralParser):
-    """Version 11 and later: `[TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[ARGS]{…}`. Parses the older format too."""
+    """Version 11 and later: `[TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[ARGS]{…}`. Also parses the older format."""
 
     @classmethod
     def matches(cls, template: str) -> bool:
