@@ -29,7 +29,8 @@ from timed_requests import run
 
 from neso import load_tokenizer
 from neso.layouts.repository_files import write_files
-from neso.layouts.trtllm import TrtllmOptions, trtllm_files
+from neso.layouts.trtllm import trtllm_files
+from neso.layouts.trtllm_options import TrtllmOptions
 
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
 
