@@ -109,9 +109,9 @@ def _add_checkpoint(core: Core, model: ModelArgument, engine: dict[str, str]) ->
 
 def _backend_of(checkpoint: str) -> str:
     """Backend of a checkpoint; one that is not on this machine yet is taken for a language model."""
-    from neso.engine.weights.kind import gives_vectors
+    from neso.engine.specs.registry import is_embedding_model
 
-    return "embedding" if gives_vectors(checkpoint) else "llm"
+    return "embedding" if is_embedding_model(checkpoint) else "llm"
 
 
 async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str, FrontEnd]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server_process import ServerProcess
 
-from neso.frontends.openai.description import openapi_document
+from neso.frontends.openai.openapi import openapi_document
 from neso.models import SHIPPED_MODELS
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))

@@ -9,6 +9,7 @@ import pytest
 from core_requests import ask, ask_slow, collect
 from repository_builder import IDENTITY_TENSORS
 
+from neso.generation import GenerationRequest
 from neso.server.config.model_config import config_from_json, config_to_dict, config_to_json
 from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.inference_request import InferenceRequest
@@ -205,7 +206,7 @@ async def test_backends_share_metric_families(start_core):
 
 async def test_a_model_that_generates_no_text(add_sub):
     with pytest.raises(Unsupported, match="not a language model"):
-        async for _ in add_sub.model("add_sub").generate(None):
+        async for _ in add_sub.model("add_sub").generate(GenerationRequest("Hi")):
             pass
 
 
