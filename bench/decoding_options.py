@@ -17,6 +17,7 @@ from smoke import parse_arguments
 from neso.engine.beams.beam_search import BeamGroup
 from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
+from neso.engine.core.sequence import Sequence
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
 from neso.engine.sampling.token_sampling import INVALID_TOKEN
@@ -108,7 +109,7 @@ def microseconds_a_beam(vocabulary: int, width: int) -> float:
     )
     rng, best = np.random.default_rng(0), np.inf
     logits = rng.normal(size=(width, vocabulary)).astype(np.float32) * 4
-    group = BeamGroup(request)
+    group = BeamGroup(Sequence(id=0, request=request, arrival=0))
     group.advance(logits[:1])
     for _ in range(30):
         started = time.perf_counter()
