@@ -22,7 +22,7 @@ import numpy as np
 import uvloop
 from smoke import parse_arguments
 
-from neso.backends.python.process.shared_memory import Arena, Visitor
+from neso.backends.python.process.shared_memory import Arena, ArenaReader
 from neso.server.core import Core
 from neso.server.inference_request import InferenceRequest
 from neso.server.model import Model
@@ -54,7 +54,7 @@ class CopyCounter:
 
     def __init__(self) -> None:
         self.bytes = 0
-        for kind, method, size in ((Arena, "allocate", int), (Visitor, "view", lambda block: block.size)):
+        for kind, method, size in ((Arena, "allocate", int), (ArenaReader, "view", lambda block: block.size)):
             self._wrap(kind, method, size)
 
     def _wrap(self, kind: type, method: str, size: Callable[[Any], int]) -> None:

@@ -21,13 +21,11 @@ from neso.backends.option_files import (
     resolve_relative,
 )
 from neso.backends.request_tensors import tensor_error_text
-from neso.engine.client.async_engine import AsyncEngine, is_long
-from neso.engine.client.output_processor import RequestState
+from neso.engine.client.async_engine import AsyncEngine, is_slow
+from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
-from neso.engine.open_tokenizer import EngineText
-from neso.engine.pooling.pooled_state import PooledState
-from neso.engine.text.tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer
 from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.generation import (
     FinishReason,
@@ -111,7 +109,7 @@ class _EngineRequest:
         self._deliver = deliver
         self._timer = timer
         self._end_reason: FinishReason | None = FinishReason.ABORT
-        self._request_id = ""
+        self._state: RequestState | PooledState | None = None
         stream.on_close = self._on_close
 
     def submit(self, request: GenerationRequest | PoolingRequest) -> None:
@@ -132,7 +130,7 @@ class _EngineRequest:
 
     def _send(self, state: RequestState | PooledState) -> None:
         self._engine.submit(state, self._receive)
-        self._request_id = state.request.request_id
+        self._state = state
         self._stream.request.on_cancel(self._cancel)
 
     def _receive(self, output: GenerationOutput | PooledOutput | Exception) -> None:
@@ -157,8 +155,8 @@ class _EngineRequest:
         self._backend.fail(self._stream, error)
 
     def _on_close(self) -> None:
-        if self._request_id:
-            self._engine.abort(self._request_id)  # no effect on a finished request
+        if self._state is not None:
+            self._engine.abort(self._state)  # no effect on a finished request
         if self._timer is not None:
             self._timer.end(self._end_reason)
 
@@ -205,7 +203,7 @@ class EngineBackend(Backend):
             )
 
     async def unload(self) -> None:
-        await self.tasks.end()
+        await self.request_tasks.end()
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -233,7 +231,7 @@ class EngineBackend(Backend):
         return self._engine
 
     @property
-    def text(self) -> EngineText:
+    def text(self) -> EngineTokenizer:
         return self.engine.text
 
     @property
@@ -277,8 +275,8 @@ class EngineBackend(Backend):
     def _submit(
         self, stream: ResponseStream, request: GenerationRequest | PoolingRequest, submission: _EngineRequest
     ) -> None:
-        if is_long(request):
-            self.tasks.start(stream, submission.submit_in_thread(request))
+        if is_slow(request):
+            self.request_tasks.start(stream, submission.submit_in_thread(request))
         else:
             submission.submit(request)
 
@@ -355,7 +353,7 @@ class EngineBackend(Backend):
 
     def run_task(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work`, which answers a request with tensors; its exceptions become the response."""
-        task = self.tasks.start(stream, self._run_work(stream, work))
+        task = self.request_tasks.start(stream, self._run_work(stream, work))
         task.add_done_callback(lambda _: work.close())  # it may not have started
         return task
 
@@ -370,7 +368,7 @@ class EngineBackend(Backend):
         if isinstance(error, EngineError):
             error = self._server_error(error)
         if isinstance(error, InvalidParameter) and stream.request.payload is None:
-            stream.fail(InvalidArgument(tensor_error_text(error)))
+            stream.reject(InvalidArgument(tensor_error_text(error)))
         elif isinstance(error, (InvalidParameter, ServerError)):
             stream.fail_with(error)
         else:

@@ -113,7 +113,8 @@ def _read_plain(
     inference.id, inputs, outputs, output_format.default = plain
     offset = 0
     for name, datatype_name, shape, content in inputs:
-        _check_unique(name, inference)
+        if name in inference.inputs:
+            raise _duplicate_input(name)
         datatype = DataType.parse(datatype_name, name)
         if isinstance(content, bytearray):
             inference.inputs[name] = Tensor(name, datatype, np.ndarray(shape, datatype.dtype, content))
@@ -124,7 +125,8 @@ def _read_plain(
             elements = np.empty(len(content), np.object_)
             elements[:] = content
             inference.inputs[name] = Tensor(name, datatype, elements.reshape(shape))
-    _check_all_read(binary[offset:], inference)
+    if len(binary) > offset:
+        raise _additional_data(inference)
     if outputs is not None:
         output_format.binary = dict(outputs)
         inference.requested_outputs = tuple([name for name, _ in outputs])
@@ -151,7 +153,8 @@ def _read_inputs(
         if type(entry) is not dict:
             raise InvalidArgument("Unable to parse 'inputs': attempt to access JSON non-object as object")
         name = _member_string(entry, "name")
-        _check_unique(name, inference)
+        if name in inference.inputs:
+            raise _duplicate_input(name)
         datatype = DataType.parse(_member_string(entry, "datatype"), name)
         shape = _shape(entry)
         parameters = read_object_member("parameters", entry["parameters"]) if "parameters" in entry else {}
@@ -167,12 +170,12 @@ def _read_inputs(
         size = read_unsigned("binary_data_size", parameters["binary_data_size"])
         inference.inputs[name] = _read_binary(name, datatype, shape, size, binary[offset:], inference)
         offset += size
-    _check_all_read(binary[offset:], inference)
+    if len(binary) > offset:
+        raise _additional_data(inference)
 
 
-def _check_unique(name: str, inference: InferenceRequest) -> None:
-    if name in inference.inputs:
-        raise InvalidArgument(f"input '{name}' already exists in request")
+def _duplicate_input(name: str) -> InvalidArgument:
+    return InvalidArgument(f"input '{name}' already exists in request")
 
 
 def _read_binary(
@@ -192,9 +195,8 @@ def _read_binary(
     return Tensor.from_wire(name, datatype, shape, binary[:size])
 
 
-def _check_all_read(rest: memoryview, inference: InferenceRequest) -> None:
-    if rest:
-        raise InvalidArgument(f"unexpected additional input data for model '{inference.model_name}'")
+def _additional_data(inference: InferenceRequest) -> InvalidArgument:
+    return InvalidArgument(f"unexpected additional input data for model '{inference.model_name}'")
 
 
 def _check_source(entry: dict[str, Any], parameters: dict[str, Any]) -> None:

@@ -41,8 +41,7 @@ LOAD_FORMAT = b"endpoint-load-metrics-format"
 """Request header for load metrics in the response (ORCA): `text` or `json`."""
 _LOAD_METRICS = "endpoint-load-metrics"
 
-# Requests with these headers need a coroutine: (de)compression runs in a thread.
-_SLOW_HEADERS = frozenset({b"content-encoding", b"accept-encoding", LOAD_FORMAT})
+_SLOW_HEADERS = frozenset({b"content-encoding", LOAD_FORMAT})  # handled by `infer_async` only
 
 Endpoint = Callable[[Request], PendingResponse | Awaitable[HandlerResult]]
 AsyncEndpoint = Callable[[Request], Awaitable[HandlerResult]]
@@ -62,7 +61,10 @@ class InferEndpoint:
 
     def infer(self, request: Request) -> PendingResponse | Awaitable[Response]:
         """Respond from the model's callback, without a task, unless headers of the request need `infer_async`."""
-        if not request.headers.keys().isdisjoint(_SLOW_HEADERS):
+        headers = request.headers
+        if headers.get(b"accept-encoding", b"identity") != b"identity" or not headers.keys().isdisjoint(
+            _SLOW_HEADERS
+        ):
             return self.infer_async(request)
         model, inference, output_format = self._read(request)
         pending = PendingResponse(request)

@@ -123,7 +123,10 @@ class KServeService:
         on_response: Callable[[InferenceResponse], None],
     ) -> ResponseStream:
         """Submit a request and call `on_response` with its only response. Cancel it by `ResponseStream.cancel`."""
-        stream = self.stream(model, request, headers, trace)
+        if self._header_forwarding is not None:
+            request.parameters.update(self._header_forwarding.parameters(headers()))
+        request.trace = trace
+        stream = model.submit(request)
         stream.consume(SingleResponse(on_response))
         return stream
 
@@ -131,10 +134,14 @@ class KServeService:
         self, model: Model, request: InferenceRequest, headers: Headers, trace: Trace | None
     ) -> ResponseStream:
         """Submit a request and return its responses."""
+        self.prepare(request, headers, trace)
+        return model.submit(request)
+
+    def prepare(self, request: InferenceRequest, headers: Headers, trace: Trace | None) -> None:
+        """Add the forwarded headers and the trace to a request."""
         if self._header_forwarding is not None:
             request.parameters.update(self._header_forwarding.parameters(headers()))
         request.trace = trace
-        return model.submit(request)
 
     def start_trace(
         self,

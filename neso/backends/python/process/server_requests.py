@@ -1,4 +1,4 @@
-"""What the process of a model asks of the server: other models, loading, metrics."""
+"""Server side of calls that a model in a child process makes: BLS requests, model loading, metrics."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from neso.backends.python.local_server import LocalServer, ModelCall
-from neso.backends.python.process.codec import pack_error, payload
-from neso.backends.python.process.messages import Answer, Ask, Call, CallResponse, CancelCall, Drop, Message
+from neso.backends.python.process.codec import pack_error, payload_size
+from neso.backends.python.process.messages import (
+    Call,
+    CallResponse,
+    CancelCall,
+    DropHandle,
+    Message,
+    Query,
+    Reply,
+)
 from neso.backends.python.process.model_process import ModelProcess
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_response import InferenceResponse
@@ -19,8 +27,11 @@ from neso.server.tracing import ModelTrace
 Kept = TypeVar("Kept")
 
 
-class ModelServices:
-    """Answers for one process, on the core's loop; families and metrics live until it lets go of them, or ends."""
+class ServerRequestHandler:
+    """Executes the calls of one child process, on the core's event loop.
+
+    Metric families and metrics are kept until the child drops them, or ends.
+    """
 
     def __init__(
         self, server: LocalServer, process: ModelProcess, find_trace: Callable[[int], ModelTrace | None]
@@ -28,12 +39,12 @@ class ModelServices:
         self._server = server
         self._find_trace = find_trace
         self._process = process
-        self._numbers = itertools.count()
+        self._handles = itertools.count()
         self._families: dict[int, CustomFamily] = {}
         self._metrics: dict[int, CustomMetric] = {}
         self._calls: dict[int, ModelCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._answers: dict[str, Callable[..., Any]] = {
+        self._methods: dict[str, Callable[..., Any]] = {
             "load_model": self._server.core.load_model,
             "unload_model": self._server.core.unload_model,
             "model_ready": self._server.core.check_model_ready,
@@ -56,14 +67,14 @@ class ModelServices:
             case CancelCall(number):
                 if (call := self._calls.get(number)) is not None:
                     call.cancel()
-            case Ask():
-                self._ask(message)
-            case Drop(handle):
+            case Query():
+                self._query(message)
+            case DropHandle(handle):
                 self._families.pop(handle, None)
                 self._metrics.pop(handle, None)
 
     def close(self) -> None:
-        """The process has ended: nobody waits for the answers any more."""
+        """Cancel calls and drop metrics after the process has ended."""
         for call in self._calls.values():
             call.cancel()
         self._calls.clear()
@@ -77,43 +88,44 @@ class ModelServices:
 
             def failed(error: Exception) -> None:
                 failure = InferenceResponse("", "", error=InternalError(str(error)), final=response.final)
-                self._process.send(CallResponse(message.call, self._process.exchange.pack_response(failure)))
+                self._process.send(CallResponse(message.call, self._process.codec.pack_response(failure)))
 
             self._process.send_tensors(
-                lambda: CallResponse(message.call, self._process.exchange.pack_response(response)),
-                payload(response.outputs),
+                lambda: CallResponse(message.call, self._process.codec.pack_response(response)),
+                payload_size(response.outputs),
                 failed,
             )
 
-        request = self._process.exchange.unpack_request(message.request)
+        request = self._process.codec.unpack_request(message.request)
         if message.request.trace is not None:
             request.trace = self._find_trace(message.request.trace.id)
         self._calls[message.call] = call = ModelCall(self._server, request, message.decoupled, deliver)
         call.start()
 
-    def _ask(self, message: Ask) -> None:
+    def _query(self, message: Query) -> None:
         try:
-            result = self._answers[message.what](*message.arguments)
+            result = self._methods[message.method](*message.arguments)
         except ServerError as error:
-            self._process.send(Answer(message.question, error=pack_error(error)))
+            self._process.send(Reply(message.query, error=pack_error(error)))
             return
         if not isinstance(result, Awaitable):
-            self._process.send(Answer(message.question, result))
+            self._process.send(Reply(message.query, result))
             return
-        task = asyncio.ensure_future(self._answer(message.question, result))
+        task = asyncio.ensure_future(self._reply_later(message.query, result))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, question: int, result: Awaitable[Any]) -> None:
+    async def _reply_later(self, query: int, result: Awaitable[Any]) -> None:
         try:
-            answer = Answer(question, await result)
+            reply = Reply(query, await result)
         except ServerError as error:
-            answer = Answer(question, error=pack_error(error))
+            reply = Reply(query, error=pack_error(error))
         except Exception as error:
-            answer = Answer(question, error=pack_error(InternalError(f"{type(error).__name__}: {error}")))
-        self._process.send(answer)
+            reply = Reply(query, error=pack_error(InternalError(f"{type(error).__name__}: {error}")))
+        self._process.send(reply)
 
-    def _keep(self, those: dict[int, Kept], kept: Kept) -> int:
-        number = next(self._numbers)
-        those[number] = kept
-        return number
+    def _keep(self, objects: dict[int, Kept], kept: Kept) -> int:
+        """Store an object and return its handle."""
+        handle = next(self._handles)
+        objects[handle] = kept
+        return handle
