@@ -27,7 +27,7 @@ class OnnxRuntimeBackend(TensorBackend):
     The latter with the parameter `share_session_between_instances`: the weights are in memory once.
     """
 
-    heeds = frozenset({"optimization"})
+    implemented_fields = frozenset({"optimization"})
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
