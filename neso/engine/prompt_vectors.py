@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.input_embeddings import PLACEHOLDER, InputEmbeddings
+from neso.engine.core.request import PLACEHOLDER, InputEmbeddings
 from neso.engine.ipc.messages import EngineInfo
 from neso.generation import GenerationRequest, InvalidParameter
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.finish import finish_reason
 from neso.engine.core.request import PositionLogprobs
-from neso.engine.core.sequence import Sequence
+from neso.engine.core.sequence import Sequence, finish_reason
 from neso.engine.sampling.logprobs import Indices, best_candidates, log_normalizer, position_logprobs
 from neso.engine.sampling.state import SamplingState, adjust
 from neso.generation.output import FinishReason
@@ -148,7 +147,7 @@ class _Candidate(NamedTuple):
     cumulative_logprob: float
 
 
-class BeamGroup:
+class BeamSearch:
     """`beams`, the best first, are at most `beam_width`; fewer where fewer tokens may come."""
 
     def __init__(self, sequence: Sequence) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from neso.engine.core.input_embeddings import InputEmbeddings, PromptImage
-from neso.engine.core.request import EngineRequest
+from neso.engine.core.request import EngineRequest, InputEmbeddings, PromptImage
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LORA_DISABLED
 from neso.engine.open_tokenizer import EngineText

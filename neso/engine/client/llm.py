@@ -152,9 +152,10 @@ class LLM:
 
     @property
     def _adapters(self) -> LoraManager:
-        if not isinstance(self.core, EngineCore) or self.core.lora is None:
+        lora = self.core.addon(LoraManager) if isinstance(self.core, EngineCore) else None
+        if lora is None:
             raise EngineError(LORA_DISABLED)
-        return self.core.lora
+        return lora
 
     def embed(
         self, prompts: PoolingPrompt | Sequence[PoolingPrompt], params: PoolingParams | None = None

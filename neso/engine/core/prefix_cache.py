@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from neso.engine.core.block_pool import IntegrityError
-from neso.engine.core.input_embeddings import CacheToken
+from neso.engine.core.sequence import CacheToken
 
 
 class BlockTransfer(NamedTuple):
@@ -147,25 +148,39 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._key_of_block
 
-    def match(self, identity: Hashable, token_ids: list[int] | list[CacheToken]) -> list[CachedBlock]:
+    def match(
+        self,
+        identity: Hashable,
+        token_ids: list[int] | list[CacheToken],
+        known: Iterable[CachedBlock] = (),
+    ) -> list[CachedBlock]:
         """The cached blocks of the longest known prefix, at least one token short of the whole.
 
-        The last token is always left to compute: its logits are what the request is after.
+        The last token is always left to compute: its logits are what the request needs. `known` is an earlier match
+        of the same tokens: blocks that are still cached are not looked up again.
         """
-        found: list[CachedBlock] = []
-        parent = identity
+        found = list(takewhile(self._is_current, known))
+        parent = found[-1].node if found else identity
         size = self.block_size
-        for start in range(0, len(token_ids) - size, size):
-            key = (parent, tuple(token_ids[start : start + size]))
-            cached = self._cached.get(key)
+        for start in range(len(found) * size, len(token_ids) - size, size):
+            cached = self.lookup((parent, tuple(token_ids[start : start + size])))
             if cached is None:
-                node = self.host.node_of(key)
-                if node is None:
-                    break
-                cached = CachedBlock(None, node, key)
+                break
             found.append(cached)
             parent = cached.node
         return found
+
+    def lookup(self, key: tuple[Hashable, Tokens]) -> CachedBlock | None:
+        """The block that continues a prefix, on the device or on the host."""
+        cached = self._cached.get(key)
+        if cached is None and (node := self.host.node_of(key)) is not None:
+            return CachedBlock(None, node, key)
+        return cached
+
+    def _is_current(self, cached: CachedBlock) -> bool:
+        if cached.block is None:
+            return self.host.node_of(cached.key) == cached.node
+        return self._key_of_block.get(cached.block) is cached.key
 
     def insert(self, parent: Hashable, tokens: Tokens, block: int) -> int:
         """Register a full block; returns the node of the prefix that it ends.

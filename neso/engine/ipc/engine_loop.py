@@ -34,6 +34,7 @@ from neso.engine.ipc.messages import (
 )
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.lora.config import LORA_DISABLED, AdapterError
+from neso.engine.lora.manager import LoraManager
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class EngineLoop:
         self._socket = socket
         self._core = core
         # Encoders have no adapters.
-        self._lora = core.lora if isinstance(core, EngineCore) else None
+        self._lora = core.addon(LoraManager) if isinstance(core, EngineCore) else None
         self._lora_revision = 0
         self._watchdog = watchdog
 

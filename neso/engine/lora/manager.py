@@ -1,4 +1,4 @@
-"""Adapters of an engine: by name, loaded beside the steps, kept in memory, and put into the runner's slots."""
+"""LoRA adapters as an add-on of the engine core: names and versions, loading, memory, and the runner's slots."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
+import numpy as np
 
-from neso.engine.core.adapter_slots import AdapterSlots
-from neso.engine.core.request import EngineRequest
+from neso.engine.core.addon import Addon, Failures, RequestError
+from neso.engine.core.scheduler import Scheduler
+from neso.engine.core.sequence import Sequence
+from neso.engine.core.step import Step
 from neso.engine.lora.adapter import LoraAdapter, read_tensors
 from neso.engine.lora.adapter_cache import AdapterCache, CacheFull
+from neso.engine.lora.adapter_slots import AdapterSlots, AdapterUse
 from neso.engine.lora.config import AdapterError, LoraConfig
 from neso.engine.lora.peft_checkpoint import read_peft_checkpoint
 from neso.engine.runners.base import PackedAdapter, SpecRunner
@@ -45,11 +48,12 @@ class _Known:
     proven: bool = False
 
 
-class LoraManager:
-    """Belongs to the engine's thread; files are read and packed in a thread of its own, so that steps go on.
+class LoraManager(Addon):
+    """Used by the engine's thread only. Files are read and packed in a thread of its own, so that steps continue.
 
-    Every load makes a new version, which is part of its sequences' cache identity: other weights under an old name
-    never meet the blocks of the old ones. A version that is replaced or unloaded stays until its last request ends.
+    Every load creates a new version, which is part of the cache identity of its sequences: blocks that were computed
+    with other weights of the same name are never found. A version that is replaced or unloaded stays until its last
+    sequence ends.
     """
 
     def __init__(self, config: LoraConfig, runner: SpecRunner) -> None:
@@ -65,7 +69,7 @@ class LoraManager:
         self._loading: dict[int, Future[PackedAdapter]] = {}
         self._watchers: dict[int, list[Watch]] = {}
         self._candidates: dict[int, _Known] = {}  # by the versions that are loading
-        self._user_of: dict[str, int] = {}  # request id to the version that it pins
+        self._refused_by_runner: list[int] = []  # versions whose slots are to be freed
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-loader")
 
     # -- adapters in, adapters out ------------------------------------------------------------------------------
@@ -79,7 +83,7 @@ class LoraManager:
         version = self._on_the_way(request)
         if not version:
             candidate = _Known(0, request.path)
-            version = candidate.version = self._start(request, candidate)
+            version = candidate.version = self._start_loading(request, candidate)
             self._known.setdefault(request.name, candidate)
         if watch is not None:
             self._watchers.setdefault(version, []).append(watch)
@@ -100,43 +104,57 @@ class LoraManager:
         """The adapters that can be asked for, with the paths of those that have one."""
         return {name: known.path for name, known in self._known.items()}
 
-    # -- requests -----------------------------------------------------------------------------------------------
+    # -- sequences ----------------------------------------------------------------------------------------------
 
-    def resolve(self, request: EngineRequest) -> EngineRequest:
-        """The request with the version of the adapter that it names, which may still be loading.
+    def admit(self, sequence: Sequence) -> None:
+        wanted = sequence.request.lora
+        if wanted is None:
+            return
+        version = self._version_for(wanted)
+        sequence.addons[self] = AdapterUse(version)
+        sequence.cache_identity = (*sequence.cache_identity, f"adapter {version}")
+        self._cache.pin(version)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        use: AdapterUse | None = parent.addons.get(self)
+        if use is not None:
+            child.addons[self] = AdapterUse(use.version)
+            self._cache.pin(use.version)
+            self.start(child)
+
+    def can_start(self, sequence: Sequence) -> bool:
+        use: AdapterUse | None = sequence.addons.get(self)
+        return use is None or self.slots.admits(use)
+
+    def start(self, sequence: Sequence) -> None:
+        if self in sequence.addons:
+            self.slots.acquire(sequence.addons[self])
+
+    def stop(self, sequence: Sequence) -> None:
+        if self in sequence.addons:
+            self.slots.release(sequence.addons[self])
+
+    def release(self, sequence: Sequence) -> None:
+        use: AdapterUse | None = sequence.addons.pop(self, None)
+        if use is not None:
+            self._cache.unpin(use.version)
+            self._drop_unless_needed(use.version)
+
+    def _version_for(self, wanted: LoraRequest) -> int:
+        """The version of the adapter that a request names, which may still be loading.
 
         Raises `AdapterError` if there is no such adapter and nothing to load it from.
         """
-        wanted = request.lora
-        if wanted is None:
-            return request
         known = self._known.get(wanted.name)
         if known is not None and wanted.path in (None, known.path):
             if not known.version:
-                known.version = self._start(LoraRequest(name=wanted.name, path=known.path), known)
-            version = known.version
-        elif wanted.path is not None or wanted.tensors is not None:
-            version = self.load(wanted)
-        else:
-            raise self._unknown(wanted.name)
-        identity = (*request.cache_identity, f"adapter {version}")
-        return msgspec.structs.replace(request, lora=None, adapter=version, cache_identity=identity)
+                known.version = self._start_loading(LoraRequest(name=wanted.name, path=known.path), known)
+            return known.version
+        if wanted.path is not None or wanted.tensors is not None:
+            return self.load(wanted)
+        raise self._unknown(wanted.name)
 
-    def pin(self, request: EngineRequest) -> None:
-        """Keep a request's adapter until `unpin`."""
-        if request.adapter:
-            self.unpin(request.request_id)
-            self._user_of[request.request_id] = request.adapter
-            self._cache.pin(request.adapter)
-
-    def unpin(self, request_id: str) -> None:
-        """The request has ended. Unknown ones are ignored."""
-        version = self._user_of.pop(request_id, 0)
-        if version:
-            self._cache.unpin(version)
-            self._drop_unless_needed(version)
-
-    # -- between steps ------------------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------------------------
 
     @property
     def loading(self) -> bool:
@@ -146,6 +164,43 @@ class LoraManager:
         """Wait for a load, if nothing else is to be done, for so many seconds at most."""
         if self._loading:
             wait(self._loading.values(), timeout=timeout, return_when="FIRST_COMPLETED")
+
+    def begin_step(self, scheduler: Scheduler) -> Failures:
+        """Finish loads. Sequences whose adapter could not be loaded fail."""
+        self.slots.begin_admission()
+        for version in self._refused_by_runner:
+            self.slots.vacate(version)
+        self._refused_by_runner = []
+        failures: Failures = []
+        for loaded in self.take_loaded() if self._loading else ():
+            if loaded.error is not None:
+                failures += [
+                    (s, loaded.error) for s in scheduler.waiting if self._version_of(s) == loaded.version
+                ]
+        return failures
+
+    def prepare(self, step: Step, scheduler: Scheduler) -> Failures:
+        """Give the runner the adapters of the step. Sequences whose adapter it cannot take fail."""
+        failures: Failures = []
+        for version, error in self.fill_slots().items():
+            self._refused_by_runner.append(version)
+            failure = RequestError(f"its adapter failed: {error}")
+            failures += [(s, failure) for s in scheduler.running if self._version_of(s) == version]
+        return failures
+
+    def extend(self, step: Step) -> None:
+        if step.users(self):
+            uses = [sequence.addons.get(self) for sequence in step.sequences]
+            step.extensions["adapter_slots"] = np.array(
+                [-1 if use is None else use.slot for use in uses], np.int32
+            )
+
+    def check_integrity(self, scheduler: Scheduler) -> None:
+        self.slots.check_integrity(s.addons[self] for s in scheduler.running if self in s.addons)
+
+    def _version_of(self, sequence: Sequence) -> int:
+        use: AdapterUse | None = sequence.addons.get(self)
+        return 0 if use is None else use.version
 
     def take_loaded(self) -> list[Loaded]:
         """The loads that have ended since the last call."""
@@ -176,7 +231,7 @@ class LoraManager:
                 return version
         return 0
 
-    def _start(self, request: LoraRequest, candidate: _Known) -> int:
+    def _start_loading(self, request: LoraRequest, candidate: _Known) -> int:
         path, tensors = request.path, request.tensors
         spec, rank = self._runner.spec, self.config.largest_rank
 

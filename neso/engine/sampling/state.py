@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.request import EngineRequest
+from neso.engine.core.sequence import Sequence as EngineSequence
 from neso.generation.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float32]
@@ -212,6 +213,15 @@ class SamplingState:
             self.top_p = params.top_p
         else:
             self.top_p = max(self.top_p * params.top_p_decay, params.top_p_min)
+
+
+def state_of(sequence: EngineSequence) -> SamplingState:
+    """The sampling state of a sequence, made when it is first sampled."""
+    state = sequence.sampling_state
+    if state is None:
+        state = SamplingState.create(sequence.request, sequence.text_token_ids, sequence.index)
+        sequence.sampling_state = state
+    return state
 
 
 def _uniforms(seed: int | None, index: int) -> Iterator[float]:

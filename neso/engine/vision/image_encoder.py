@@ -9,7 +9,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.input_embeddings import EmbeddingRows, PromptImage
+from neso.engine.addons.input_embeddings import EmbeddingRows
+from neso.engine.core.request import PromptImage
 from neso.engine.runners.base import RunnerOptions
 from neso.engine.runners.layer_stack import LayerStack
 from neso.engine.runners.reference.layer_stack import ACTIVATIONS
