@@ -26,7 +26,7 @@ BLOCK = 16
 
 
 class RandomWeights:
-    """A `WeightSource` of any tensor."""
+    """A `TensorSource` of any tensor."""
 
     directory = Path("random")
     config: ClassVar[dict[str, Any]] = {}

@@ -55,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class RandomWeights:
-    """A `WeightSource` of bfloat16 weights that no file holds: pieces of one pool of random numbers."""
+    """A `TensorSource` of bfloat16 weights that no file holds: pieces of one pool of random numbers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.directory, self.config = Path("random"), config

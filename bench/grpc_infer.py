@@ -19,7 +19,8 @@ from grpc_server import PATH, echo_deferred, load
 from identity_model import identity_repository
 from tritonclient.grpc import service_pb2
 
-from neso.frontends.kserve_grpc import GrpcOptions, KServeGrpc
+from neso.frontends.frontend_options import GrpcOptions
+from neso.frontends.kserve.grpc_frontend import KServeGrpc
 from neso.frontends.transport.grpc import CallbackHandler, GrpcServer, GrpcServerOptions
 from neso.server.core import Core
 from neso.server.options import ServerOptions

@@ -24,9 +24,7 @@ from checkpoint import SHAPES
 from machine_limits import MachineLimits, best_seconds, describe, measure
 
 import neso._native as _native
-from neso.engine.runners.native.arena import Arena
-from neso.engine.runners.native.pack import INT4, INT8, Packer
-from neso.engine.runners.native.packed_matrix import Kind, PackedMatrix
+from neso.engine.runners.native.packing import INT4, INT8, Arena, Kind, PackedMatrix, Packer
 from neso.engine.runners.native.runner import available_cores
 
 Call = Callable[[], object]

@@ -17,8 +17,7 @@ import numpy as np
 from peer_server import machine
 
 import neso._native as _native
-from neso.engine.runners.native.pack import INT8, Packer
-from neso.engine.runners.native.packed_matrix import Kind
+from neso.engine.runners.native.packing import INT8, Kind, Packer
 from neso.engine.runners.native.runner import available_cores
 
 BUFFER_BYTES = 1 << 30

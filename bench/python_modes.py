@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from neso.backends.python.process.shared_memory import Arena, Visitor
+from neso.backends.python.process.shared_memory import Arena, ArenaReader
 from neso.server.core import Core
 from neso.server.inference_request import InferenceRequest
 from neso.server.model import Model
@@ -53,7 +53,7 @@ class CopyCounter:
 
     def __init__(self) -> None:
         self.bytes = 0
-        for kind, method, size in ((Arena, "allocate", int), (Visitor, "view", lambda block: block.size)):
+        for kind, method, size in ((Arena, "allocate", int), (ArenaReader, "view", lambda block: block.size)):
             self._wrap(kind, method, size)
 
     def _wrap(self, kind: type, method: str, size: Callable[[Any], int]) -> None:

@@ -20,8 +20,8 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, RunnerOptions
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.hub import resolve_model
-from neso.engine.weights.open_source import open_source
 
 SCHEMES = {
     "bfloat16": RunnerOptions(dtype="bfloat16"),

@@ -25,12 +25,12 @@ from machine_limits import MachineLimits, best_seconds, describe, measure
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, DType, Quantization, RunnerOptions
 from neso.engine.runners.native.packed_decoder import PackedDecoder, PackedLayer, pack_items
-from neso.engine.runners.native.packed_matrix import PackedMatrix
+from neso.engine.runners.native.packing import PackedMatrix
 from neso.engine.runners.native.runner import NativeRunner, available_cores
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.hub import resolve_model
-from neso.engine.weights.open_source import open_source
 
 BLOCK = 16
 CONTEXT = 64

@@ -28,9 +28,8 @@ from serve_overhead import TOKENS, bare, prompts
 from timed_requests import run
 
 from neso import load_tokenizer
-from neso.layouts.files import write_files
-from neso.layouts.trtllm.layout import trtllm_files
-from neso.layouts.trtllm.options import TrtllmOptions
+from neso.layouts.repository_files import write_files
+from neso.layouts.trtllm import TrtllmOptions, trtllm_files
 
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
 

@@ -13,12 +13,9 @@ from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
 from neso.server.metrics.config import MetricsConfig
-from neso.server.metrics.cpu import CPU_FAMILIES
-from neso.server.metrics.description import FamilyDescription
-from neso.server.metrics.gpu import GPU_FAMILIES
-from neso.server.metrics.model_families import describe_model_families
-from neso.server.metrics.registry import MetricsRegistry
-from neso.server.metrics.system import PINNED_MEMORY_FAMILIES
+from neso.server.metrics.machine import CPU_FAMILIES, GPU_FAMILIES, PINNED_MEMORY_FAMILIES
+from neso.server.metrics.model_metrics import model_families
+from neso.server.metrics.registry import Family, MetricsRegistry
 from neso.server.statistics import FailureReason
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics-reference.md"
@@ -60,7 +57,7 @@ class Section(NamedTuple):
 
     title: str
     when: str
-    families: list[FamilyDescription]
+    families: list[Family]
     values: Mapping[str, list[str]] = MappingProxyType({})
 
 
@@ -69,7 +66,7 @@ def sections() -> list[Section]:
     counts = _model_families(counter_latencies=False)
     seen = {family.name for family in counts}
 
-    def further(**switch: bool) -> list[FamilyDescription]:
+    def further(**switch: bool) -> list[Family]:
         families = _model_families(**{"counter_latencies": False, **switch})
         return [family for family in families if family.name not in seen]
 
@@ -145,8 +142,8 @@ def page() -> str:
     return HEAD + "".join(map(_section, sections()))
 
 
-def _model_families(**switches: bool) -> list[FamilyDescription]:
-    return describe_model_families(MetricsConfig(**switches))
+def _model_families(**switches: bool) -> list[Family]:
+    return model_families(MetricsConfig(**switches))
 
 
 def _language_model(
@@ -164,14 +161,14 @@ def _language_model(
     return registry
 
 
-def vllm_model() -> list[FamilyDescription]:
+def vllm_model() -> list[Family]:
     """What a model of the backend `vllm` registers."""
     registry = MetricsRegistry()
     VllmMetrics(registry, "model", "1", lambda: 0)
     return registry.describe()
 
 
-def _new(registry: MetricsRegistry, known: MetricsRegistry) -> list[FamilyDescription]:
+def _new(registry: MetricsRegistry, known: MetricsRegistry) -> list[Family]:
     return [family for family in registry.describe() if family not in known.describe()]
 
 
@@ -193,7 +190,7 @@ def _section(section: Section) -> str:
     )
 
 
-def _row(family: FamilyDescription, values: Mapping[str, list[str]]) -> str:
+def _row(family: Family, values: Mapping[str, list[str]]) -> str:
     labels = ", ".join(_label(label, values) for label in sorted(family.labels))
     cells = (f"`{family.name}`", family.kind, _unit(family.name), labels, family.help.rstrip("."))
     return f"| {' | '.join(cells)} |\n"

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from pairwise import mark_matrices_slow
 from step_pace import StepPace
 from virtual_time import VirtualTime
 
@@ -31,7 +32,11 @@ LONGEST = ("test_install_size.py", "test_random_schemas.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files for `--dist loadfile --no-loadscope-reorder`: the longest first, then those with most tests."""
+    """Mark large matrices and order files.
+
+    Order, for `--dist loadfile --no-loadscope-reorder`: the longest first, then those with most tests.
+    """
+    mark_matrices_slow(items)
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path]))
 

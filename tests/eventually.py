@@ -1,4 +1,4 @@
-"""Wait for what others bring about: other tasks, threads, processes."""
+"""Wait for conditions that other tasks, threads or processes bring about."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 60.0
-"""Seconds until a test gives up. Long, as a machine may stall: who waits goes on as soon as it can."""
+"""Seconds until a test fails. Long, because a busy machine may stall; passing tests end as soon as they can."""
 
 
 async def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Return once the condition holds; the loop goes on meanwhile. Raises AssertionError if it never does."""
+    """Return when the condition holds. The event loop keeps running. Raises `AssertionError` after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come true in time"
+        assert time.monotonic() < end, "the condition did not hold in time"
         await asyncio.sleep(0.005)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """`until` for tests without a loop, and for threads."""
+    """`until` for threads and tests without an event loop."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come true in time"
+        assert time.monotonic() < end, "the condition did not hold in time"
         time.sleep(0.005)
 
 
 async def standstill(count: Callable[[], int], most: int, seconds: float = 0.5) -> int:
-    """The count once it has not changed for so many seconds, or as soon as it exceeds `most`."""
+    """Return the count when it has not changed for `seconds`, or as soon as it exceeds `most`."""
     seen, since = count(), time.monotonic()
     while seen <= most and time.monotonic() - since < seconds:
         await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A port for servers that cannot choose one themselves."""
+"""A free port for servers that cannot choose one themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def free_port() -> int:
-    """None of those that connections get: nobody takes it before a server does, nor between two that have it."""
+    """Return a free port below the ephemeral range, so that no outgoing connection takes it."""
     while True:
         with socket.socket() as found:
             try:

@@ -1,4 +1,4 @@
-"""Engines that take their time."""
+"""Engines with slow steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
 RUNNERS = (NativeRunner, ReferenceRunner)
-# Python runs it at the start of each child.
+# Python runs this module when a child process starts.
 _SITECUSTOMIZE = """
 from step_pace import RUNNERS, slowed
 
@@ -26,7 +26,7 @@ for kind in RUNNERS:
 
 
 def slowed(step: Any, seconds: Callable[[], float]) -> Any:
-    """A runner's `step` that takes so much longer."""
+    """Return a runner's `step` that takes longer by the given seconds."""
 
     def slow(runner: Any, plan: Any) -> Any:
         time.sleep(seconds())
@@ -36,19 +36,19 @@ def slowed(step: Any, seconds: Callable[[], float]) -> Any:
 
 
 def slow_environment(folder: Path, seconds: float = 0.05) -> dict[str, str]:
-    """As StepPace, for engines in processes that have these variables; the folder is the test's own."""
+    """Return environment variables that slow down engine processes. `folder` must belong to the test."""
     (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(seconds=seconds))
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
 
 
 def slow_children(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """`slow_environment` for all processes that are started after this."""
+    """Apply `slow_environment` to all processes started after this call."""
     for name, value in slow_environment(folder).items():
         patch.setenv(name, value)
 
 
 class StepPace:
-    """`seconds` that each step of an engine in this process takes longer than it would; a test may change it."""
+    """Adds `seconds` to each step of engines in this process. A test may change the value."""
 
     def __init__(self, patch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:
         self.seconds = seconds

@@ -1,4 +1,4 @@
-"""Time that passes when everybody waits: what sleeps costs nothing, and timers go off in order on any machine."""
+"""A clock that jumps to the next timer when the event loop is idle: sleeps cost nothing and timers fire in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 
 class VirtualTime:
-    """Stands in for the monotonic clock of `time`, and with it for that of the running asyncio event loop.
+    """Replaces the monotonic clock of `time`, and with it the clock of the running asyncio event loop.
 
-    It moves only while no task can go on, at once to the next timer. For code without threads, sockets and
-    processes: what they do would take no time.
+    Time moves only while no task can run, and then to the next timer. Use it for code without threads, sockets and
+    processes, whose work would take no time.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -36,13 +36,13 @@ class VirtualTime:
         patch.setattr(time, "monotonic", lambda: self.now() * 1e-9)
 
     def now(self) -> int:
-        """Nanoseconds. No two calls get the same."""
+        """Return nanoseconds, different for each call."""
         self._ns += 1
         return self._ns
 
 
 def run_in_virtual_time(work: Coroutine[Any, Any, None]) -> None:
-    """`asyncio.run` for tests that play several times. Raises TimeoutError if it takes longer than 20 s."""
+    """`asyncio.run` in virtual time. Raises `TimeoutError` after 20 s."""
 
     async def play() -> None:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Reads the corpus: blocks of a heading and an answer, divided by blank lines.
+"""Read the corpus: blocks of a heading and an answer, separated by blank lines.
 
     what: in-flight batching | continuous batching      asked as "What is in-flight batching?" and so on
     how: stream tokens | get a streaming answer         "How do I stream tokens?"
@@ -21,7 +21,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One answer and the questions that it answers; the first of them is the canonical one."""
+    """An answer and its questions. The first question is the canonical one."""
 
     kind: str
     questions: tuple[str, ...]
@@ -29,7 +29,7 @@ class Entry:
 
 
 def read_corpus(directory: Path = CORPUS) -> list[Entry]:
-    """All entries, files in the order of their names. Of two with the same question the first counts.
+    """Return all entries, ordered by file name. Of two entries with the same question the first is kept.
 
     Raises `ValueError` that names the file and the heading of a malformed block.
     """

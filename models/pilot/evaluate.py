@@ -1,4 +1,4 @@
-"""Asks the shipped model all its questions, greedily, and counts how many answers are word for word right.
+"""Ask the shipped model all its questions with greedy decoding and count exact answers.
 
 usage: python models/pilot/evaluate.py [--all]       exits 1 below 97 % of the canonical questions
 
@@ -31,7 +31,7 @@ TOOL_EXAMPLES = 200
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Shares of answers that are right, and that ended by themselves."""
+    """Fractions of answers that are right, and that ended with an end token."""
 
     name: str
     asked: int
@@ -40,7 +40,7 @@ class Score:
 
 
 def evaluate(llm: LLM, *, everything: bool) -> list[Score]:
-    """All scores; the first two are those that the threshold is for."""
+    """Return all scores. The threshold applies to the first two."""
     entries = read_corpus()
     canonical = [(entry.questions[0], entry.answer) for entry in entries]
     scores = [

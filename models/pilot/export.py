@@ -1,4 +1,4 @@
-"""Writes a trained model as a plain Hugging Face checkpoint, bfloat16."""
+"""Write a trained model as a Hugging Face checkpoint in bfloat16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 
 def export(model: LlamaForCausalLM, directory: Path) -> None:
-    """config.json, generation_config.json and model.safetensors; the tied output weights are not written twice."""
+    """Write config.json, generation_config.json and model.safetensors. Tied output weights are written once."""
     config = model.config
     fields = {
         "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""The ways in which a question of each kind is asked."""
+"""Phrasings of each kind of question."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ HELD_OUT = {
     "what": "Please tell me what {0} is.",
     "how": "What do I do to {0}?",
 }
-"""Never trained on: what the model makes of them is measured, not promised."""
+"""Not used in training. The evaluation measures them without a threshold."""
 
 
 def phrase(kind: str, names: list[str]) -> list[str]:
-    """All questions for the topics `names`, the canonical one first. Raises `ValueError` for an unknown kind."""
+    """Return all questions about the topics `names`, the canonical one first. Raises `ValueError` for a bad kind."""
     if kind == "ask":
         plain = [name.rstrip("?!.").lower() for name in names]
         return list(dict.fromkeys([*names, *plain]))

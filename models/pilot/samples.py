@@ -1,4 +1,4 @@
-"""Training samples: a prompt, and the answer that is to follow it."""
+"""Training samples: a prompt and its answer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Token ids; the loss counts the answer only, which ends with an end token."""
+    """Token ids. The loss covers only the answer, which ends with an end token."""
 
     prompt: list[int]
     answer: list[int]
 
 
 class SampleMaker:
-    """Draws samples of all kinds. Prompts go through the very template that the server uses."""
+    """Draws samples of all kinds. Prompts use the same chat template as the server."""
 
     def __init__(self, tokenizer: Tokenizer, entries: list[Entry], seed: int, tool_share: float) -> None:
         self._tokenizer = tokenizer
@@ -39,7 +39,7 @@ class SampleMaker:
         self._rng = random.Random(seed)
 
     def epoch(self) -> list[Sample]:
-        """Every entry once as a completion and once in a chat, and `tool_share` tool calls an entry."""
+        """Return each entry as a completion and as a chat, and `tool_share` tool calls per entry."""
         samples = [self._completion(entry) for entry in self._entries]
         samples += [self._chat(entry) for entry in self._entries]
         samples += [self._tool() for _ in range(round(self._tool_share * len(self._entries)))]
@@ -47,7 +47,7 @@ class SampleMaker:
         return samples
 
     def _question(self, entry: Entry) -> str:
-        # The canonical question comes up more often than each of the others.
+        # The canonical question is drawn more often than any other.
         return entry.questions[0] if self._rng.random() < 0.3 else self._rng.choice(entry.questions)
 
     def _completion(self, entry: Entry) -> Sample:

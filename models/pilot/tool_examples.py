@@ -1,4 +1,4 @@
-"""Conversations in which the model calls a function, made up at random."""
+"""Random conversations in which the model calls a function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEATHER = "sunny cloudy rainy windy foggy snowy".split()
 
 @dataclass(frozen=True, slots=True)
 class ToolExample:
-    """A conversation up to the point where `answer` is expected."""
+    """A conversation that ends where `answer` is expected."""
 
     tools: list[dict[str, Any]]
     messages: list[dict[str, Any]]
@@ -29,7 +29,7 @@ class ToolExample:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that questions can call: its argument, how it is asked for, and how its result is told."""
+    """A function: its argument, phrasings of questions that need it, and phrasings of its result."""
 
     name: str
     description: str
@@ -40,7 +40,7 @@ class Function:
     report: str
 
     def tool(self, rng: random.Random) -> dict[str, Any]:
-        """Its declaration, in OpenAI's form, with what people leave out left out at times."""
+        """Return the declaration in OpenAI's format. Optional parts are left out at random."""
         parameter = {"type": "string"}
         if rng.random() < 0.3:
             parameter["description"] = f"The {self.argument}."
@@ -101,7 +101,7 @@ FUNCTIONS = (
 
 
 def make_example(rng: random.Random) -> ToolExample:
-    """A question with one to three tools at hand: the call, or what follows from its result."""
+    """Return a question with one to three tools, followed by the call or by the answer after its result."""
     function = rng.choice((FUNCTIONS[0], *FUNCTIONS))
     others = rng.sample([f for f in FUNCTIONS if f is not function], rng.choice([0, 0, 1, 2]))
     offered = [function, *others]
@@ -126,5 +126,5 @@ def make_example(rng: random.Random) -> ToolExample:
 
 
 def call_text(name: str, arguments: dict[str, str]) -> str:
-    """What the model writes to call a function."""
+    """Return the text with which the model calls a function."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'

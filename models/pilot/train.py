@@ -1,4 +1,4 @@
-"""Trains neso-pilot from nothing and writes it where the package carries it.
+"""Train neso-pilot and write it into the package.
 
 usage: python models/pilot/train.py [--minutes 50] [--output DIRECTORY]
 
@@ -32,7 +32,7 @@ WARMUP_STEPS = 60
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """How to train. Each time that training is resumed wants a seed of its own."""
+    """Training options. Use a different seed each time training is resumed."""
 
     steps: int = 2400
     minutes: float = 50.0
@@ -43,7 +43,7 @@ class Plan:
 
 
 def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """5.5 M parameters, random."""
+    """Return a model with 5.5 M random parameters."""
     end_of_text, _, end_of_turn, pad = range(4)
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
@@ -63,7 +63,7 @@ def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 def batches(maker: SampleMaker, seed: int) -> Iterator[list[Sample]]:
-    """Endless batches of about `TOKENS_PER_STEP` tokens, of samples of like length, in random order."""
+    """Yield batches of about `TOKENS_PER_STEP` tokens without end, each of samples with similar lengths."""
     rng = torch.Generator().manual_seed(seed)
     while True:
         samples = [sample for _ in range(8) for sample in maker.epoch()]
@@ -81,7 +81,7 @@ def batches(maker: SampleMaker, seed: int) -> Iterator[list[Sample]]:
 
 
 def tensors(batch: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids and labels, int64 [samples, longest]; labels are -100 outside the answers."""
+    """Return input ids and labels, int64 [samples, longest]. Labels are -100 outside the answers."""
     longest = max(len(sample.prompt) + len(sample.answer) for sample in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     labels = torch.full_like(ids, -100)
@@ -93,14 +93,14 @@ def tensors(batch: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def learning_rate(highest: float, step: int, done: float) -> float:
-    """Warmup by steps, then a cosine over the share of the work that is done."""
+    """Return the learning rate: a warmup over steps, then a cosine over the fraction of work done."""
     return (
         highest * min(1.0, (step + 1) / WARMUP_STEPS) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
     )
 
 
 def load_weights(model: LlamaForCausalLM, directory: Path) -> None:
-    """Go on from an exported model, which must have been trained with the tokenizer that lies beside it."""
+    """Load an exported model, which must have been trained with the tokenizer in its directory."""
     model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
 
 
@@ -140,7 +140,7 @@ def _step(
     ids, labels = tensors(batch)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=ids).last_hidden_state
-        # Logits of the answers only: those of the prompts are most of the work and count for nothing.
+        # Compute logits of the answers only. Those of the prompts are most of the work and have no loss.
         wanted = labels[:, 1:] != -100
         logits = model.lm_head(hidden[:, :-1][wanted])
     loss = torch.nn.functional.cross_entropy(logits.float(), labels[:, 1:][wanted])

@@ -1,4 +1,4 @@
-"""Trains the tokenizer, and writes it with the chat template into the model's directory."""
+"""Train the tokenizer and write it with the chat template into the model's directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCUMENTS = Path(__file__).parents[2] / "docs"
 
 
 def write_tokenizer(directory: Path, entries: list[Entry]) -> None:
-    """Byte-level BPE on the corpus and on made-up tool calls; no token is added to a text by itself."""
+    """Train byte-level BPE on the corpus and on random tool calls. Encoding adds no special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def _texts(entries: list[Entry]) -> list[str]:
     for _ in range(300):
         example = make_example(rng)
         texts += [json.dumps(example.tools), json.dumps(example.messages), example.answer]
-    # The project's own pages give the tokenizer words that the corpus lacks.
+    # The documentation contains words that the corpus lacks.
     pages = [path.read_text(encoding="utf-8") for path in sorted(DOCUMENTS.rglob("*.md"))]
     return [*texts, *pages, TEMPLATE.read_text(encoding="utf-8")]
 

@@ -1,1 +1,1 @@
-"""What executes models: each folder is a backend, found by the name that a model configuration gives."""
+"""Backends: each module or package implements `neso.server.backend.Backend` for one `backend` name."""

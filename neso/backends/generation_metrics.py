@@ -1,9 +1,11 @@
-"""The metrics of requests for text, by vLLM's names and buckets, whichever engine answers them."""
+"""Metrics of text generation by vLLM's names and buckets, shared by the backends of language models."""
 
 from __future__ import annotations
 
+from prometheus_client import Counter, Histogram
+
 from neso.generation import FinishReason
-from neso.server.metrics.registry import MetricsRegistry
+from neso.server.metrics.registry import Family, MetricsRegistry
 
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -21,15 +23,17 @@ COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
 
-ENGINE_FAMILIES = {
-    "vllm:num_requests_running": "Number of sequences in execution.",
-    "vllm:num_requests_waiting": "Number of sequences waiting to be processed.",
-    "vllm:kv_cache_usage_perc": "KV cache usage. 1 means 100 percent usage.",
-    "vllm:num_preemptions_total": "Cumulative number of preemptions.",
-    "vllm:prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
-    "vllm:prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
-}
-"""Names and descriptions of what engines say of themselves, read when it is scraped."""
+REQUESTS_RUNNING = Family("vllm:num_requests_running", "gauge", "Number of sequences in execution.")
+REQUESTS_WAITING = Family(
+    "vllm:num_requests_waiting", "gauge", "Number of sequences waiting to be processed."
+)
+KV_CACHE_USAGE = Family("vllm:kv_cache_usage_perc", "gauge", "KV cache usage. 1 means 100 percent usage.")
+PREEMPTIONS = Family("vllm:num_preemptions_total", "counter", "Cumulative number of preemptions.")
+PREFIX_QUERIES = Family(
+    "vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."
+)
+PREFIX_HITS = Family("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.")
+"""State of an engine, read at each scrape."""
 
 
 class GenerationMetrics:
@@ -38,19 +42,23 @@ class GenerationMetrics:
     def __init__(self, registry: MetricsRegistry, model: str, version: str) -> None:
         labels = (model, version)
 
-        def counter(name: str, help: str):  # type: ignore[no-untyped-def]
-            return registry.counter(f"vllm:{name}", help).labels(*labels)
+        def counter(name: str, help: str) -> Counter:
+            return registry.counter(Family(f"vllm:{name}_total", "counter", help)).labels(*labels)
 
-        def histogram(name: str, help: str, buckets: tuple[float, ...]):  # type: ignore[no-untyped-def]
-            return registry.histogram(f"vllm:{name}", help, buckets=buckets).labels(*labels)
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Family(f"vllm:{name}", "histogram", help, buckets=buckets)
+            return registry.histogram(family).labels(*labels)
 
-        def seconds(name: str, what: str, buckets: tuple[float, ...] = REQUEST_BUCKETS):  # type: ignore[no-untyped-def]
-            return histogram(name, f"Histogram of {what} in seconds.", buckets)
+        def seconds(name: str, duration: str, buckets: tuple[float, ...] = REQUEST_BUCKETS) -> Histogram:
+            return histogram(name, f"Histogram of {duration} in seconds.", buckets)
 
         success = registry.counter(
-            "vllm:request_success",
-            "Count of successfully processed requests.",
-            ("model", "version", "finished_reason"),
+            Family(
+                "vllm:request_success_total",
+                "counter",
+                "Count of successfully processed requests.",
+                ("model", "version", "finished_reason"),
+            )
         )
         self.finished = {reason: success.labels(*labels, reason.value) for reason in FinishReason}
         self.prompt_tokens = counter("prompt_tokens", "Number of prefill tokens processed.")
@@ -97,7 +105,7 @@ class GenerationMetrics:
         )
 
     def observe_pooled(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A prompt became a vector."""
+        """Count a finished request for embeddings or scores."""
         self.prompt_tokens.inc(num_prompt_tokens)
         self.request_prompt_tokens.observe(num_prompt_tokens)
         self.request.observe(seconds)

@@ -42,9 +42,9 @@ def build(
 
     from neso.engine.load.build import build_engine, build_float8
     from neso.engine.runners.base import RunnerOptions, UnsupportedOption
-    from neso.engine.specs.errors import UnsupportedModel
-    from neso.engine.weights.errors import CheckpointError, ModelNotFound
-    from neso.engine.weights.hub import resolve_model
+    from neso.engine.specs.config_reader import UnsupportedModel
+    from neso.engine.weights.hub import ModelNotFound, resolve_model
+    from neso.engine.weights.source import CheckpointError
 
     options = RunnerOptions(dtype.value, quantization.value if quantization else None, threads)
     started = time.perf_counter()

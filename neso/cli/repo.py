@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from neso.layouts.trtllm.options import SchedulerPolicy
+from neso.layouts.trtllm import SchedulerPolicy
 
 repo = typer.Typer(help="Write model repositories.", no_args_is_help=True)
 
@@ -97,10 +97,8 @@ def init(
     ] = None,
 ) -> None:
     """Write a repository that `neso serve --model-repository=DIRECTORY` serves. Its files are there to be edited."""
-    from neso.layouts.files import FilesExist, write_files
-    from neso.layouts.single import neso_files, vllm_files
-    from neso.layouts.trtllm.layout import trtllm_files
-    from neso.layouts.trtllm.options import TrtllmOptions
+    from neso.layouts.repository_files import FilesExist, neso_files, vllm_files, write_files
+    from neso.layouts.trtllm import TrtllmOptions, trtllm_files
 
     _refuse_other_layouts(context, layout)
     try:

@@ -109,9 +109,9 @@ def _add_checkpoint(core: Core, model: ModelArgument, engine: dict[str, str]) ->
 
 def _backend_of(checkpoint: str) -> str:
     """Backend of a checkpoint; one that is not on this machine yet is taken for a language model."""
-    from neso.engine.weights.kind import gives_vectors
+    from neso.engine.specs.registry import is_embedding_model
 
-    return "embedding" if gives_vectors(checkpoint) else "llm"
+    return "embedding" if is_embedding_model(checkpoint) else "llm"
 
 
 async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str, FrontEnd]) -> None:
@@ -125,7 +125,7 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
     if options.openai is not None:
         app = await asyncio.to_thread(_openai_app, core, options)
     if options.http is not None:
-        from neso.frontends.kserve_http import KServeHttp
+        from neso.frontends.kserve.http_frontend import KServeHttp
 
         http = KServeHttp(core, options.http)
         if app is not None:
@@ -133,7 +133,7 @@ async def _start_front_ends(core: Core, options: ServeOptions, started: dict[str
                 http.mount(path, app)
         await start("http", http)
     if options.grpc is not None:
-        from neso.frontends.kserve_grpc import KServeGrpc
+        from neso.frontends.kserve.grpc_frontend import KServeGrpc
 
         await start("grpc", KServeGrpc(core, options.grpc))
     if options.metrics is not None:

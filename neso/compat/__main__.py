@@ -1,4 +1,4 @@
-"""Runs a program with Neso in the place of Triton: `python -m neso.compat PROGRAM [ARGUMENT]...`."""
+"""Run a program written for `tritonserver` on Neso: `python -m neso.compat PROGRAM [ARGUMENT]...`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from neso.compat import install
 
 
 def main() -> None:
-    """Install the packages, then run what the command line names, as Python itself would."""
+    """Install the replacement packages, then run the script or module."""
     parser = argparse.ArgumentParser(
         prog="python -m neso.compat",
-        description="Run a Python program, and let its `import tritonserver` and `import tritonfrontend` find Neso's.",
+        description="Run a Python program with Neso's implementation of `tritonserver` and `tritonfrontend`.",
     )
-    parser.add_argument("--replace", action="store_true", help="even where the real packages are installed")
-    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
-    parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="for the program")
+    parser.add_argument("--replace", action="store_true", help="override installed packages of these names")
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module name")
+    parser.add_argument("program", metavar="PROGRAM", help="script, or module with -m")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="arguments of the program"
+    )
     options = parser.parse_args()
     try:
         install(replace=options.replace)
     except ImportError as error:
-        parser.error(f"{error}; --replace has the program use Neso's")
+        parser.error(f"{error}; use --replace to override it")
     sys.argv = [options.program, *options.arguments]
     if options.module:
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Generic, Protocol, TypeVar
 
-from neso.frontends.frontend_options import MetricsOptions
-from neso.frontends.kserve_grpc import GrpcOptions
-from neso.frontends.kserve_grpc import KServeGrpc as GrpcFrontEnd
-from neso.frontends.kserve_http import HttpOptions
-from neso.frontends.kserve_http import KServeHttp as HttpFrontEnd
+from neso.frontends.frontend_options import GrpcOptions, HttpOptions, MetricsOptions
+from neso.frontends.kserve.grpc_frontend import KServeGrpc as GrpcFrontEnd
+from neso.frontends.kserve.http_frontend import KServeHttp as HttpFrontEnd
 from neso.frontends.metrics import MetricsHttp
 from neso.server.core import Core
 from neso.server.errors import AlreadyExists, Unavailable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from neso.frontends.frontend_options import MetricsOptions
 from neso.frontends.transport.http1 import HttpServer, HttpServerOptions, Request, Response, Router
 from neso.server.core import Core
-from neso.server.metrics.text import CONTENT_TYPE
+from neso.server.metrics.registry import CONTENT_TYPE
 
 
 class MetricsHttp:

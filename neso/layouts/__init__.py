@@ -1,1 +1,1 @@
-"""Model repositories that `neso repo init` writes."""
+"""Model repository templates of `neso repo init`."""

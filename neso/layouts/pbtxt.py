@@ -1,4 +1,4 @@
-"""The parts of a config.pbtxt as text that people edit: a line for each tensor."""
+"""Write parts of config.pbtxt in a form that is easy to edit: one line per tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from neso.backends.request_tensors import TensorField
 
 @dataclass(frozen=True, slots=True)
 class EnsembleStep:
-    """A model of an ensemble; its tensors' names to the ensemble's."""
+    """One step of an ensemble. `inputs`, `outputs`: the model's tensor name -> the ensemble's."""
 
     model: str
     inputs: Mapping[str, str]
@@ -26,16 +26,17 @@ class EnsembleStep:
 
 
 def quoted(text: str) -> str:
-    """A string as the text format has it."""
+    """A string literal of the protobuf text format."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def truth(value: bool) -> str:
+def boolean(value: bool) -> str:
+    """A boolean literal."""
     return "true" if value else "false"
 
 
 def tensors(kind: str, fields: Iterable[TensorField], *, batches: bool = True) -> str:
-    """The list `input` or `output`. `batches`: whether the model has a batch dimension."""
+    """The field `input` or `output` (`kind`). `batches`: the model has a batch dimension."""
     return f"{kind} [\n" + ",\n".join(f"  {_tensor(field, batches)}" for field in fields) + "\n]\n"
 
 
@@ -51,13 +52,13 @@ def _tensor(field: TensorField, batches: bool) -> str:
     return f"{{ {' '.join(parts)} }}"
 
 
-def steps(found: Iterable[EnsembleStep]) -> str:
-    """`ensemble_scheduling`."""
-    return "ensemble_scheduling {\n  step [\n    " + ",\n    ".join(map(str, found)) + "\n  ]\n}\n"
+def ensemble_scheduling(steps: Iterable[EnsembleStep]) -> str:
+    """The field `ensemble_scheduling`."""
+    return "ensemble_scheduling {\n  step [\n    " + ",\n    ".join(map(str, steps)) + "\n  ]\n}\n"
 
 
 def parameters(values: Mapping[str, str]) -> str:
-    """One entry for each."""
+    """The field `parameters`, one entry per line."""
     return "".join(
         f"parameters {{ key: {quoted(key)} value {{ string_value: {quoted(value)} }} }}\n"
         for key, value in values.items()
@@ -65,8 +66,10 @@ def parameters(values: Mapping[str, str]) -> str:
 
 
 def instances(count: int) -> str:
+    """The field `instance_group`: `count` CPU instances."""
     return f"instance_group [ {{ count: {count} kind: KIND_CPU }} ]\n"
 
 
 def decoupled(value: bool) -> str:
-    return f"model_transaction_policy {{ decoupled: {truth(value)} }}\n"
+    """The field `model_transaction_policy`."""
+    return f"model_transaction_policy {{ decoupled: {boolean(value)} }}\n"

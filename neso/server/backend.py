@@ -1,52 +1,55 @@
-"""The contract of a backend: what executes the requests of a model."""
+"""Interface of backends, which execute the requests of a model."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from neso.generation import GenerationRequest, PoolingRequest
 from neso.server.config.scheduling import instances_of
-from neso.server.errors import InvalidArgument
+from neso.server.errors import Cancelled, InvalidArgument
+from neso.server.inference_response import InferenceResponse, ResponseStream
 
 if TYPE_CHECKING:
     from neso.generation import LanguageModel, PoolingModel
     from neso.server.core import Core
-    from neso.server.inference_response import ResponseStream
     from neso.server.rate_limiter.limiter import LimitedInstances
     from neso.server.statistics import ModelStatistics
 
 BUILTIN = {
     "embedding": "neso.backends.embedding:EmbeddingBackend",
-    "ensemble": "neso.backends.ensemble:EnsembleBackend",
+    "ensemble": "neso.backends.ensemble.backend:EnsembleBackend",
     "llm": "neso.backends.llm:LlmBackend",
     "neso": "neso.backends.llm:LlmBackend",
-    "onnxruntime": "neso.backends.onnxruntime:OnnxRuntimeBackend",
+    "onnxruntime": "neso.backends.onnxruntime.backend:OnnxRuntimeBackend",
     "python": "neso.backends.python.backend:PythonBackend",
-    "pytorch": "neso.backends.pytorch:PyTorchBackend",
-    "tensorrtllm": "neso.backends.tensorrtllm:TensorRtLlmBackend",
+    "pytorch": "neso.backends.pytorch.backend:PyTorchBackend",
+    "tensorrtllm": "neso.backends.tensorrtllm.backend:TensorRtLlmBackend",
     "vllm": "neso.backends.vllm.backend:VllmBackend",
 }
 EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
-"""The extras of the `neso` package that backends need."""
+"""Extras of the `neso` package required by backends."""
 ENTRY_POINT_GROUP = "neso.backends"
 _IMPORTING = threading.Lock()
-"""Models load in threads, and backends import each other's modules: at once, Python may give one up as a deadlock."""
+"""Models load in threads; concurrent imports of backends that import each other can fail as a deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """What a backend is told of the model version that it is to execute.
+    """The model version that a backend executes.
 
-    `config` is the completed `ModelConfig` message; `auto_complete` may have changed it. `directory` is the
-    model's folder in the repository, `version_directory` the version's folder in it. `namespace` is the repository
-    whose models are meant first by the names of others, empty where names are unique. `limited`: the instances as the
-    rate limiter sees them, None when they wait for nothing.
+    - config: the `ModelConfig` message after `auto_complete`
+    - directory, version_directory: folders of the model and of the version in the repository
+    - namespace: repository in which names of other models are looked up first; "" if names are unique
+    - limited: the instances under the rate limiter; None if they need no resources
     """
 
     core: Core
@@ -62,22 +65,59 @@ class ModelContext:
 
     @property
     def assigns_instances(self) -> bool:
-        """Whether the scheduler always says which instance is to execute: they are not alike to it."""
+        """Whether the scheduler chooses the instance of each execution."""
         return self.limited is not None or self.config.HasField("sequence_batching")
 
 
-class Backend(ABC):
-    """Executes the requests of one model version. Made by the core, used on its event loop only.
+class RequestTasks:
+    """Tasks of a backend, one per request: cancelled with the request, and with the model."""
 
-    `counts_executions`: the backend executes several requests at once and calls `statistics.record_execution`
-    itself; otherwise each request that succeeds counts as one execution.
-    `batches`: it can execute several requests together, by `execute`; then the dynamic batcher may stand before it.
-    `concatenates`: it makes one tensor of an input of all requests that it executes together, as `Batch` does; requests
-    whose sequences have states of other shapes come apart then.
-    `on_reschedule`: what has a request of an iterative sequence executed again, in a later batch; to be called on the
-    core's loop, before or after `done`. None for other models.
-    `heeds`: fields of the configuration that it heeds itself, of those that say nothing to the core (`ignored_fields`),
-    and "dynamic_batching" where it batches by itself.
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work`, which sends the responses to `stream`, errors included.
+
+        A cancelled task is answered here: it may be cancelled before `work` has started.
+        """
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():
+                stream.fail(Cancelled("the request was cancelled"))
+
+        def cancel() -> None:
+            task.cancel()
+
+        task.add_done_callback(on_done)
+        stream.request.on_cancel(cancel)
+        return task
+
+    async def end(self) -> None:
+        """Cancel the tasks and wait for them."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Backend(ABC):
+    """Executes the requests of one model version. Created by the core, used on its event loop only.
+
+    Class attributes:
+
+    - counts_executions: the backend calls `statistics.record_execution` itself, because it executes several requests
+      at once; otherwise each successful request counts as one execution
+    - batches: `execute` is implemented, so that a batcher can be used
+    - concatenates: `execute` concatenates the inputs of a batch into one tensor, as `Batch` does, so that implicit
+      states of different shapes cannot be in one batch
+    - heeds: configuration fields that the backend implements itself among those that the core ignores
+      (`ignored_fields`), and "dynamic_batching" if it batches internally
+
+    `on_reschedule(stream)`: to be called on the core's loop, before or after `done`, to execute a request of an
+    iterative sequence again in a later batch. None for other models.
     """
 
     counts_executions = False
@@ -88,65 +128,94 @@ class Backend(ABC):
     def __init__(self, context: ModelContext) -> None:
         self.context = context
         self.on_reschedule: Callable[[ResponseStream], None] | None = None
+        self.tasks = RequestTasks()
 
-    @classmethod  # noqa: B027  most backends have nothing to add
+    @classmethod  # noqa: B027  optional
     def auto_complete(
         cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
-        """Fill in what the user left out of the `ModelConfig`. May block. Raises `ServerError`."""
+        """Complete the user's `ModelConfig` message in place. May block. Raises `ServerError`."""
 
     @abstractmethod
     async def load(self) -> None:
-        """Get ready to execute. Raises `ServerError`: the model becomes UNAVAILABLE with that reason."""
+        """Load the model. Raises `ServerError`: the model becomes UNAVAILABLE with that reason."""
 
     @abstractmethod
     def submit(self, request: ResponseStream) -> None:
-        """Start to execute `request.request`, and answer on the stream, now or later. Must not block."""
+        """Start to execute a request with tensors; responses go to the stream. Must not block."""
+
+    def submit_generation(self, stream: ResponseStream) -> None:
+        """Start to execute a request whose payload is a `GenerationRequest`; by default with `language_model`."""
+        self.tasks.start(stream, self._run_language_model(stream))
+
+    def submit_pooling(self, stream: ResponseStream) -> None:
+        """Start to execute a request whose payload is a `PoolingRequest`; by default with `pooling_model`."""
+        self.tasks.start(stream, self._run_pooling_model(stream))
 
     @property
     def num_instances(self) -> int:
-        """How many executions run at the same time: as many as there are instances that are not passive."""
+        """Number of concurrent executions: the instances that are not passive."""
         return sum(not spec.passive for spec in instances_of(self.context.config))
 
     async def update_instances(self, config: Any) -> bool:
-        """Have as many instances as another configuration says, which differs in nothing else; requests go on.
+        """Change the number of instances to that of `config`, which differs in nothing else, without a reload.
 
-        False where that takes a load. `num_instances` is the new number afterwards. Raises `ServerError`: then nothing
-        has changed.
+        False if that is not possible; True after `num_instances` has changed. Raises `ServerError` without a change.
         """
         return False
 
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
     ) -> None:
-        """Start to execute requests together on an instance that is free, and call `done` when it is free again.
+        """Start to execute a batch on a free instance; `done` is called on the core's loop when it is free again.
 
-        `instance`: on that one, a number in `instances_of`; None for models whose context does not assign instances.
-        `done` must be called on the core's loop. Must not block. For a backend that `batches`.
+        `instance`: index in `instances_of`; None if the context does not assign instances. Must not block. Required
+        if `batches`.
         """
         raise NotImplementedError
 
     @abstractmethod
     async def unload(self) -> None:
-        """Let requests in flight end (the core submits no more), then give everything back."""
+        """Let requests in flight finish (no more are submitted), then release all resources."""
 
     def ready(self) -> bool:
         """Whether requests can be executed now."""
         return True
 
     async def check_ready(self) -> bool:
-        """The same for those who ask for this model: a backend may take its time to ask the model itself."""
+        """As `ready`, for a readiness request about this model: may also ask the model itself."""
         return self.ready()
 
     @property
     def language_model(self) -> LanguageModel | None:
-        """The model's text face, if it has one; front ends for language models need it."""
+        """Text-generation interface of the model; None if it does not generate text."""
         return None
 
     @property
     def pooling_model(self) -> PoolingModel | None:
-        """The face of a model that gives vectors, if it is one."""
+        """Pooling interface of the model (embeddings, scores); None if it has none."""
         return None
+
+    async def _run_language_model(self, stream: ResponseStream) -> None:
+        name, version, request = self.context.name, self.context.version, stream.request.payload
+        assert self.language_model is not None and isinstance(request, GenerationRequest)
+        try:
+            async with aclosing(self.language_model.generate(request)) as outputs:
+                async for output in outputs:
+                    stream.send(InferenceResponse(name, version, result=output), final=output.finished)
+            stream.finish()
+        except Exception as error:
+            stream.fail_with(error)
+
+    async def _run_pooling_model(self, stream: ResponseStream) -> None:
+        request = stream.request.payload
+        assert self.pooling_model is not None and isinstance(request, PoolingRequest)
+        try:
+            result = await self.pooling_model.pool(request)
+        except Exception as error:
+            stream.fail_with(error)
+        else:
+            stream.send(InferenceResponse(self.context.name, self.context.version, result=result), final=True)
 
 
 def find_backend(name: str) -> type[Backend]:

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import neso
-from neso.server.custom_metrics import CustomMetrics
 from neso.server.errors import InvalidArgument, ServerError, Unavailable
 from neso.server.loading.lifecycle import ModelLifecycle
 from neso.server.loading.model_control import ModelControl
 from neso.server.loading.model_table import ModelTable
 from neso.server.log import log_settings
 from neso.server.metadata import IndexEntry, ModelState, ServerMetadata
-from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
-from neso.server.metrics.kv_cache import KvCacheLoad
-from neso.server.metrics.model_families import ModelCollector
+from neso.server.metrics.custom import CustomMetrics
+from neso.server.metrics.machine import MachineMetrics
+from neso.server.metrics.model_metrics import KV_CACHE_FAMILY, MODEL_FAMILIES, KvCacheLoad, ModelCollector
 from neso.server.metrics.registry import MetricsRegistry
-from neso.server.metrics.system import SystemMetrics
 from neso.server.model import Model
 from neso.server.options import RateLimitMode, ServerOptions
 from neso.server.rate_limiter.limiter import RateLimiter
@@ -50,12 +48,12 @@ class Core:
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self.metrics = MetricsRegistry()
+        self.metrics = MetricsRegistry(reserved=MODEL_FAMILIES)
         self.metrics.register(ModelCollector(self.models, options.metrics))
         self.custom_metrics = CustomMetrics(self.metrics.taken)
         self.metrics.register(self.custom_metrics)
-        self._system_metrics = SystemMetrics(options.metrics)
-        self.metrics.register(self._system_metrics)
+        self._machine_metrics = MachineMetrics(options.metrics)
+        self.metrics.register(self._machine_metrics)
         self.response_cache = open_cache(options)
         self.shared_memory = SharedMemory(options.allow_client_shm)
         self.rate_limiter = (
@@ -76,7 +74,7 @@ class Core:
 
         Raises `NotFound` for a repository that is no directory.
         """
-        await asyncio.gather(self._system_metrics.update(), self._control.start())
+        await asyncio.gather(self._machine_metrics.update(), self._control.start())
         self._started = True
 
     async def stop(self) -> None:
@@ -89,7 +87,7 @@ class Core:
         if self.response_cache is not None:
             await self.response_cache.close()
         self.shared_memory.close()
-        self._system_metrics.close()
+        self._machine_metrics.close()
         await self.tracing.close()
 
     def live(self) -> bool:
@@ -143,13 +141,15 @@ class Core:
 
     async def render_metrics(self) -> bytes:
         """All metrics, in Prometheus' text format."""
-        await self._system_metrics.update()
+        await self._machine_metrics.update()
         return await self.metrics.render_in_turns()
 
     def kv_cache_load(self) -> KvCacheLoad | None:
         """How full the key-value caches of the language models are; None without any that tells."""
-        samples = self.metrics.samples(KV_CACHE_FAMILY) or self.custom_metrics.samples(KV_CACHE_FAMILY)
-        return KvCacheLoad.of(samples)
+        samples = self.metrics.samples(KV_CACHE_FAMILY.name) or self.custom_metrics.samples(
+            KV_CACHE_FAMILY.name
+        )
+        return KvCacheLoad.from_samples(samples)
 
     def trace_settings(
         self, model: str = "", changes: Mapping[str, Sequence[str]] | None = None

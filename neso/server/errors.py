@@ -1,12 +1,14 @@
-"""The errors that reach a client, by Triton's codes."""
+"""Errors that reach a client, with Triton's error codes."""
 
 from __future__ import annotations
 
 from enum import Enum
 
+from neso.generation import InvalidParameter
+
 
 class ErrorCode(str, Enum):
-    """Triton's error codes; each front end maps them to a status of its protocol."""
+    """Triton's error codes; each frontend maps them to the status codes of its protocol."""
 
     UNKNOWN = "UNKNOWN"
     INTERNAL = "INTERNAL"
@@ -19,9 +21,9 @@ class ErrorCode(str, Enum):
 
 
 class ServerError(Exception):
-    """An error with a message fit for the client and one of Triton's codes.
+    """An error with a message for the client and one of Triton's codes.
 
-    `ServerError(message, code)` makes an instance of the class of that code, so that handlers go by class.
+    `ServerError(message, code)` creates an instance of the subclass for that code.
     """
 
     code = ErrorCode.INTERNAL
@@ -83,3 +85,12 @@ _CLASSES: dict[ErrorCode, type[ServerError]] = {
         Cancelled,
     )
 }
+
+
+def as_server_error(error: Exception) -> ServerError:
+    """`error` as a `ServerError`, whose `__cause__` is the original."""
+    if isinstance(error, ServerError):
+        return error
+    wrapped = (InvalidArgument if isinstance(error, InvalidParameter) else InternalError)(str(error))
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,4 +1,4 @@
-"""A request for inference, whatever protocol it came by."""
+"""An inference request, independent of the protocol it arrived by."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from neso.server.tensor import Tensor
 
 if TYPE_CHECKING:
+    from neso.generation import GenerationRequest, PoolingRequest
     from neso.server.tracing import TraceParent
 
 ParameterValue = bool | int | float | str
@@ -16,13 +17,17 @@ ParameterValue = bool | int | float | str
 
 @dataclass(slots=True, eq=False)
 class InferenceRequest:
-    """Inputs and parameters for one execution of a model.
+    """One request to a model: tensors in `inputs`, or a `payload` for text generation or pooling.
 
-    `model_version` "" asks for the newest that is ready. `requested_outputs` empty asks for all.
-    `classification`: outputs that are to be answered as their so many largest values. `parameters` holds what
-    the client added beyond the protocol's own (those have fields here). `timeout_us` 0: none.
-    `cacheable` is False where the inputs may change once the request was made, as in shared memory.
-    `trace`: what the execution is a part of, where that is traced.
+    - model_version: "" for the newest ready version
+    - requested_outputs: names of the outputs to return; all if empty
+    - parameters: client parameters other than those that have a field here
+    - timeout_us: 0 for none
+    - cacheable: False if the inputs can change after submission (shared memory)
+    - classification: output name to the number of largest classes to return instead of the tensor
+    - trace: trace or model execution that this request belongs to; None if not traced
+    - payload: None for a request with tensors
+    - single_response: join the outputs of a text generation into one response
     """
 
     model_name: str
@@ -39,16 +44,18 @@ class InferenceRequest:
     cacheable: bool = True
     classification: dict[str, int] = field(default_factory=dict)
     trace: TraceParent | None = None
+    payload: GenerationRequest | PoolingRequest | None = None
+    single_response: bool = False
     _cancelled: bool = field(default=False, repr=False)
     _cancel_callbacks: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
     def cancelled(self) -> bool:
-        """Whether the client gave up. Safe to read from any thread."""
+        """Whether the client cancelled the request. Can be read from any thread."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Give up. Idempotent; runs the callbacks once. Call on the core's loop."""
+        """Cancel the request: runs the callbacks once. Idempotent. Call on the core's loop."""
         if self._cancelled:
             return
         self._cancelled = True
@@ -57,11 +64,11 @@ class InferenceRequest:
             callback()
 
     def ended(self) -> None:
-        """It is answered: forget the callbacks, which refer to what refers to this request and its tensors."""
+        """Drop the callbacks once the final response was sent: they keep reference cycles with tensors alive."""
         self._cancel_callbacks.clear()
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Call `callback` (on the core's loop) when the request is cancelled; at once if it was already."""
+        """Call `callback` on the core's loop when the request is cancelled; immediately if it already is."""
         if self._cancelled:
             callback()
         else:

@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from neso.server.errors import Cancelled, InternalError, ServerError
+from neso.generation import InvalidParameter
+from neso.server.errors import Cancelled, InternalError, ServerError, as_server_error
 from neso.server.inference_request import InferenceRequest, ParameterValue
 from neso.server.statistics import FailureReason, Timeline
 from neso.server.tensor import Tensor
 
 if TYPE_CHECKING:
+    from neso.generation import GenerationOutput, GenerationRequest, PooledOutput
     from neso.server.tracing import ModelTrace
 
 NEVER_EXECUTED = "the request was cancelled before it was executed"
@@ -22,9 +24,12 @@ NEVER_EXECUTED = "the request was cancelled before it was executed"
 
 @dataclass(slots=True, eq=False)
 class InferenceResponse:
-    """One response. The last of a request has `final` set; it may be the flag only, without outputs.
+    """One response. The last one of a request is `final`; it can be empty apart from that flag.
 
-    Either `error` is set, or the outputs are good. `made`: when it came into being, in ns of the monotonic clock.
+    - outputs: tensors
+    - result: of a text-generation or pooling payload
+    - error: if set, the outputs are not valid
+    - made: creation time in ns of the monotonic clock
     """
 
     model_name: str
@@ -35,30 +40,37 @@ class InferenceResponse:
     error: ServerError | None = None
     final: bool = False
     made: int = field(default_factory=time.monotonic_ns)
+    result: GenerationOutput | PooledOutput | None = None
 
     @property
     def flag_only(self) -> bool:
-        """Whether this says no more than that the request has ended."""
-        return self.final and self.error is None and not self.outputs
+        """Whether the response carries nothing but the final flag."""
+        return self.final and self.error is None and not self.outputs and self.result is None
 
     def output(self, name: str) -> Tensor:
-        """The output of that name. Raises `KeyError`."""
+        """The output tensor of that name. Raises `KeyError`."""
         for tensor in self.outputs:
             if tensor.name == name:
                 return tensor
         raise KeyError(name)
 
+    def raise_error(self) -> None:
+        """Raise the error, if there is one: the backend's original exception where it was no `ServerError`."""
+        if self.error is not None:
+            raise self.error.__cause__ or self.error
+
 
 class ResponseStream(AsyncIterator[InferenceResponse]):
-    """The responses of one request in flight: a backend writes, one consumer iterates.
+    """Responses of one request in flight: written by a backend, read by one consumer.
 
-    `batch_size` is that of the request, 1 for models that do not batch. A backend notes on `timeline` when it
-    began to compute and so on. `on_response(stream, response)` sees each response before the consumer does;
-    `failure` is why the request counts as failed, None while it does not. `trace`: None unless it is traced.
+    - batch_size: of the request; 1 for models that do not batch
+    - timeline: filled in by the backend
+    - on_response(stream, response): called with each response before the consumer gets it
+    - failure: why the request counts as failed in the statistics; None if it does not
+    - trace: None unless the request is traced
 
-    All methods belong to the core's event loop; a thread uses `loop.call_soon_threadsafe(stream.send, …)`.
-    Iteration ends after the response with `final`; a consumer may have its responses by `consume` instead. One that
-    stops early calls `cancel()`.
+    All methods run on the core's event loop; other threads use `loop.call_soon_threadsafe(stream.send, …)`.
+    The consumer iterates, or registers a callback with `consume`, and calls `cancel()` if it stops early.
     """
 
     __slots__ = (
@@ -89,7 +101,9 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.failure: FailureReason | None = None
         self.trace: ModelTrace | None = None
         self._on_response = on_response
-        self._responses: deque[InferenceResponse] | None = None  # made when one has to wait for its consumer
+        self._responses: deque[InferenceResponse] | None = (
+            None  # created for the first response that has to wait
+        )
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[InferenceResponse], None] | None = None
         self.on_close: Callable[[], None] | None = None
@@ -99,11 +113,11 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
 
     @property
     def closed(self) -> bool:
-        """Whether the final response was sent; later ones are dropped."""
+        """Whether the final response was sent. Later responses are dropped."""
         return self._closed
 
     def send(self, response: InferenceResponse, *, final: bool = False) -> None:
-        """Deliver a response; the one that is final closes the stream."""
+        """Deliver a response; the final one closes the stream."""
         if self._closed:
             return
         response.final = response.final or final
@@ -117,55 +131,78 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             self._deliver(response)
         if self._closed:
             self.request.ended()
-            if self.on_close is not None:
-                self.on_close()
+            on_close, self.on_close = self.on_close, None
+            if on_close is not None:
+                on_close()
 
     def consume(self, sink: Callable[[InferenceResponse], None]) -> None:
-        """Give each response to `sink` as it comes, at once those that have come. It must not raise.
+        """Call `sink` with each response instead of iterating; with those already waiting, immediately.
 
-        In place of iterating: no task, and no round of the event loop for each response.
+        Needs no task and no turn of the event loop for each response. `sink` must not raise.
         """
         self._sink = sink
         while self._responses:
             sink(self._responses.popleft())
 
     def unobserve(self) -> None:
-        """Let nobody but the consumer see what comes from now on: an answer that the model did not give."""
+        """Stop calling `on_response`, for a response that does not come from the model."""
         self._on_response = None
 
     def hold(self) -> None:
-        """Keep responses from the consumer until `release`."""
+        """Buffer responses until `release`."""
         self._held = []
 
     def release(self) -> None:
-        """Deliver what was held, and all that comes from now on."""
+        """Deliver the buffered responses and stop buffering."""
         held, self._held = self._held or [], None
         for response in held:
             self._deliver(response)
 
     def finish(self) -> None:
-        """Close the stream with a response that is the final flag only."""
+        """Close the stream with an empty final response."""
         self.send(InferenceResponse(self.request.model_name, self.request.model_version, final=True))
 
     def fail(self, error: ServerError) -> None:
-        """Close the stream with an error."""
+        """Close the stream with an error response."""
         self.send(
             InferenceResponse(self.request.model_name, self.request.model_version, error=error, final=True)
         )
 
+    def fail_with(self, error: Exception) -> None:
+        """Close the stream with an exception of the backend; `InvalidParameter` counts as a rejection."""
+        if isinstance(error, InvalidParameter):
+            self.failure = self.failure or FailureReason.REJECTED
+        self.fail(as_server_error(error))
+
     def reject(self, error: ServerError) -> None:
-        """Close the stream with an error, for a request that was never executed."""
+        """Close the stream with an error, for a request that was not executed."""
         self.failure = self.failure or FailureReason.REJECTED
         self.fail(error)
 
     def fail_if_cancelled_while_waiting(self) -> None:
-        """Answer a cancellation at once until the execution begins; then the backend may notice, and answers."""
+        """Until the execution starts, end the request as soon as it is cancelled; afterwards the backend does."""
         self.request.on_cancel(self._leave_queue)
 
     def cancel(self) -> None:
-        """Tell the backend that nobody wants the rest."""
+        """Cancel the request unless it has ended."""
         if not self._closed:
             self.request.cancel()
+
+    def begin_generation(self, request: GenerationRequest | None) -> None:
+        """Mark this as a text-generation request, for the times of its responses and its trace.
+
+        None for a request that is several in the engine: its generation is not traced.
+        """
+        self.timeline.response_start = self.timeline.queue_start
+        if self.trace is not None and request is not None:
+            self.trace.begin_generation(request)
+
+    def observe_generation(self, output: GenerationOutput) -> None:
+        """Record the times of a text-generation output in the timeline and the trace, before it is sent."""
+        if not self.timeline.compute_start:
+            self.timeline.compute_start = output.scheduled_ns or time.monotonic_ns()
+        if self.trace is not None and self.trace.generation is not None:
+            self.trace.generation.observe(output)
 
     def _leave_queue(self) -> None:
         if not self.timeline.compute_start:
@@ -175,7 +212,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         sink = self._sink
         if sink is not None:
             if response.final:
-                self._sink = None  # it may know this stream: neither shall keep the other
+                self._sink = None  # breaks the reference cycle
             sink(response)
             return
         if self._responses is None:
@@ -204,9 +241,9 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
 
 
 class SingleResponse:
-    """What a `ResponseStream` gives its responses to: calls `done` once, when the request has ended.
+    """Sink for `ResponseStream.consume` that expects one response: calls `done` with it when the request has ended.
 
-    `done` gets the response, or if there were more of them a response with an `InternalError`.
+    Several responses become one with an `InternalError`.
     """
 
     __slots__ = ("_count", "_done", "_first")
@@ -217,7 +254,7 @@ class SingleResponse:
         self._count = 0
 
     def __call__(self, response: InferenceResponse) -> None:
-        # One without outputs is an answer too, unless it only says that there was one.
+        # An empty final response counts only if there is no other.
         if self._first is None:
             self._first = response
             self._count = 1

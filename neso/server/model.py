@@ -1,55 +1,45 @@
-"""One version of a model: takes requests, checks them, counts them, and hands them to the backend."""
+"""One version of a loaded model: checks requests, records statistics and traces, passes them to the backend."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from neso.generation import InvalidParameter
+from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter, PooledOutput
 from neso.server.backend import Backend, ModelContext
 from neso.server.errors import (
     Cancelled,
     ErrorCode,
     InternalError,
-    InvalidArgument,
     ServerError,
     Unavailable,
     Unsupported,
 )
+from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 from neso.server.metadata import ModelMetadata
-from neso.server.metrics.text import LabelSet
+from neso.server.metrics.registry import LabelSet
 from neso.server.response_cache.cached_model import open_cached_model
 from neso.server.schedulers.dynamic_batcher import DynamicBatcher
 from neso.server.schedulers.sequence_batcher import SequenceBatcher
 from neso.server.signature import Classifier, Signature
-from neso.server.statistics import FailureReason, ModelStatistics, ResponseOutcome, Timeline
+from neso.server.statistics import FailureReason, ModelStatistics, ResponseOutcome
 
 if TYPE_CHECKING:
-    from neso.generation import (
-        GenerationOutput,
-        GenerationRequest,
-        LanguageModel,
-        PooledOutput,
-        PoolingModel,
-        PoolingRequest,
-    )
-    from neso.server.inference_request import InferenceRequest
+    from neso.generation import LanguageModel, PoolingModel, PoolingRequest
     from neso.server.tracing import TraceParent
 
 logger = logging.getLogger(__name__)
 
 
 class Model:
-    """A loaded version. `versions` are those of the model's name that are ready, kept by the lifecycle.
+    """A loaded model version. All requests (tensors, text generation, pooling) go through `submit`.
 
-    When a reload has replaced this version, `submit` passes requests on to its successor, so that a front end
-    may hold a `Model` across an await.
+    `versions`: the ready versions of the same model, maintained by the lifecycle. After a reload, `submit` forwards
+    requests to the successor, so that a frontend can hold a `Model` across an await.
     """
 
     def __init__(self, context: ModelContext, backend: Backend) -> None:
@@ -64,16 +54,15 @@ class Model:
         self.signature = Signature(context.config)
         self._classifier = Classifier(context.config, context.directory)
         self.load_duration: float = 0.0
-        self.source: object = None  # kept alive as long as the model: it may own a temporary folder
+        self.source: object = None  # kept alive with the model: it can own a temporary folder
         tags = {f"_{key}": value for key, value in self.config.metric_tags.items()}
         self.metric_labels = LabelSet({"model": self.name, "version": self.version, **tags})
         self._backend = backend
         self._limited = context.limited
         self._batcher = self._make_batcher()
         self._sequences = self._batcher if isinstance(self._batcher, SequenceBatcher) else None
-        self._cached = open_cached_model(context, self._start, self._left)
+        self._cached = open_cached_model(context, self._start, self._remove)
         self._in_flight: set[ResponseStream] = set()
-        self._generating = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._retired = False
@@ -81,12 +70,12 @@ class Model:
 
     @property
     def language_model(self) -> LanguageModel | None:
-        """The model's text face, if it has one."""
+        """Text-generation interface; None if the model does not generate text."""
         return self._backend.language_model
 
     @property
     def pooling_model(self) -> PoolingModel | None:
-        """The model's face for vectors, if it has one."""
+        """Pooling interface (embeddings, scores); None if the model has none."""
         return self._backend.pooling_model
 
     @property
@@ -96,24 +85,24 @@ class Model:
 
     @property
     def pending_count(self) -> int:
-        """Requests that were accepted and are not being computed yet."""
+        """Number of accepted requests whose computation has not started."""
         return sum(1 for stream in tuple(self._in_flight) if not stream.timeline.compute_start)
 
     @property
     def in_flight_count(self) -> int:
-        """Requests that were accepted and have not ended."""
-        return len(self._in_flight) + self._generating
+        """Number of accepted requests that have not ended."""
+        return len(self._in_flight)
 
     def ready(self) -> bool:
         """Whether requests are accepted and the backend can execute them."""
         return not self._retired and self._backend.ready()
 
     async def check_ready(self) -> bool:
-        """The same, and what the model itself says of that, if it can be asked."""
+        """As `ready`, and the backend may ask the model itself."""
         return not self._retired and await self._backend.check_ready()
 
     def metadata(self) -> ModelMetadata:
-        """What clients are told. The platform of a backend without one is the backend's name."""
+        """Model metadata of the KServe protocol. The platform defaults to the backend's name."""
         return ModelMetadata(
             self.name,
             list(self.versions),
@@ -123,10 +112,10 @@ class Model:
         )
 
     def submit(self, request: InferenceRequest) -> ResponseStream:
-        """Start a request. Raises `InvalidArgument` if it does not fit; later errors come as responses."""
+        """Start a request. Raises `ServerError` if the model cannot take it; later errors are responses."""
         if self._retired:
             return self._after_retirement().submit(request)
-        batch_size = self.signature.check(request)
+        batch_size = self._check(request)
         request.model_version = self.version
         stream = ResponseStream(request, self._observe, batch_size)
         if request.trace is not None:
@@ -135,106 +124,82 @@ class Model:
             )
         self._in_flight.add(stream)
         self._idle.clear()
-        if self._cached is None or not self._cached.take(stream):
+        if self._cached is None or request.payload is not None or not self._cached.take(stream):
             self._start(stream)
         return stream
 
+    async def generate(
+        self, request: GenerationRequest, trace: TraceParent | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Submit a text-generation request and yield its outputs. Closing the generator cancels the request.
+
+        Raises `InvalidParameter` if the model does not support the request, and `ServerError`.
+        """
+        stream = self.submit(self._with_payload(request, trace))
+        try:
+            async for response in stream:
+                response.raise_error()
+                if isinstance(response.result, GenerationOutput):
+                    yield response.result
+        finally:
+            stream.cancel()
+
+    async def pool(self, request: PoolingRequest, trace: TraceParent | None = None) -> PooledOutput:
+        """Submit a pooling request and return its result. Raises as `generate`."""
+        stream = self.submit(self._with_payload(request, trace))
+        try:
+            async for response in stream:
+                response.raise_error()
+                if isinstance(response.result, PooledOutput):
+                    return response.result
+        finally:
+            stream.cancel()
+        raise InternalError(f"model '{self.name}' returned no result")
+
+    def _with_payload(
+        self, payload: GenerationRequest | PoolingRequest, trace: TraceParent | None
+    ) -> InferenceRequest:
+        return InferenceRequest(
+            self.name, {}, id=payload.request_id, priority=payload.priority, trace=trace, payload=payload
+        )
+
+    def _check(self, request: InferenceRequest) -> int:
+        """The batch size of a request. Raises `InvalidArgument`, `Unsupported`."""
+        if request.payload is None:
+            return self.signature.check(request)
+        if isinstance(request.payload, GenerationRequest):
+            if self.language_model is None:
+                raise Unsupported(f"model '{self.name}' is not a language model")
+        elif self.pooling_model is None:
+            raise Unsupported(f"model '{self.name}' gives no vectors")
+        return 1
+
     def _start(self, stream: ResponseStream) -> None:
         try:
-            if self._batcher is not None:
+            if isinstance(stream.request.payload, GenerationRequest):
+                stream.begin_generation(stream.request.payload)
+                self._backend.submit_generation(stream)
+            elif stream.request.payload is not None:
+                self._backend.submit_pooling(stream)
+            elif self._batcher is not None:
                 self._batcher.submit(stream)
             else:
                 self._backend.submit(stream)
-        except ServerError as error:
-            stream.fail(error)
+        except (ServerError, InvalidParameter) as error:
+            stream.fail_with(error)
         except Exception as error:
             logger.exception(
                 "backend of model '%s' failed to take a request", self.name, extra=request_fields(stream)
             )
             stream.fail(InternalError(f"backend of model '{self.name}' failed to take the request: {error}"))
 
-    async def generate(
-        self, request: GenerationRequest, trace: TraceParent | None = None
-    ) -> AsyncGenerator[GenerationOutput, None]:
-        """Generate text. Raises `Unsupported` without a language model, and what that one raises."""
-        if self._retired:
-            async with aclosing(self._after_retirement().generate(request, trace)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
-        language_model = self.language_model
-        if language_model is None:
-            raise Unsupported(f"model '{self.name}' is not a language model")
-        timeline = Timeline()
-        traced = None
-        if trace is not None:
-            traced = trace.begin(self.name, self.version, request.request_id, timeline.queue_start)
-        following = traced.begin_generation(request) if traced is not None else None
-        failure: FailureReason | None = FailureReason.CANCELED
-        begun = False
-        error: ServerError | None = Cancelled("the request was cancelled")
-        self._generating += 1
-        self._idle.clear()
-        try:
-            # Closing this generator must close the inner one at once: that is what frees the request's blocks.
-            async with aclosing(language_model.generate(request)) as outputs:
-                async for output in outputs:
-                    if not begun:
-                        begun = True
-                        self.statistics.responses.record_first(timeline, time.monotonic_ns())
-                    if not timeline.compute_start:
-                        timeline.compute_start = output.scheduled_ns
-                    if following is not None:
-                        following.observe(output)
-                    if output.finished:
-                        failure = error = None
-                    yield output
-            failure = error = None
-        except InvalidParameter as refusal:
-            failure, error = FailureReason.REJECTED, InvalidArgument(str(refusal))
-            raise
-        except Exception as fault:
-            failure = FailureReason.BACKEND
-            error = fault if isinstance(fault, ServerError) else InternalError(str(fault))
-            raise
-        finally:
-            self._generating -= 1
-            if traced is not None:
-                traced.end(timeline, error)
-            self._count(timeline, 1, failure)
-
-    async def pool(self, request: PoolingRequest) -> PooledOutput:
-        """One vector. Raises `Unsupported` without a model that gives them, and what that one raises."""
-        if self._retired:
-            return await self._after_retirement().pool(request)
-        pooling_model = self.pooling_model
-        if pooling_model is None:
-            raise Unsupported(f"model '{self.name}' gives no vectors")
-        timeline = Timeline()
-        failure: FailureReason | None = FailureReason.CANCELED
-        self._generating += 1
-        self._idle.clear()
-        try:
-            output = await pooling_model.pool(request)
-            failure = None
-            return output
-        except InvalidParameter:
-            failure = FailureReason.REJECTED
-            raise
-        except Exception:
-            failure = FailureReason.BACKEND
-            raise
-        finally:
-            self._generating -= 1
-            self._count(timeline, 1, failure)
-
     def retire(self, successor: Model | None = None) -> None:
-        """Accept no more requests; pass them to the successor if there is one."""
+        """Accept no more requests; forward them to the successor if there is one."""
         self._retired = True
         self._successor = successor
 
     async def drain(self, timeout: float | None) -> bool:
-        """Wait until no request is in flight; False when that takes longer than `timeout` seconds."""
+        """Wait until no request is in flight. False after `timeout` seconds."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except asyncio.TimeoutError:
@@ -242,7 +207,7 @@ class Model:
         return True
 
     async def unload(self, timeout: float | None) -> None:
-        """End the requests in flight, by force after `timeout`, and give back what the backend holds."""
+        """Wait for the requests in flight, cancel them after `timeout` seconds, and release the backend's resources."""
         self._retired = True
         if not await self.drain(timeout):
             for stream in tuple(self._in_flight):
@@ -252,6 +217,7 @@ class Model:
             self._batcher.close()
         if self._cached is not None:
             await self._cached.close()
+        await self._backend.tasks.end()
         try:
             await self._backend.unload()
         finally:
@@ -261,9 +227,9 @@ class Model:
             stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
 
     async def update_instances(self, config: Any) -> bool:
-        """Run as many instances as another configuration says, which differs in nothing else.
+        """Change the number of instances to that of `config`, which differs in nothing else.
 
-        False where the model must be loaded again for that. Raises `ServerError`; nothing has changed then.
+        False if the model must be reloaded instead. Raises `ServerError` without having changed anything.
         """
         if list(config.instance_group) == list(self.config.instance_group):
             return True
@@ -317,12 +283,14 @@ class Model:
         return self._successor
 
     def _observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
-        """Every response passes here on its way to the consumer."""
+        """Record a response in statistics, trace and cache, and shape its outputs, before the consumer gets it."""
         if not response.model_name:
             response.model_name, response.model_version = self.name, self.version
         if self._sequences is not None:
             self._sequences.observe(stream, response)
         request = stream.request
+        if isinstance(response.result, GenerationOutput):
+            stream.observe_generation(response.result)
         if request.requested_outputs or request.classification or self.signature.reshapes_outputs:
             self._shape_outputs(request, response)
         if self._cached is not None:
@@ -335,8 +303,8 @@ class Model:
         if stream.trace is not None:
             stream.trace.observe(stream.timeline, response, stream.request.inputs)
         if response.final:
-            self._in_flight.discard(stream)
-            self._count(stream.timeline, stream.batch_size, stream.failure)
+            self._count(stream)
+            self._remove(stream)
 
     def _shape_outputs(self, request: InferenceRequest, response: InferenceResponse) -> None:
         wanted = request.requested_outputs
@@ -349,22 +317,18 @@ class Model:
         except ServerError as error:
             response.outputs, response.error = [], InternalError(error.message)
 
-    def _count(self, timeline: Timeline, batch_size: int, failure: FailureReason | None) -> None:
-        if failure is None:
-            self.statistics.record_success(timeline, batch_size)
-            if self._batcher is None and not self._backend.counts_executions:
-                self.statistics.record_execution(batch_size, timeline)
-        else:
-            self.statistics.record_failure(timeline, failure)
-        self._rest_if_idle()
+    def _count(self, stream: ResponseStream) -> None:
+        if stream.failure is not None:
+            self.statistics.record_failure(stream.timeline, stream.failure)
+            return
+        self.statistics.record_success(stream.timeline, stream.batch_size)
+        if self._batcher is None and not self._backend.counts_executions:
+            self.statistics.record_execution(stream.batch_size, stream.timeline)
 
-    def _left(self, stream: ResponseStream) -> None:
-        """A request was answered without the backend."""
+    def _remove(self, stream: ResponseStream) -> None:
+        """The request has ended."""
         self._in_flight.discard(stream)
-        self._rest_if_idle()
-
-    def _rest_if_idle(self) -> None:
-        if not self._in_flight and not self._generating:
+        if not self._in_flight:
             self._idle.set()
 
 

@@ -8,8 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from neso.server.metrics.histogram import Histogram
-    from neso.server.metrics.model_latencies import ModelLatencies
+    from neso.server.metrics.latency import BucketCounts, ModelLatencies
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class ResponseStatistics:
     `first_response_ms`: milliseconds from a request to its first response, if that is measured.
     """
 
-    def __init__(self, first_response_ms: Histogram | None = None) -> None:
+    def __init__(self, first_response_ms: BucketCounts | None = None) -> None:
         self.first_response_ms = first_response_ms
         self._places: list[ResponseDurations] = []
 
@@ -158,7 +157,7 @@ class ModelStatistics:
         name: str,
         version: str,
         latencies: ModelLatencies | None = None,
-        first_response_ms: Histogram | None = None,
+        first_response_ms: BucketCounts | None = None,
     ) -> None:
         self.latencies = latencies
         self.name = name

@@ -30,7 +30,7 @@ def prompt(i: int) -> str:
 
 
 @pytest.mark.slow
-def test_half_of_a_hundred_streams_vanish(llm):
+def test_half_of_a_hundred_streams_disconnect(llm):
     """Over the network, with a cache that holds only some of them."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = llm.generate([prompt(i) for i in range(STREAMS)], params, progress=False)
@@ -89,7 +89,7 @@ def _assert_idle(server: ServerProcess) -> None:
     wait_until(idle)  # they may have to tidy up first
 
 
-async def test_books_balance_after_aborts_in_every_state():
+async def test_blocks_are_conserved_after_aborts_in_every_state():
     """The same through the engine's channel, down to the block pool's own check."""
     config = EngineConfig.from_options(str(PILOT), {"num_blocks": 160, "max_num_seqs": 16})
     engine = await AsyncEngine.start(config)
@@ -142,7 +142,7 @@ def _engines(server: ServerProcess) -> list[psutil.Process]:
     return [child for child in children if "neso.engine.ipc.engine_process" in child.cmdline()]
 
 
-def test_engine_that_dies_takes_down_its_model_only():
+def test_engine_crash_affects_only_its_model():
     with ServerProcess("first=neso-pilot", "second=neso-pilot") as server:
         assert len(_engines(server)) == 2
         _engines(server)[0].kill()
@@ -158,7 +158,7 @@ def test_engine_that_dies_takes_down_its_model_only():
         assert server.stop() == 0
 
 
-def test_engines_end_with_a_server_that_is_killed():
+def test_engines_exit_when_the_server_is_killed():
     with ServerProcess() as server:
         (engine,) = _engines(server)
         server.process.kill()

@@ -70,7 +70,7 @@ def wait_for_more(server: ServerProcess, metric: str, count: int) -> None:
     wait_until(lambda: server.gauge(metric) >= before + count)
 
 
-def test_servers_share_it(serve):
+def test_servers_share_the_cache(serve):
     with ServerProcess(*serve) as one, ServerProcess(*serve) as other:
         assert [ask(one, n) for n in range(5)] == [0, 2, 4, 6, 8]
         wait_until(lambda: one.gauge("nv_cache_num_misses_per_model") == 5)
@@ -79,7 +79,7 @@ def test_servers_share_it(serve):
         assert other.gauge("nv_inference_count") == 0
 
 
-def test_no_request_notices_a_restart(serve, redis):
+def test_redis_restart_fails_no_request(serve, redis):
     with ServerProcess(*serve) as server:
         stop = threading.Event()
 

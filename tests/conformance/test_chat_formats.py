@@ -100,7 +100,7 @@ def test_special_tokens_stay_hidden(api):
 
 
 @pytest.mark.parametrize("fields", [{"response_format": FORM}, {"tools": TOOLS, "tool_choice": "required"}])
-def test_reasoning_and_what_follows(api, fields):
+def test_reasoning_and_content(api, fields):
     """The prompt opens it. The mark of its end is made likely, or the model would not come to it."""
     found = 0
     for seed in range(4):

@@ -56,7 +56,7 @@ def test_batch_with_labels(triton):
     assert decoded(infer(triton, "labelled", VALUES, 2)) == EXPECTED
 
 
-def test_without_batching_and_no_more_than_there_are(triton):
+def test_without_batching_and_fewer_classes_than_requested(triton):
     assert decoded(infer(triton, "single", VALUES[0], 100)) == [
         "4.500000:1",
         "2.000000:3",
@@ -65,11 +65,11 @@ def test_without_batching_and_no_more_than_there_are(triton):
     ]
 
 
-def test_zero_classes_is_the_output_itself(triton):
+def test_zero_classes_returns_the_raw_output(triton):
     np.testing.assert_array_equal(infer(triton, "labelled", VALUES, 0), VALUES)
 
 
-def test_text_has_no_classes(triton):
+def test_string_outputs_cannot_be_classified(triton):
     with pytest.raises(InferenceServerException, match="unsupported type 'BYTES'"):
         infer(triton, "text", np.array([[b"a"]], np.object_), 1, "BYTES")
 

@@ -195,7 +195,7 @@ def test_only_inputs(triton, module, memory):
     assert result.as_numpy("T").tolist() == STRINGS.tolist()
 
 
-def test_some_tensors_in_shared_memory_and_some_not(triton, module, memory):
+def test_mixed_shared_memory_and_inline_tensors(triton, module, memory):
     triton.register_system_shared_memory("region", key(memory), SIZE)
     inputs = [region_inputs(module)[0], plain_inputs(module)[1]]
     outputs = [region_outputs(module)[0], module.InferRequestedOutput("T")]
@@ -255,7 +255,7 @@ def test_bad_requests(triton, module, protocol, memory):
     triton.infer("double", plain_inputs(module))
 
 
-def test_data_beside_shared_memory_is_refused(process):
+def test_inline_data_with_shared_memory_is_refused(process):
     parameters = {"shared_memory_region": "region", "shared_memory_byte_size": 4}
     entry = {"name": "X", "datatype": "FP32", "shape": [1], "parameters": parameters, "data": [1.0]}
     status, answer = process.post("/v2/models/double/infer", {"inputs": [entry]})
@@ -299,7 +299,7 @@ async def test_with_the_asyncio_clients(protocol, aio, process, memory):
 
 
 @pytest.mark.parametrize(("protocol", "aio"), [("http", http_aio), ("grpc", grpc_aio)])
-async def test_a_request_in_flight_keeps_what_is_unregistered(protocol, aio, process, memory, repository):
+async def test_unregistered_region_stays_until_its_requests_end(protocol, aio, process, memory, repository):
     folder = repository / "double" / "1"
     for name in ("begun", "go"):
         (folder / name).unlink(missing_ok=True)

@@ -79,7 +79,7 @@ def test_tritonclient(triton, request_coding, response, binary):
     np.testing.assert_array_equal(result.as_numpy("OUTPUT"), VALUES)
 
 
-def test_header_length_is_that_before_compression(served):
+def test_header_length_is_the_uncompressed_length(served):
     body = orjson.dumps({**BODY, "parameters": {"binary_data_output": True}})
     status, headers, answer = post(served, body, Accept_Encoding="gzip")
     assert (status, headers["Content-Encoding"]) == (200, "gzip")
@@ -141,7 +141,7 @@ def test_broken_data(served, coding, spoil, words):
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate"])
-def test_what_a_body_becomes_is_bounded(served, coding):
+def test_decompressed_size_is_limited(served, coding):
     text = orjson.dumps(BODY)
     fits = COMPRESS[coding](text + b" " * (LIMIT - len(text)))
     assert post(served, fits, Content_Encoding=coding)[0] == 200
@@ -150,21 +150,21 @@ def test_what_a_body_becomes_is_bounded(served, coding):
     assert status == 400 and f"exceeds the limit of {LIMIT} bytes" in orjson.loads(answer)["error"]
 
 
-def test_unknown_coding_names_those_that_are_known(served):
+def test_unknown_coding_error_lists_known_codings(served):
     status, headers, answer = post(served, b"x", Content_Encoding="br")
     assert status == 501 and orjson.loads(answer) == {"error": "Unsupported compression type"}
     assert headers["Accept-Encoding"] == "gzip, deflate"
 
 
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
-def test_generate_takes_plain_bodies_only(served, path):
+def test_generate_refuses_compressed_bodies(served, path):
     url = f"/v2/models/identity/{path}"
     status, answer = served.post(url, gzip.compress(b'{"INPUT": 1}'), **{"Content-Encoding": "gzip"})
     expected = {"error": "Unsupported content-encoding, only 'identity' is supported."}
     assert (status, answer) == (400, expected)
 
 
-def test_identity_is_no_compression(served):
+def test_identity_coding_leaves_the_body_unchanged(served):
     assert post(served, orjson.dumps(BODY), Content_Encoding="identity")[0] == 200
     url = "/v2/models/identity/generate"
     assert served.post(url, {"INPUT": [1.0]}, **{"Content-Encoding": "identity"})[0] == 200
@@ -215,7 +215,7 @@ def test_grpc_responses(repository, level):
         grpc_infer(counter, "gzip")
 
 
-def test_grpc_stream_is_compressed_too(repository):
+def test_grpc_streams_are_compressed(repository):
     option = "--grpc-infer-response-compression-level=high"
     results: queue.Queue = queue.Queue()
     tensor = grpc_client.InferInput("INPUT", [1, 1 << 16], "FP32")

@@ -110,7 +110,7 @@ def test_raw_text(served, tmp_path):
     assert body[length:] == b"\x07\x00\x00\x00drei \xc2\xa7"
 
 
-def test_raw_tensors_whose_shape_is_open(served, tmp_path):
+def test_raw_tensors_with_variable_shape(served, tmp_path):
     path = tmp_path / "raw"
     path.write_bytes(bytes(8))
     status, _, body = raw(served, "grid", path)

@@ -84,7 +84,7 @@ def test_log_probabilities_of_several_sequences(address):
     assert printed.count("output_log_probs.shape: (1, 1, 3)") == 2
 
 
-def test_a_server_that_is_not_there():
+def test_unreachable_server():
     assert "failed to connect" in tokens("localhost:1", fails=True).lower()
 
 

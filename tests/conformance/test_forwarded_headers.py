@@ -51,7 +51,7 @@ def test_infer(process, protocol, module):
 
 
 @pytest.mark.parametrize(("protocol", "module"), [("http", http_client), ("grpc", grpc_client)])
-def test_a_header_wins_over_a_parameter(process, protocol, module):
+def test_header_overrides_parameter(process, protocol, module):
     """Whoever put a proxy before the server that sets the header wants to rely on it."""
     with module.InferenceServerClient(process.address(protocol)) as client:
         result = client.infer(

@@ -29,7 +29,7 @@ def expected(llm):
     return llm.generate(QUESTION, params, progress=False)[0].text
 
 
-def test_iterator_fills_while_the_caller_works_on(inprocess, expected):
+def test_iterator_fills_while_the_caller_is_busy(inprocess, expected):
     model = inprocess.model("pilot")
     responses = model.infer(
         inputs={"text_input": [QUESTION], "stream": [True]}, parameters={"temperature": 0.0}

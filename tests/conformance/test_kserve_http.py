@@ -27,7 +27,7 @@ def answer(llm, prompt: str, **params) -> str:
     return llm.generate(prompt, SamplingParams(**{"temperature": 0, **params}), progress=False)[0].text
 
 
-def test_curl_of_the_readme(server, llm):
+def test_readme_curl_example(server, llm):
     body = f'{{"text_input": "{QUESTION}", "parameters": {{"stream": false, "temperature": 0}}}}'
     command = ["curl", "-s", "-X", "POST", server.url(GENERATE), "-d", body]
     reply = orjson.loads(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -66,7 +66,7 @@ def test_generate_parameters_at_either_level(server, llm):
         assert server.post(GENERATE, body)[1]["text_output"] == expected
 
 
-def test_generate_gives_further_outputs(server, llm):
+def test_generate_returns_additional_outputs(server, llm):
     body = {
         "id": "seven",
         "text_input": QUESTION,
@@ -101,7 +101,7 @@ def test_generate_stop_strings(server, llm):
     assert server.post(GENERATE, body)[1]["text_output"] == full[: full.index(stop)]
 
 
-def test_generate_stream_is_the_same_text(server, llm):
+def test_generate_stream_equals_generate(server, llm):
     command = ["curl", "-sN", "-X", "POST", server.url(GENERATE + "_stream"), "-d"]
     body = orjson.dumps({"text_input": QUESTION, "stream": True, "temperature": 0}).decode()
     output = subprocess.run([*command, body], capture_output=True, check=True).stdout

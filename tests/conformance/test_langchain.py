@@ -46,7 +46,7 @@ def test_invoke_and_stream(chat):
     assert "".join(chunk.text for chunk in chunks) == reply.text and len(chunks) > 3
 
 
-def test_tools_to_the_end(chat):
+def test_tool_loop(chat):
     bound = chat.bind_tools([get_weather])
     history = [messages.HumanMessage("What is the weather in Paris?")]
     call = bound.invoke(history)
@@ -55,14 +55,14 @@ def test_tools_to_the_end(chat):
     assert bound.invoke(history).text == "It is 21 degrees and sunny in Paris."
 
 
-def test_tools_in_a_stream(chat):
+def test_streamed_tool_calls(chat):
     gathered = None
     for chunk in chat.bind_tools([get_weather]).stream("What is the weather in Paris?"):
         gathered = chunk if gathered is None else gathered + chunk
     assert [(c["name"], c["args"]) for c in gathered.tool_calls] == [("get_weather", {"city": "Paris"})]
 
 
-def test_a_tool_that_must_be_called(chat):
+def test_required_tool(chat):
     call = chat.bind_tools([get_weather], tool_choice="get_weather").invoke("Hello.")
     assert call.tool_calls[0]["name"] == "get_weather"
 

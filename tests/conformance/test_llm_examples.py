@@ -30,7 +30,7 @@ def test_agent(server):
     assert run("agent/client.py", *arguments) == answer + "\n"
 
 
-def test_an_agent_that_answers_freely(server):
+def test_agent_without_forced_tools(server):
     """What it says is not worth much, but there is an answer."""
     output = run(
         "agent/client.py",

@@ -37,7 +37,7 @@ def server(tmp_path_factory):
         yield process
 
 
-def test_lines_are_those_of_triton(server):
+def test_lines_match_triton_format(server):
     pattern = (
         r'^I\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ \w+\.py:\d+\] "loaded version 1 of model \'talker\' in .* s"$'
     )

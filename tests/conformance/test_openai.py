@@ -96,7 +96,7 @@ def test_raw_stream_ends_with_done(server):
         assert response.read().endswith(b"data: [DONE]\n\n")
 
 
-def test_logprobs_of_a_chat(api):
+def test_chat_logprobs(api):
     reply = api.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3
     )
@@ -126,7 +126,7 @@ def test_async_client_runs_many_at_once(server, llm):
     assert asyncio.run(run()) == [expected] * 8
 
 
-def test_client_that_leaves_cancels(slow_server):
+def test_disconnect_cancels_stream(slow_server):
     server = slow_server
     with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none") as client:
         stream = client.completions.create(
@@ -138,7 +138,7 @@ def test_client_that_leaves_cancels(slow_server):
     wait_until(lambda: server.gauge("vllm:num_requests_running") == 0)
 
 
-def test_client_that_leaves_without_streaming_cancels(slow_server):
+def test_disconnect_cancels_unary_request(slow_server):
     server = slow_server
     with (
         openai.OpenAI(
@@ -164,7 +164,7 @@ def test_client_that_leaves_without_streaming_cancels(slow_server):
         ({"top_p": 7}, 400, "top_p"),
     ],
 )
-def test_errors_have_openais_shape(api, change, status, param):
+def test_errors_have_openai_format(api, change, status, param):
     with pytest.raises(openai.APIStatusError) as caught:
         api.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, **change})
     assert caught.value.status_code == status

@@ -60,14 +60,14 @@ def server(key_file: Path) -> Iterator[ServerProcess]:
 
 @pytest.mark.parametrize("protocol", ["openai", "http"])
 @pytest.mark.parametrize("key", ["sk-one", "sk-two", "sk-alice", "sk-environment"])
-def test_a_key_opens_both_ports(server: ServerProcess, key: str, protocol: str) -> None:
+def test_key_works_on_both_ports(server: ServerProcess, key: str, protocol: str) -> None:
     assert say(client(server, key, protocol)) == "hello"
     status, _ = server.post("/v1/completions", BODY, protocol, **{"x-api-key": key})
     assert status == 200
 
 
 @pytest.mark.parametrize("protocol", ["openai", "http"])
-def test_without_one_there_is_no_answer(server: ServerProcess, protocol: str) -> None:
+def test_missing_key_is_unauthorized(server: ServerProcess, protocol: str) -> None:
     with pytest.raises(openai.AuthenticationError) as refusal:
         say(client(server, "sk-wrong", protocol))
     assert refusal.value.code == "invalid_api_key"
@@ -85,13 +85,13 @@ async def test_asynchronous_clients(server: ServerProcess) -> None:
             await asking.completions.create(**BODY, stream=True)
 
 
-def test_health_stays_open_and_the_rest_does_not(server: ServerProcess) -> None:
+def test_only_health_needs_no_key(server: ServerProcess) -> None:
     assert server.get("/health/ready", "openai")[0] == 200
     assert server.get("/metrics", "openai")[0] == 401
     assert server.get("/v2/health/ready")[0] == 200
 
 
-def test_the_file_is_read_again(server: ServerProcess, key_file: Path) -> None:
+def test_key_file_is_reloaded(server: ServerProcess, key_file: Path) -> None:
     before = key_file.read_text()
     key_file.write_text(before + "bob:sk-bob\n")
     server.process.send_signal(signal.SIGHUP)
@@ -106,7 +106,7 @@ def within_a_minute() -> None:
         time.sleep(0.1)
 
 
-def test_a_key_may_have_its_own_rate(server: ServerProcess) -> None:
+def test_per_key_rate_limits(server: ServerProcess) -> None:
     within_a_minute()
     asking = client(server, "sk-few")
     assert [say(asking) for _ in range(2)] == ["hello"] * 2
@@ -129,7 +129,7 @@ def test_requests_have_ids(server: ServerProcess) -> None:
     wait_until(lambda: "from-the-client" in server.output)
 
 
-def test_web_pages(server: ServerProcess) -> None:
+def test_cors(server: ServerProcess) -> None:
     asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
     answer = requests.options(server.url("/v1/chat/completions", "openai"), headers=asked)
     assert answer.status_code == 200
@@ -164,7 +164,7 @@ def test_bodies_that_are_too_large(server: ServerProcess, chunked: bool) -> None
         ("GET", "/v1/models/nope", b"", 404, "model_not_found"),
     ],
 )
-def test_errors_have_the_shape_of_openais(
+def test_access_errors_have_openai_format(
     server: ServerProcess, method: str, path: str, body: bytes, status: int, code: str | None
 ) -> None:
     answer = requests.request(
@@ -199,7 +199,7 @@ def limited() -> Iterator[ServerProcess]:
         yield process
 
 
-def test_an_address_has_a_rate_without_keys(limited: ServerProcess) -> None:
+def test_rate_limit_per_address_without_keys(limited: ServerProcess) -> None:
     within_a_minute()
     asking = client(limited)
     with pytest.raises(openai.RateLimitError) as refusal:
@@ -248,7 +248,7 @@ def names(server: ServerProcess) -> list[str]:
     return [card.id for card in client(server).models.list()]
 
 
-def test_models_are_loaded_and_unloaded(explicit: ServerProcess) -> None:
+def test_load_and_unload_models(explicit: ServerProcess) -> None:
     assert names(explicit) == []
     status, answer = control(explicit, "echo", "load")
     assert status == 200
@@ -267,14 +267,14 @@ def test_models_are_loaded_and_unloaded(explicit: ServerProcess) -> None:
     assert (status, "Unknown model" in answer["error"]["message"]) == (400, True)
 
 
-def test_an_ensemble_brings_its_steps(explicit: ServerProcess) -> None:
+def test_loading_an_ensemble_loads_its_steps(explicit: ServerProcess) -> None:
     assert control(explicit, "words_ensemble", "load")[0] == 200
     assert names(explicit) == ["trtllm_words", "words_ensemble", "poet"]
     assert control(explicit, "words_ensemble", "unload", {"unload_dependents": True})[0] == 200
     assert names(explicit) == []
 
 
-def test_a_configuration_may_be_replaced(explicit: ServerProcess) -> None:
+def test_load_with_config_override(explicit: ServerProcess) -> None:
     assert control(explicit, "echo", "load")[0] == 200
     tensor = {"data_type": "TYPE_STRING", "dims": [1]}
     config = {
@@ -300,14 +300,12 @@ def test_a_configuration_may_be_replaced(explicit: ServerProcess) -> None:
         ("echo", {"config": "{"}, 400, None),
     ],
 )
-def test_loads_that_are_refused(
-    explicit: ServerProcess, name: str, body: Any, status: int, param: str | None
-) -> None:
+def test_refused_loads(explicit: ServerProcess, name: str, body: Any, status: int, param: str | None) -> None:
     got, answer = control(explicit, name, "load", body)
     assert (got, answer["error"]["param"]) == (status, param), answer
 
 
-def test_loads_need_the_explicit_mode() -> None:
+def test_loads_need_explicit_model_control() -> None:
     with ServerProcess("--model-repository", REPOSITORY, timeout=60) as server:
         for action in ("load", "unload"):
             status, answer = control(server, "echo", action)
@@ -318,7 +316,7 @@ def test_loads_need_the_explicit_mode() -> None:
 # -- the port's own certificate --------------------------------------------------------------------------------------
 
 
-def test_the_port_of_openai_may_have_a_certificate_of_its_own(tmp_path: Path) -> None:
+def test_openai_port_with_its_own_certificate(tmp_path: Path) -> None:
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
     leaf.private_key_pem.write_to_path(tmp_path / "key.pem")
@@ -350,7 +348,7 @@ def test_the_port_of_openai_may_have_a_certificate_of_its_own(tmp_path: Path) ->
         (["--openai-requests-per-minute=0"], "at least 1"),
     ],
 )
-def test_options_that_cannot_be_used(options: list[str], message: str) -> None:
+def test_invalid_options(options: list[str], message: str) -> None:
     with ServerProcess(*MODELS, *options) as server:
         assert server.process.wait(60) == 2
         assert message in server.output

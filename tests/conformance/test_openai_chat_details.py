@@ -45,7 +45,7 @@ def stream(server):
     return send
 
 
-def test_parts_of_characters_have_their_bytes(chat, llm):
+def test_partial_characters_have_bytes(chat, llm):
     ids = llm.tokenizer.encode("☃日", add_special_tokens=False)
     content = chat(allowed_token_ids=ids, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     known = {tuple(llm.tokenizer.token_bytes(token)) for token in ids}
@@ -56,7 +56,7 @@ def test_parts_of_characters_have_their_bytes(chat, llm):
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": [TOOL]}, {"stop": ["token:"]}, {"n": 2, "seed": 1}])
-def test_logprobs_are_the_same_in_a_stream(chat, stream, fields):
+def test_streamed_logprobs_equal_unary_logprobs(chat, stream, fields):
     fields = {"logprobs": True, "top_logprobs": 1, **fields}
     whole = {choice["index"]: choice["logprobs"]["content"] for choice in chat(**fields)["choices"]}
     told = {index: [] for index in whole}
@@ -93,7 +93,7 @@ def test_prompt_logprobs(chat, llm):
     assert chat(400, prompt_logprobs=1, stream=True)["error"]["param"] == "prompt_logprobs"
 
 
-def test_cut_prompts(chat):
+def test_truncated_prompts(chat):
     assert chat(truncate_prompt_tokens=5)["usage"]["prompt_tokens"] == 5
     long = [{"role": "user", "content": "word " * 5000}]
     assert chat(messages=long, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 2047
@@ -118,7 +118,7 @@ def test_beams_and_best_of(chat, llm):
         ({"max_new_tokens": 3}, "max_new_tokens"),
     ],
 )
-def test_what_is_refused(chat, fields, param):
+def test_refused_parameters(chat, fields, param):
     if param is not None:
         assert chat(400, **fields)["error"]["param"] == param
     else:

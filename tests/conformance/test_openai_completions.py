@@ -56,7 +56,7 @@ LOGPROB_PATHS = [
 
 
 @pytest.mark.parametrize("fields", LOGPROB_PATHS, ids=lambda fields: ",".join(fields))
-def test_logprobs_fit_the_text(server, fields):
+def test_logprobs_match_the_text(server, fields):
     """Every token is where `text_offset` says, and whole and streamed answers say the same."""
     fields = {"max_tokens": 24, "logprobs": 2, **fields}
     whole = complete(server, **fields)
@@ -94,7 +94,7 @@ def streamed(server, fields):
     return [tuple(found[index]) for index in sorted(found)]
 
 
-def test_logprobs_are_the_engine_s(server, llm):
+def test_logprobs_equal_engine_logprobs(server, llm):
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=2)
     (expected,) = llm.generate(QUESTION, params, progress=False)
     told = complete(server, max_tokens=6, logprobs=2, echo=True)["choices"][0]["logprobs"]
@@ -104,7 +104,7 @@ def test_logprobs_are_the_engine_s(server, llm):
     assert told["token_logprobs"][1:] == pytest.approx([entry.logprob for entry in entries[1:]], abs=1e-5)
 
 
-def test_tokens_by_number_and_token_ids(server, llm):
+def test_tokens_as_ids_and_token_ids(server, llm):
     (expected,) = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=5), progress=False)
     choice = complete(
         server, max_tokens=5, logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True
@@ -151,14 +151,14 @@ def test_beam_search(server, llm):
     assert one == complete(server, max_tokens=8)["choices"][0]["text"]
 
 
-def test_nothing_beyond_the_prompt(server):
+def test_zero_max_tokens(server):
     body = complete(server, max_tokens=0, echo=True, logprobs=0)
     assert body["choices"][0]["text"] == QUESTION
     assert body["usage"]["completion_tokens"] == 0
     assert complete(server, max_tokens=0)["choices"][0]["text"] == ""
 
 
-def test_a_cut_prompt(server, llm):
+def test_truncated_prompt(server, llm):
     ids = llm.tokenizer.encode(QUESTION)[-3:]
     body = complete(server, truncate_prompt_tokens=3, max_tokens=4, return_token_ids=True, echo=True)
     choice = body["choices"][0]
@@ -177,7 +177,7 @@ def encoded(save):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_prompts_as_vectors(server, llm, dtype):
+def test_prompt_embeds(server, llm, dtype):
     torch = pytest.importorskip("torch")
     values = np.random.default_rng(0).standard_normal((5, llm.info.hidden_size)).astype(np.float32)
     tensor = torch.from_numpy(values).to(getattr(torch, dtype))
@@ -196,7 +196,7 @@ def test_prompts_as_vectors(server, llm, dtype):
     assert both["choices"][0]["text"] == expected.outputs[0].text
 
 
-def test_vectors_that_cannot_be_read(server):
+def test_invalid_prompt_embeds(server):
     torch = pytest.importorskip("torch")
     bad = [
         "no base64!",
@@ -215,7 +215,7 @@ def test_vectors_that_cannot_be_read(server):
     assert refused(server, prompt=None, prompt_embeds=good, echo=True) == "echo"
 
 
-def test_words_that_end_or_are_avoided(server, llm):
+def test_stop_and_bad_words(server, llm):
     text = complete(server, max_tokens=30)["choices"][0]["text"]
     word = text.split()[3]
     assert word not in complete(server, max_tokens=30, bad_words=[word])["choices"][0]["text"]
@@ -268,5 +268,5 @@ def test_usage_in_streams(api):
         ({"web_search_options": {"a": 1}}, "web_search_options"),
     ],
 )
-def test_what_is_refused(server, fields, param):
+def test_refused_parameters(server, fields, param):
     assert refused(server, **fields) == param

@@ -78,17 +78,17 @@ def texts(server: ServerProcess, **fields: Any) -> dict[str, set[str]]:
     }
 
 
-def test_requests_take_what_the_file_says(server):
+def test_requests_use_the_file_defaults(server):
     sampled = texts(server, max_tokens=8)
     assert sampled == texts(server, max_tokens=8, temperature=0)
     assert all(len(found) == 1 for found in sampled.values())
 
 
-def test_a_request_s_own_values_win(server):
+def test_request_values_override_the_file(server):
     assert all(len(found) > 1 for found in texts(server, max_tokens=8, **HOT).values())
 
 
-def test_the_file_s_number_of_tokens_is_for_chats_that_name_none(server):
+def test_file_max_tokens_applies_to_chats_without_a_limit(server):
     assert chat(server).usage.completion_tokens == 5
     ignore = {"ignore_eos": True}
     assert chat(server, max_tokens=9, extra_body=ignore).usage.completion_tokens == 9
@@ -96,7 +96,7 @@ def test_the_file_s_number_of_tokens_is_for_chats_that_name_none(server):
     assert completion.usage.completion_tokens == 16
 
 
-def test_tensors_are_taken_as_they_are(server):
+def test_tensor_requests_ignore_the_file(server):
     path, found = f"/v2/models/{MODEL}/generate", set()
     for seed in SEEDS:
         parameters = {"seed": seed, "temperature": 5.0, "max_tokens": 8}
@@ -106,7 +106,7 @@ def test_tensors_are_taken_as_they_are(server):
     assert len(found) > 1
 
 
-def test_the_log_tells(server, other):
+def test_log_names_the_defaults(server, other):
     told = (
         "model 'pilot': defaults of sampling for OpenAI's API: top_k 1, max_new_tokens 5, by the "
         "checkpoint's generation_config.json (generation_config 'vllm': by no file)"
@@ -123,7 +123,7 @@ def test_without_the_file(other):
     assert all(len(found) == 1 for found in texts(other, max_tokens=8, temperature=0).values())
 
 
-def test_the_override_s_number_of_tokens_is_the_most_for_all(other):
+def test_override_max_tokens_limits_all_requests(other):
     for fields in ({}, {"max_tokens": 40}):
         answer = chat(other, **fields, extra_body={"ignore_eos": True})
         assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (12, "length")
@@ -133,7 +133,7 @@ def test_the_override_s_number_of_tokens_is_the_most_for_all(other):
     assert completion.usage.completion_tokens == 12
 
 
-def test_a_broken_file_ends_the_start(tmp_path):
+def test_invalid_file_fails_the_start(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temperature": "warm"}')
     with ServerProcess(f"--generation-config={tmp_path}") as process:
         assert process.process.wait(30) == 1

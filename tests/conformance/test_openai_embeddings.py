@@ -93,14 +93,14 @@ def test_bad_requests_name_the_field(api, given, param):
     assert caught.value.param == param
 
 
-def test_models_are_told_apart(api):
+def test_generative_and_embedding_models_are_distinguished(api):
     with pytest.raises(openai.NotFoundError):
         api.embeddings.create(model="nope", input="x")
     with pytest.raises(openai.BadRequestError, match="not a language model"):
         api.completions.create(model="embedder", prompt="x")
 
 
-def test_long_texts_are_cut_when_asked(api):
+def test_long_texts_are_truncated_on_request(api):
     reply = api.embeddings.create(
         model="embedder", input="x " * 300, extra_body={"truncate_prompt_tokens": -1}
     )

@@ -59,7 +59,7 @@ def test_text_and_usage(api, llm):
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
 
 
-def test_the_client_s_stream_helper(api, llm):
+def test_client_stream_helper(api, llm):
     answer = expected(llm, user(QUESTION))
     with api.responses.stream(model=MODEL, input=QUESTION, temperature=0) as stream:
         events = list(stream)
@@ -86,7 +86,7 @@ def test_asyncio_client(server, llm):
     assert asyncio.run(ask()) == (answer, answer)
 
 
-def test_instructions_are_the_system_s_message(one_api, llm):
+def test_instructions_become_the_system_message(one_api, llm):
     system = {"role": "system", "content": "Answer in one sentence."}
     answer = expected(llm, system, user("What is TTFT?"))
     response = one_api.responses.create(
@@ -114,7 +114,7 @@ def test_a_chain_of_responses_is_one_conversation(one_api, llm):
     assert caught.value.code == "previous_response_not_found"
 
 
-def test_items_written_by_hand_are_the_same_as_a_chain(one_api, llm):
+def test_explicit_items_equal_a_chain(one_api, llm):
     first = one_api.responses.create(model=MODEL, input="What is TTFT?", temperature=0, store=False)
     with pytest.raises(openai.NotFoundError):
         one_api.responses.retrieve(first.id)
@@ -124,7 +124,7 @@ def test_items_written_by_hand_are_the_same_as_a_chain(one_api, llm):
     assert second.output_text == expected(llm, user("What is TTFT?"), said, user(QUESTION)).text
 
 
-def test_a_tool_loop_to_its_end(one_api, llm):
+def test_tool_loop(one_api, llm):
     response = one_api.responses.create(
         model=MODEL,
         input="What is the weather in Paris?",
@@ -161,7 +161,7 @@ def test_a_tool_loop_to_its_end(one_api, llm):
         },
     ],
 )
-def test_forced_calls_in_a_stream(one_api, choice):
+def test_streamed_forced_calls(one_api, choice):
     other = {**TOOL, "name": "get_time"}
     with one_api.responses.stream(
         model=MODEL,
@@ -209,7 +209,7 @@ def test_json_object_and_extensions(one_api):
     assert response.output_text in ("yes", "no")
 
 
-def test_cut_short(one_api):
+def test_incomplete_response(one_api):
     response = one_api.responses.create(model=MODEL, input=QUESTION, max_output_tokens=4)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.output[0].status == "incomplete"
@@ -244,7 +244,7 @@ def test_background(one_api, llm):
     assert one_api.responses.retrieve(queued.id).output_text == expected(llm, user(QUESTION)).text
 
 
-def test_a_stream_from_the_background_can_be_taken_up_again(one_api):
+def test_background_stream_can_be_resumed(one_api):
     stream = one_api.responses.create(
         model=MODEL, input=QUESTION, temperature=0, background=True, stream=True
     )
@@ -325,7 +325,7 @@ def test_unknown_responses_and_models(server):
     assert (status, body["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_client_that_goes_away_aborts_its_response(slow_api, slow_server):
+def test_disconnect_aborts_response(slow_api, slow_server):
     stream = slow_api.responses.create(
         model=MODEL, input=QUESTION, stream=True, extra_body={"ignore_eos": True}
     )

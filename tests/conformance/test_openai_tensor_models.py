@@ -40,7 +40,7 @@ def shown(client: openai.OpenAI, model: str, **fields: Any) -> dict[str, Any]:
     return json.loads(complete(client, model, "show", **fields).choices[0].text)
 
 
-def test_models_with_a_text_face_are_listed(client: openai.OpenAI) -> None:
+def test_text_models_are_listed(client: openai.OpenAI) -> None:
     cards = {card.id: card for card in client.models.list()}
     assert cards.keys() == {"echo", *BY_TENSORS, "pirate", "poet"}
     assert (cards["pirate"].parent, cards["poet"].parent) == ("vllm_words", "trtllm_words")
@@ -49,7 +49,7 @@ def test_models_with_a_text_face_are_listed(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("model", "why"), [("needs_more", "query_embedding"), ("preprocessing", "text_input")]
 )
-def test_others_say_why_they_cannot_be_asked(client: openai.OpenAI, model: str, why: str) -> None:
+def test_other_models_return_a_reason(client: openai.OpenAI, model: str, why: str) -> None:
     with pytest.raises(openai.BadRequestError, match=why) as refusal:
         complete(client, model)
     assert refusal.value.param == "model"
@@ -57,14 +57,14 @@ def test_others_say_why_they_cannot_be_asked(client: openai.OpenAI, model: str, 
         client.models.retrieve(model)
 
 
-def test_tokens_that_nobody_knows_are_not_told(client: openai.OpenAI) -> None:
+def test_unknown_usage_is_omitted(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no tokens") as refusal:
         complete(client, "trtllm_words", extra_body={"return_token_ids": True})
     assert refusal.value.param == "return_token_ids"
 
 
 @pytest.mark.parametrize("model", BY_TENSORS)
-def test_whole_and_streamed_answers_agree(client: openai.OpenAI, model: str) -> None:
+def test_unary_and_streamed_answers_are_equal(client: openai.OpenAI, model: str) -> None:
     whole = complete(client, model, max_tokens=99)
     assert whole.choices[0].text == "".join(WORDS)
     assert whole.choices[0].finish_reason == "stop"
@@ -78,7 +78,7 @@ def test_whole_and_streamed_answers_agree(client: openai.OpenAI, model: str) -> 
 
 
 @pytest.mark.parametrize("model", ["vllm_words", "trtllm_words", "words_ensemble"])
-def test_an_answer_ends_at_its_limit(client: openai.OpenAI, model: str) -> None:
+def test_max_tokens_limits_the_answer(client: openai.OpenAI, model: str) -> None:
     (choice,) = complete(client, model, max_tokens=3).choices
     assert (choice.text, choice.finish_reason) == (" w0 w1 w2", "length")
 
@@ -101,7 +101,7 @@ def test_several_choices(client: openai.OpenAI, model: str) -> None:
     assert answer.usage.completion_tokens >= 24
 
 
-def test_what_vllms_convention_is_told(client: openai.OpenAI) -> None:
+def test_vllm_convention_inputs(client: openai.OpenAI) -> None:
     told = shown(client, "vllm_words", temperature=0.5, seed=7, stop="§", extra_body={"top_k": 4})
     assert told["sampling"] == {
         "temperature": 0.5,
@@ -116,7 +116,7 @@ def test_what_vllms_convention_is_told(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("model", ["trtllm_words", "words_ensemble"])
-def test_what_tensorrt_llms_convention_is_told(client: openai.OpenAI, model: str) -> None:
+def test_tensorrtllm_convention_inputs(client: openai.OpenAI, model: str) -> None:
     told = shown(
         client,
         model,
@@ -155,7 +155,7 @@ def test_what_tensorrt_llms_convention_is_told(client: openai.OpenAI, model: str
         ("scripted_bls", {"frequency_penalty": 1}, "frequency_penalty"),
     ],
 )
-def test_what_a_model_cannot_be_told_is_refused(
+def test_parameters_without_an_input_are_refused(
     client: openai.OpenAI, model: str, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=r"no input for it|would need the inputs") as refusal:
@@ -181,7 +181,7 @@ def test_adapters(client: openai.OpenAI, model: str, told: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("model", ["vllm_words:nobody", "vllm_words:7", "echo:7", "trtllm_words:", ":7"])
-def test_adapters_that_there_are_not(client: openai.OpenAI, model: str) -> None:
+def test_unknown_adapters(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError):
         complete(client, model)
 
@@ -198,14 +198,14 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
         ]
 
 
-def test_a_model_that_only_takes_text(client: openai.OpenAI) -> None:
+def test_model_with_text_input_only(client: openai.OpenAI) -> None:
     answer = complete(client, "echo", "as it is")
     assert answer.choices[0].text == "as it is"
     with pytest.raises(openai.BadRequestError, match="no tokenizer is known"):
         complete(client, "echo", [1, 2, 3])
 
 
-def test_prompts_of_tokens_become_text(client: openai.OpenAI) -> None:
+def test_token_prompts_become_text(client: openai.OpenAI) -> None:
     answer = complete(client, "scripted_bls", [300, 301, 302], max_tokens=3)
     assert answer.usage.prompt_tokens == 3
 
@@ -236,7 +236,7 @@ def test_responses(client: openai.OpenAI) -> None:
             client.responses.create(model=model, input="hi")
 
 
-async def test_a_client_that_leaves_cancels_the_request(server: ServerProcess) -> None:
+async def test_disconnect_cancels_the_request(server: ServerProcess) -> None:
     client = openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
     name = 'nv_inference_request_failure{model="trtllm_words",reason="CANCELED",version="1"}'
     before = server.metrics().get(name, 0)
@@ -248,7 +248,7 @@ async def test_a_client_that_leaves_cancels_the_request(server: ServerProcess) -
     await asyncio.to_thread(wait_until, lambda: server.metrics().get(name, 0) > before)
 
 
-async def test_many_at_a_time(server: ServerProcess) -> None:
+async def test_many_concurrent_requests(server: ServerProcess) -> None:
     client = openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
     answers = await asyncio.gather(
         *(client.completions.create(model=BY_TENSORS[i % 4], prompt="a", max_tokens=99) for i in range(40))
@@ -282,7 +282,7 @@ def test_options_for_models_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--tokenizer=/nowhere", "--chat-template=/nowhere.jinja"])
-def test_options_that_cannot_be_used_end_the_start(option: str) -> None:
+def test_invalid_options_fail_the_start(option: str) -> None:
     with ServerProcess("--model-repository", REPOSITORY, option) as server:
         assert server.process.wait(60) == 1
         assert "/nowhere" in server.output

@@ -24,7 +24,7 @@ def post(server, request):
     return send
 
 
-def test_there_and_back(post, llm):
+def test_tokenize_and_detokenize_round_trip(post, llm):
     text = "Grüße, what is ☃?"
     told = post("/tokenize", {"model": MODEL, "prompt": text, "return_token_strs": True})
     assert told["tokens"] == llm.tokenizer.encode(text)
@@ -33,13 +33,13 @@ def test_there_and_back(post, llm):
     assert post("/detokenize", {"model": MODEL, "tokens": told["tokens"]})["prompt"].endswith(text)
 
 
-def test_the_only_model_needs_no_name(post):
+def test_model_is_optional_for_a_single_model(post):
     told = post("/tokenize", {"prompt": "Hi"})
     assert told["token_strs"] is None
     assert post("/detokenize", {"tokens": told["tokens"]})["prompt"].endswith("Hi")
 
 
-def test_a_chat_has_the_tokens_of_its_prompt(post, server):
+def test_chat_tokens_equal_prompt_tokens(post, server):
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     for extra in ({}, {"tools": [tool]}, {"chat_template_kwargs": {}}):
         told = post("/tokenize", {"model": MODEL, "messages": CHAT, **extra})
@@ -68,7 +68,7 @@ def test_bad_input(server, path, body, status, param):
     assert (got, answer["error"]["param"]) == (status, param)
 
 
-def test_unknown_tokens_are_no_text(server):
+def test_unknown_token_ids_are_refused(server):
     assert server.post("/detokenize", {"tokens": [2**31 - 1]}, "openai") == (200, {"prompt": ""})
 
 
@@ -78,7 +78,7 @@ def test_version_and_ping(server):
     assert server.post("/ping", {}, "openai")[0] == 200
 
 
-def test_a_model_s_card(server):
+def test_model_card(server):
     (card,) = json.loads(server.get("/v1/models", "openai")[1])["data"]
     assert (card["id"], card["root"], card["parent"]) == (MODEL, MODEL, None)
     assert card["max_model_len"] == 2048

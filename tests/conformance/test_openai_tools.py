@@ -67,7 +67,7 @@ def loop(ask) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("first", ["auto", "required"])
-def test_a_loop(api, first):
+def test_tool_loop(api, first):
     def ask(messages):
         reply = api.chat.completions.create(
             model=MODEL,
@@ -86,7 +86,7 @@ def test_a_loop(api, first):
     assert answer == "It is 21 degrees and sunny in Paris."
 
 
-def test_a_loop_in_streams(api):
+def test_streamed_tool_loop(api):
     """By the client's own accumulator of chunks, whose events tell of arguments while they come."""
     fragments = []
 
@@ -131,7 +131,7 @@ class PlanTrip(BaseModel):
     days: int = Field(ge=1, le=9)
 
 
-def test_parse_a_model(api):
+def test_parse_into_a_pydantic_model(api):
     for seed in range(3):
         reply = api.chat.completions.parse(
             model=MODEL, messages=[QUESTION], response_format=Trip, max_completion_tokens=200, seed=seed
@@ -141,7 +141,7 @@ def test_parse_a_model(api):
         assert message.refusal is None and message.tool_calls is None
 
 
-def test_parse_a_function_s_arguments(api):
+def test_parse_function_arguments(api):
     reply = api.chat.completions.parse(
         model=MODEL,
         messages=[QUESTION],
@@ -155,7 +155,7 @@ def test_parse_a_function_s_arguments(api):
         assert isinstance(call.function.parsed_arguments, PlanTrip)
 
 
-def test_stream_of_a_model(api):
+def test_stream_into_a_pydantic_model(api):
     with api.chat.completions.stream(
         model=MODEL, messages=[QUESTION], response_format=Trip, max_completion_tokens=200, seed=1
     ) as stream:
@@ -165,7 +165,7 @@ def test_stream_of_a_model(api):
     assert isinstance(final.choices[0].message.parsed, Trip)
 
 
-def test_calls_of_strict_functions(api):
+def test_strict_functions(api):
     """With `auto` the model calls if it likes, but a call fits its strict schema."""
     strict = json.loads(json.dumps(WEATHER))
     strict["function"] |= {"strict": True}
@@ -198,7 +198,7 @@ def test_allowed_tools(api):
         assert call.function.name == "get_time"
 
 
-def test_a_form_or_a_call(api):
+def test_response_format_with_tools(api):
     """`response_format` beside tools: the model calls, or answers in the form."""
     fields = {"model": MODEL, "messages": [QUESTION], "response_format": Trip, "temperature": 0}
     reply = api.chat.completions.parse(**fields, tools=[openai.pydantic_function_tool(PlanTrip)])

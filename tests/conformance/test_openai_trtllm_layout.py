@@ -36,7 +36,7 @@ def complete(client: openai.OpenAI, model: str, **fields: Any) -> Any:
     return client.completions.create(model=model, **fields)
 
 
-def test_the_models_that_take_text_are_listed(client: openai.OpenAI) -> None:
+def test_text_models_are_listed(client: openai.OpenAI) -> None:
     cards = {card.id: card.max_model_len for card in client.models.list()}
     assert cards == dict.fromkeys(MODELS, 2048)
 
@@ -55,7 +55,7 @@ def test_completions(client: openai.OpenAI, model: str) -> None:
     assert chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens > 0
 
 
-def test_chats_are_the_same_by_each_of_them(client: openai.OpenAI) -> None:
+def test_chats_are_equal_on_every_model(client: openai.OpenAI) -> None:
     answers = []
     for model in MODELS:
         answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0)
@@ -89,7 +89,7 @@ def test_stop_strings(client: openai.OpenAI, model: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_guided_answers(client: openai.OpenAI, model: str) -> None:
+def test_guided_decoding(client: openai.OpenAI, model: str) -> None:
     answer = complete(client, model, extra_body={"guided_choice": ["yes", "no"]})
     assert answer.choices[0].text in ("yes", "no")
 
@@ -154,7 +154,7 @@ def test_responses(client: openai.OpenAI, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_prompts_that_are_too_long(client: openai.OpenAI, model: str) -> None:
+def test_prompts_over_the_context_length(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         complete(client, model, prompt="x " * 5000)
     assert (refusal.value.param, refusal.value.code) == ("prompt", "context_length_exceeded")
@@ -164,7 +164,7 @@ def test_prompts_that_are_too_long(client: openai.OpenAI, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", CHAINS)
-async def test_a_client_that_leaves_frees_the_engine(server: ServerProcess, model: str) -> None:
+async def test_disconnect_frees_the_engine(server: ServerProcess, model: str) -> None:
     client = openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
     stream = await client.completions.create(
         model=model, prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"seed": 1}
@@ -175,7 +175,7 @@ async def test_a_client_that_leaves_frees_the_engine(server: ServerProcess, mode
     await asyncio.to_thread(wait_until, lambda: server.metrics()[running] == 0)
 
 
-async def test_many_at_a_time(server: ServerProcess) -> None:
+async def test_many_concurrent_requests(server: ServerProcess) -> None:
     client = openai.AsyncOpenAI(base_url=server.url("/v1", "openai"), api_key="none", max_retries=0)
     answers = await asyncio.gather(
         *(
@@ -187,7 +187,7 @@ async def test_many_at_a_time(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("option", ["--no-decoupled", "--accumulate-tokens"])
-def test_other_ways_to_answer(tmp_path: Path, option: str) -> None:
+def test_unsupported_parameters(tmp_path: Path, option: str) -> None:
     """Models that answer once, and business logic whose responses tell all of the text each time."""
     with ServerProcess(f"--model-repository={init(tmp_path, option)}", timeout=90) as server:
         assert server.ports, server.output

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server_process import ServerProcess
 
-from neso.frontends.openai.description import openapi_document
+from neso.frontends.openai.openapi import openapi_document
 from neso.models import SHIPPED_MODELS
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
@@ -131,7 +131,7 @@ kept = ""
 
 @few.parametrize()
 @settings(12)
-def test_answers_are_as_described(case: Any, served: ServerProcess) -> None:
+def test_responses_match_the_document(case: Any, served: ServerProcess) -> None:
     meet(case, served)
 
 
@@ -139,11 +139,11 @@ def test_answers_are_as_described(case: Any, served: ServerProcess) -> None:
 @pytest.mark.timeout(900)
 @many.parametrize()
 @settings(60)
-def test_many_more_answers_are_as_described(case: Any, served: ServerProcess) -> None:
+def test_many_more_responses_match_the_document(case: Any, served: ServerProcess) -> None:
     meet(case, served)
 
 
-def test_the_server_s_document_is_this_one(served):
+def test_server_returns_this_document(served):
     status, body = served.get("/openapi.json", "openai")
     assert status == 200
     assert json.loads(body) == openapi_document()

@@ -78,7 +78,7 @@ def test_add_sub(client, model, shape):
         ("simple_ensemble", ("A", "B"), ("TWICE_A", "TWICE_B"), (lambda a, b: (2 * a, 2 * b))),
     ],
 )
-def test_text_and_an_ensemble_of_it(client, model, inputs, outputs, expected, binary):
+def test_string_model_and_its_ensemble(client, model, inputs, outputs, expected, binary):
     a, b = np.arange(32).reshape(2, 16), np.full((2, 16), -7)
     given = []
     for name, array in zip(inputs, (a, b), strict=True):
@@ -91,7 +91,7 @@ def test_text_and_an_ensemble_of_it(client, model, inputs, outputs, expected, bi
         assert np.array_equal(result.as_numpy(name).astype(np.int64), array)
 
 
-def test_what_was_completed(client):
+def test_auto_completed_configurations(client):
     batched = client.get_model_config("batch_auto_complete")
     assert batched["max_batch_size"] == 4 and "dynamic_batching" in batched and batched["backend"] == "python"
     plain = client.get_model_config("nobatch_auto_complete")
@@ -116,7 +116,7 @@ def test_bls_of_a_decoupled_model(client, model):
         assert result.as_numpy("SUM").tolist() == [value * value]
 
 
-def test_metrics_are_the_servers(client, server):
+def test_custom_metrics_are_exported(client, server):
     for by, total in ((2.0, 2.0), (30.0, 32.0)):
         result = client.infer("custom_metrics", [tensor("BY", np.array([by]), "FP64")])
         assert result.as_numpy("TOTAL").tolist() == [total]

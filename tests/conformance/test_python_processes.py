@@ -103,7 +103,7 @@ class Load(threading.Thread):
         return self.outcomes
 
 
-def test_crashes_under_load_touch_nobody_else(tmp_path):
+def test_crashes_under_load_affect_only_their_model(tmp_path):
     add(tmp_path, "fragile", config=PROCESS + "instance_group { count: 2 }")
     add(tmp_path, "process")
     add(tmp_path, "thread", config="")
@@ -196,7 +196,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_model_in_an_environment_of_its_own(tmp_path, environment, packed):
+def test_model_in_its_own_environment(tmp_path, environment, packed):
     folder = tmp_path / "models" / "who"
     (folder / "1").mkdir(parents=True)
     if packed:
@@ -231,7 +231,7 @@ def test_a_model_in_an_environment_of_its_own(tmp_path, environment, packed):
     ("path", "reason"),
     [("/no/such/place", "does not exist"), ("$$TRITON_MODEL_DIRECTORY", "holds no environment")],
 )
-def test_an_environment_that_is_none_is_told(tmp_path, path, reason):
+def test_invalid_environment_is_reported(tmp_path, path, reason):
     config = f'parameters {{ key: "EXECUTION_ENV_PATH" value {{ string_value: "{path}" }} }}'
     add(tmp_path, "model", config=config)
     with ServerProcess("--model-repository", tmp_path, "--exit-on-error=false") as server:
@@ -253,7 +253,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("config", ["", PROCESS], ids=["thread", "process"])
-def test_models_say_whether_they_are_ready(tmp_path, config):
+def test_model_readiness(tmp_path, config):
     folder = add(tmp_path, "moody", MOODY, config)
     with (
         ServerProcess("--model-repository", tmp_path) as server,

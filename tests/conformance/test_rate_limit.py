@@ -60,7 +60,7 @@ def ask(server: ServerProcess, name: str) -> tuple[float, float]:
 
 @pytest.mark.usefixtures("options")
 @pytest.mark.parametrize(("amount", "most"), [(1, 1), (3, 3)])
-def test_no_more_execute_at_once_than_there_are_resources_for(tmp_path: Path, amount: int, most: int) -> None:
+def test_concurrent_executions_are_limited_by_resources(tmp_path: Path, amount: int, most: int) -> None:
     write(tmp_path, first=1, second=1)
     arguments = ("--rate-limit=execution_count", f"--rate-limit-resource=R:{amount}")
     with ServerProcess("--model-repository", tmp_path, *arguments) as server, ThreadPoolExecutor(8) as pool:
@@ -75,7 +75,7 @@ def test_no_more_execute_at_once_than_there_are_resources_for(tmp_path: Path, am
 
 
 @pytest.mark.usefixtures("options")
-def test_priority_2_has_half_the_chances(tmp_path: Path) -> None:
+def test_priority_2_gets_half_the_executions(tmp_path: Path) -> None:
     write(tmp_path, often=1, seldom=2)
     counts = {}
     with (
@@ -97,7 +97,7 @@ def test_priority_2_has_half_the_chances(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("options")
-def test_too_little_of_a_resource(tmp_path: Path) -> None:
+def test_insufficient_resource(tmp_path: Path) -> None:
     write(tmp_path, model=1)
     arguments = ("--rate-limit=execution_count", "--rate-limit-resource=R:0:0")
     with ServerProcess("--model-repository", tmp_path, *arguments) as server:

@@ -57,7 +57,7 @@ def statistics(served, model: str):
     return stats
 
 
-def test_both_protocols_tell_the_same(served):
+def test_both_protocols_return_the_same_statistics(served):
     results: queue.Queue = queue.Queue()
     with grpc_client.InferenceServerClient(served.address("grpc")) as triton:
         triton.start_stream(lambda result, error: results.put(error or result))
@@ -79,7 +79,7 @@ def test_both_protocols_tell_the_same(served):
             assert (found.count, found.ns) == (each["count"], each["ns"])
 
 
-def test_first_response_of_a_language_model_took_its_time(served):
+def test_first_response_duration_of_a_language_model(served):
     body = {"text_input": "Hello", "max_tokens": 4, "ignore_eos": True}
     assert served.post("/v2/models/neso-pilot/generate", body)[0] == 200
     wait_until(lambda: statistics(served, "neso-pilot")["inference_stats"]["success"]["count"] == 1)

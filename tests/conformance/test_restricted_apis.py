@@ -95,7 +95,7 @@ def test_grpc_needs_the_metadata(rpc, method, arguments, key):
     call(*arguments, headers={f"triton-grpc-protocol-{key}-key": HEADERS[key]})
 
 
-def test_what_is_not_restricted_needs_nothing(http, rpc):
+def test_unrestricted_apis_need_no_header(http, rpc):
     for client in (http, rpc):
         assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("parameters")
         client.get_server_metadata()
@@ -126,7 +126,7 @@ def test_streams(rpc):
 
 
 @pytest.mark.parametrize("protocol", ["http", "openai"])
-def test_openai_is_no_way_around(process, protocol):
+def test_openai_api_is_restricted_too(process, protocol):
     body = {"model": "neso-pilot", "prompt": "Hi", "max_tokens": 1}
     status, answer = process.post("/v1/completions", body, protocol)
     assert status == 403 and "expecting header 'infer-key'" in answer["error"]["message"]

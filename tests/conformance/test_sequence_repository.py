@@ -123,7 +123,7 @@ def test_iterative_sequences_in_one_stream(sequences: ServerProcess) -> None:
     assert max(counts) <= int(model["execution_count"]) < sum(counts)  # in batches
 
 
-def test_an_iterative_sequence_whose_client_leaves_makes_way(sequences: ServerProcess) -> None:
+def test_disconnect_ends_an_iterative_sequence(sequences: ServerProcess) -> None:
     with Stream(sequences) as stream:
         for _ in range(4):  # all slots
             stream.client.async_stream_infer("simple_iterative", tensor(grpc_client, "IN", 10**6))

@@ -40,7 +40,7 @@ def names(server: ServerProcess, protocol: str) -> set[str]:
     return found
 
 
-def test_connections_end_at_their_age():
+def test_connections_close_at_their_maximum_age():
     with ServerProcess(
         "--grpc-max-connection-age=300", "--grpc-max-connection-age-grace=60000", "--allow-openai=false"
     ) as server:

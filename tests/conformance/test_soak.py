@@ -18,7 +18,7 @@ SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_nothing_is_lost_and_nothing_leaks():
+def test_soak_loses_and_leaks_nothing():
     command = [sys.executable, str(SOAK), "--minutes", "0.35"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -37,7 +37,7 @@ def readings(**growth: float) -> list[Holdings]:
 
 
 @pytest.mark.parametrize("name", ["rss", "fds", "threads", "processes", "shm"])
-def test_leaks_are_seen(name):
+def test_soak_detects_leaks(name):
     assert leaks(readings()) == []
     (found,) = leaks(readings(**{name: 1.0}))
     assert ("memory" if name == "rss" else name) in found

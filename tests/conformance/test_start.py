@@ -120,7 +120,7 @@ def _architecture(directory: Path) -> None:
     ],
     ids=["truncated", "scrambled", "architecture", "bad-config", "no-config", "tokenizer"],
 )
-def test_spoilt_checkpoint_is_named_as_the_reason(checkpoint, spoil, reason):
+def test_corrupt_checkpoint_is_reported(checkpoint, spoil, reason):
     spoil(checkpoint)
     with ServerProcess(checkpoint) as server:
         assert server.process.wait(60) == 1
@@ -128,7 +128,7 @@ def test_spoilt_checkpoint_is_named_as_the_reason(checkpoint, spoil, reason):
         assert "Traceback" not in server.output
 
 
-def test_model_that_is_nowhere():
+def test_unknown_model():
     with ServerProcess("no-such-org/no-such-model") as server:
         assert server.process.wait(60) == 1
         assert "no-such-org/no-such-model" in server.output

@@ -125,7 +125,7 @@ def statistics(server, model: str) -> dict:
     return json.loads(body)["model_stats"][0]
 
 
-def test_what_clients_are_told(client, served):
+def test_metadata_and_config(client, served):
     _, connected = client
     metadata = connected.get_model_metadata("onnx_plain")
     if not isinstance(metadata, dict):
@@ -151,7 +151,7 @@ def test_what_clients_are_told(client, served):
     assert broken["state"] == "UNAVAILABLE" and "failed to load 'model.onnx'" in broken["reason"]
 
 
-def test_values_are_those_of_the_runtime(client):
+def test_values_equal_the_runtime(client):
     x = np.random.default_rng(0).standard_normal((5, 4)).astype(np.float32)
     found = infer(client, "onnx_plain", ("SUM", "TOP"), X=x)
     expected_sum, expected_top = onnxruntime.InferenceSession(linear()).run(None, {"X": x})

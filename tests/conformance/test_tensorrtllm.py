@@ -81,7 +81,7 @@ def expected(llm):
     return greedy(llm).outputs[0].token_ids
 
 
-def test_tokens_are_those_of_transformers(checkpoint, expected):
+def test_tokens_equal_transformers(checkpoint, expected):
     import torch
 
     model = load_oracle(checkpoint)
@@ -100,7 +100,7 @@ def test_stream_of_new_tokens(stream, expected):
     assert set(responses[0]) == {"output_ids", "sequence_length"}
 
 
-def test_whole_answer_begins_with_the_prompt(stream, expected):
+def test_unary_answer_starts_with_the_prompt(stream, expected):
     (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH))
     assert response["output_ids"].tolist() == [[PROMPT + expected]]
     assert response["sequence_length"].tolist() == [[len(PROMPT) + LENGTH]]
@@ -109,7 +109,7 @@ def test_whole_answer_begins_with_the_prompt(stream, expected):
 
 
 @pytest.mark.parametrize("module", [grpc, http])
-def test_unary_where_it_is_not_decoupled(server, module, expected):
+def test_unary_without_decoupled_mode(server, module, expected):
     address = server.address(module.__name__.rsplit(".", 1)[1])
     with module.InferenceServerClient(address) as client:
         result = client.infer("whole", tensors(prompt_inputs(PROMPT, LENGTH), module))
@@ -132,7 +132,7 @@ def test_generate_endpoints(server, expected):
     assert (status, answer["output_ids"]) == (200, PROMPT + expected[:2])
 
 
-def test_end_token_ends_and_is_not_there(stream, expected):
+def test_end_token_ends_and_is_not_returned(stream, expected):
     end = i32([expected[5]])
     until = expected.index(expected[5])
     (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH, end_id=end, exclude_input_in_output=TRUE))
@@ -142,7 +142,7 @@ def test_end_token_ends_and_is_not_there(stream, expected):
     assert responses[-1]["output_ids"].shape == (1, 1, 0)
 
 
-def test_without_end_id_only_the_length_ends(stream, llm):
+def test_without_end_id_only_the_length_stops(stream, llm):
     """Also the model's own end token does not."""
     bias = np.zeros((1, VOCAB_SIZE), np.float32)
     bias[0, EOS] = 1e4
@@ -150,7 +150,7 @@ def test_without_end_id_only_the_length_ends(stream, llm):
     assert response["output_ids"].tolist() == [[[EOS] * 5]]
 
 
-def test_everything_that_can_be_returned(stream, llm, expected):
+def test_all_optional_outputs(stream, llm, expected):
     wanted = dict.fromkeys(FLAGS, TRUE)
     result = greedy(llm, logprobs=0, return_context_logits=True, return_generation_logits=True)
     (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH, **wanted))
@@ -187,7 +187,7 @@ def test_everything_that_can_be_returned(stream, llm, expected):
     assert ["last_token_time_ns" in piece for piece in pieces] == [False] * (LENGTH - 1) + [True]
 
 
-def test_blocks_that_were_reused(stream):
+def test_reused_blocks_output(stream):
     prompt = [7 * i % 300 + 10 for i in range(40)]
     (first,) = stream.ask(prompt_inputs(prompt, 4, return_perf_metrics=TRUE))
     (second,) = stream.ask(prompt_inputs(prompt, 4, return_kv_cache_reuse_stats=TRUE))
@@ -196,7 +196,7 @@ def test_blocks_that_were_reused(stream):
     assert [int(second[name][0, 0]) for name in names] == [3, 2, 1]
 
 
-def test_beams_come_together(stream, llm):
+def test_beams_are_returned_together(stream, llm):
     params = {"beam_width": 3, "n": 3, "length_penalty": 0.0, "early_stopping": True, "logprobs": 0}
     result = greedy(llm, **params)
     for streaming in (np.array([[False]]), TRUE):
@@ -213,7 +213,7 @@ def test_beams_come_together(stream, llm):
     assert response["output_ids"].shape == (1, 2, 24)
 
 
-def test_drawn_sequences_come_one_by_one(stream):
+def test_sampled_sequences_are_returned_separately(stream):
     several = {
         "num_return_sequences": i32([3]),
         "runtime_top_k": i32([40]),
@@ -227,7 +227,7 @@ def test_drawn_sequences_come_one_by_one(stream):
     assert len({tuple(new_tokens(whole, sequence)) for sequence in range(3)}) == 3
 
 
-def test_a_batch_is_padded_and_has_rows(stream, llm, expected):
+def test_batches_are_padded(stream, llm, expected):
     batch = {
         "input_ids": i32(PROMPT, PROMPT[:6] + [0] * 6),
         "input_lengths": i32([12], [6]),
@@ -257,7 +257,7 @@ def slow_stream(slow_server):
         yield found
 
 
-def test_stop_ends_the_request_of_that_id(slow_stream):
+def test_stop_ends_the_request_with_that_id(slow_stream):
     stream = slow_stream
     stream.send(prompt_inputs(PROMPT, 480, streaming=TRUE), "long")
     stream.send(prompt_inputs(PROMPT, 480), "whole")
@@ -276,7 +276,7 @@ def test_stop_ends_the_request_of_that_id(slow_stream):
     assert sum(len(found) > 0 for found in answers["long"]) < 480
 
 
-def test_stop_of_nobody_is_harmless(stream):
+def test_stop_of_an_unknown_id_is_ignored(stream):
     assert stream.ask(prompt_inputs(PROMPT, 1, stop=TRUE), "unknown") == [{}]
     with pytest.raises(InferenceServerException, match="stop: needs the id"):
         stream.ask(prompt_inputs(PROMPT, 1, stop=TRUE))
@@ -308,7 +308,7 @@ def test_cancelled_stream_frees_the_engine(slow_server):
         ({"lora_weights": np.zeros((1, 1, 4), np.float16)}, "lora_weights: needs lora_task_id"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_name(stream, change, message):
+def test_invalid_inputs_are_refused_by_name(stream, change, message):
     with pytest.raises(InferenceServerException, match=message):
         stream.ask(prompt_inputs(PROMPT, 4) | change)
     assert len(stream.ask(prompt_inputs(PROMPT, 4))) == 1
@@ -353,7 +353,7 @@ def test_generate_stream(server, expected):
     assert {event["sequence_length"] for event in events if "output_ids" in event} == {1}
 
 
-def test_openai_finds_the_model(server, llm, expected):
+def test_model_is_available_through_the_openai_api(server, llm, expected):
     with openai.OpenAI(base_url=server.url("/v1", "openai"), api_key="none") as client:
         assert {"tensorrt_llm", "whole", "static"} <= {model.id for model in client.models.list()}
         for model in ("tensorrt_llm", "static"):
@@ -364,7 +364,7 @@ def test_openai_finds_the_model(server, llm, expected):
             assert answer.choices[0].text == whole[len(llm.tokenizer.decode(PROMPT)) :]
 
 
-def test_requests_are_counted(server, stream):
+def test_statistics_count_requests(server, stream):
     def counts():
         metrics = server.metrics()
         labels = 'model="tensorrt_llm",version="1"'
@@ -386,7 +386,7 @@ def test_requests_are_counted(server, stream):
     assert after[3] - before[3] > after[4] - before[4] > 0
 
 
-def test_forty_clients_at_once(server, llm):
+def test_forty_concurrent_clients(server, llm):
     """Batched in flight: each has the tokens that it has alone."""
     prompts = [[(7 * i + j) % 300 + 6 for j in range(4 + i % 9)] for i in range(40)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -40,7 +40,7 @@ def package(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_page(package):
+def test_documentation_example(package):
     (program,) = PROGRAM.findall(PAGE.read_text())
     with ServerProcess(f"--model-repository={package / 'models'}") as server:
         program = program.replace("localhost:8000", server.address("http"))

@@ -158,7 +158,7 @@ async def test_grpc_aio(served, files):
         assert (await client.infer("parameters", inputs(grpc_aio))).as_numpy("OUT")[0] == b"{}"
 
 
-def test_bodies_of_megabytes(one_sided, files):
+def test_large_bodies(one_sided, files):
     """More than one record, and more than the write buffer, both ways."""
     text = b"x" * (5 << 20)
     body = json.dumps(
@@ -229,7 +229,7 @@ def test_clients_without_a_certificate_are_refused(mutual, files):
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
 
 
-def test_plain_text_is_refused_and_the_server_goes_on(one_sided, files):
+def test_plain_text_is_refused_without_affecting_others(one_sided, files):
     host, port = one_sided.address("http").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as raw:
         raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -243,7 +243,7 @@ def test_plain_text_is_refused_and_the_server_goes_on(one_sided, files):
     assert "Traceback" not in one_sided.output
 
 
-def test_connections_that_never_shake_hands_do_not_hold_up_the_end(files):
+def test_incomplete_handshakes_do_not_delay_shutdown(files):
     with ServerProcess(*tls_options(files), "--grpc-use-ssl=true") as server:
         host, port = server.address("http").split(":")
         with socket.create_connection((host, int(port))), socket.create_connection((host, int(port))) as idle:
@@ -277,7 +277,7 @@ def test_bad_options(files, options, message):
         assert message in server.output and "Traceback" not in server.output
 
 
-def test_certificates_without_use_ssl_are_told_of(files):
+def test_certificates_without_use_ssl_log_a_warning(files):
     with ServerProcess(f"--grpc-server-cert={files.server_cert}") as server:
         assert "--grpc-server-cert has no effect without --grpc-use-ssl=true" in server.output
         with grpc_client.InferenceServerClient(server.address("grpc")) as client:

@@ -62,7 +62,7 @@ def test_generate(served, model):
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_streams_tell_what_is_new(address, model):
+def test_streams_return_deltas(address, model):
     results = ask(address, model, text_input=PROMPT, max_tokens=12, stream=True)
     assert len(results) == 12
     assert text(results) == ANSWER
@@ -143,7 +143,7 @@ def test_several_sequences(address, model):
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_what_goes_with_the_text(address, model):
+def test_outputs_besides_text(address, model):
     names = ("return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics")
     counts = ("return_num_input_tokens", "return_num_output_tokens")
     (result,) = ask(address, model, text_input=PROMPT, max_tokens=5, **dict.fromkeys(names + counts, True))
@@ -158,7 +158,7 @@ def test_what_goes_with_the_text(address, model):
 
 @pytest.mark.parametrize("model", CHAINS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_go_away_end_the_generation(slow_served, model, stream):
+def test_disconnect_ends_the_generation(slow_served, model, stream):
     served, address = slow_served, slow_served.address("grpc")
     given = tensors(1, text_input=PROMPT, max_tokens=1900, end_id=-1, stream=stream)
     request = Stream(address, model, given)
@@ -197,7 +197,7 @@ def test_a_batch_without_rows(address, model):
         Stream(address, model, inputs).all()
 
 
-def test_sequences_and_lengths_that_do_not_fit(served):
+def test_mismatched_sequences_and_lengths(served):
     def given(name, shape, data):
         return {"name": name, "datatype": "INT32", "shape": shape, "data": data}
 
@@ -251,7 +251,7 @@ def plain(rows, tmp_path_factory) -> Iterator[grpc_client.InferenceServerClient]
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_one_response_to_a_request(plain, rows, model):
+def test_one_response_per_request(plain, rows, model):
     batch = 1 if rows else None
     result = plain.infer(model, tensors(batch, text_input=PROMPT, max_tokens=12))
     assert result.as_numpy("text_output").tolist() == [ANSWER.encode()]
@@ -259,7 +259,7 @@ def test_one_response_to_a_request(plain, rows, model):
         plain.infer(model, tensors(batch, text_input=PROMPT, max_tokens=5, stream=True))
 
 
-def test_one_response_to_a_batch(plain, rows):
+def test_one_response_per_batch(plain, rows):
     if not rows:
         pytest.skip("there are no rows")
     prompts = [[PROMPT], ["What is Neso?"], [PROMPT]]
@@ -282,7 +282,7 @@ def test_accumulated_tokens(tmp_path):
     assert np.all(np.diff([len(part) for part in texts]) > 0)
 
 
-def test_a_repository_of_an_older_version(tmp_path):
+def test_repository_in_the_older_layout(tmp_path):
     """Filled in as its guide says, with tokenizers of transformers: an output of preprocessing that never comes, log
     probabilities that go through postprocessing."""
     pytest.importorskip("transformers")
@@ -331,7 +331,7 @@ class TritonPythonModel:
 """
 
 
-def test_what_cannot_be_decoded_fails_its_own_request_only(tmp_path):
+def test_undecodable_output_fails_only_its_request(tmp_path):
     """Though what several requests have to decode goes to postprocessing together."""
     init(tmp_path)
     (tmp_path / "postprocessing" / "1" / "model.py").write_text(PICKY)
@@ -353,7 +353,7 @@ def test_what_cannot_be_decoded_fails_its_own_request_only(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_many_streams_of_which_half_vanish(tmp_path, mode):
+def test_many_streams_half_of_which_disconnect(tmp_path, mode):
     init(tmp_path, "--parameter=max_num_seqs=8")
     setting = f"--backend-config=python,execution-mode={mode}"
     with ServerProcess(f"--model-repository={tmp_path}", setting, timeout=90) as server:

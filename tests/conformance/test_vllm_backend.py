@@ -159,7 +159,7 @@ def expected(llm: Any, prompt: str = QUESTION, **params: Any) -> str:
 # -- generate ---------------------------------------------------------------------------------------------------
 
 
-def test_the_signature_is_triton_s(server):
+def test_signature_equals_triton_backend(server):
     with client.InferenceServerClient(server.address("grpc")) as triton:
         config = triton.get_model_config(MODEL).config
         metadata = triton.get_model_metadata(MODEL)
@@ -177,7 +177,7 @@ def test_the_signature_is_triton_s(server):
     ]
 
 
-def test_the_first_request_of_the_guide(server, llm):
+def test_first_request_of_the_guide(server, llm):
     """The prompt stands before the answer unless it is excluded."""
     body = {"text_input": QUESTION, "parameters": {"stream": False, "temperature": 0}}
     answer = generate(server, body)
@@ -319,7 +319,7 @@ def test_all_outputs_over_grpc(server, streaming):
     assert "".join(strings(response)[0] for response in responses) == text
 
 
-def test_outputs_that_nobody_asked_for_are_not_there(server):
+def test_unrequested_outputs_are_omitted(server):
     (response, *_) = grpc_stream(server, tensors(QUESTION))
     assert [output.name for output in response.get_response().outputs] == ["text_output"]
 
@@ -331,7 +331,7 @@ def test_request_parameters_over_grpc(server, llm):
     assert "".join(text for r in responses for text in strings(r)) == expected(llm, max_tokens=8)
 
 
-def test_an_error_ends_its_request_only(server):
+def test_error_ends_only_its_request(server):
     with client.InferenceServerClient(server.address("grpc")) as triton:
         received: queue.Queue[Any] = queue.Queue()
         triton.start_stream(lambda result, error: received.put(error or result))
@@ -391,7 +391,7 @@ def long_stream(server: ServerProcess) -> socket.socket:
     return connection
 
 
-def test_a_client_that_goes_away_leaves_the_engine(server):
+def test_disconnect_aborts_in_the_engine(server):
     """vLLM's own count of running requests is what is looked at, while another request keeps it fresh."""
     stays = long_stream(server)
     goes = long_stream(server)
@@ -473,7 +473,7 @@ def change_adapters(server: ServerProcess, what: str, **body: str) -> str:
     return result.stdout
 
 
-def test_adapters_that_come_and_go(server, adapter):
+def test_load_and_unload_adapters(server, adapter):
     def answer(name: str) -> Any:
         return generate(
             server, {"text_input": QUESTION, "temperature": 0, "max_tokens": 6, "lora_name": name}
@@ -490,7 +490,7 @@ def test_adapters_that_come_and_go(server, adapter):
         assert answer(name) == {"error": wanted}
 
 
-def test_adapters_that_are_switched_off(server):
+def test_disabled_adapters(server):
     """The model for vectors has none."""
     answer = generate(server, {"text_input": "x", "lora_name": "doll"}, EMBEDDER)
     assert answer == {"error": "LoRA feature is not enabled."}
@@ -519,7 +519,7 @@ def test_embedding_requests(server, llm):
     assert reply.usage.prompt_tokens > 2
 
 
-def test_vectors_and_text_are_not_mixed_up(server):
+def test_embedding_and_generation_requests_are_distinguished(server):
     answer = generate(server, {"text_input": QUESTION}, EMBEDDER)
     assert answer == {
         "error": f"Error generating stream: model '{EMBEDDER}' gives vectors, not text: send embedding_request"
@@ -589,7 +589,7 @@ def test_openai_logprobs_echo_and_n(api, llm):
     assert [choice.index for choice in several.choices] == [0, 1, 2]
 
 
-def test_openai_forms_and_tools(api):
+def test_openai_response_format_and_tools(api):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
     form: Any = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
     reply = api.chat.completions.create(
@@ -613,7 +613,7 @@ def test_openai_adapters(api, llm, adapter):
     assert reply.choices[0].text == llm.tokenizer.decode(ids)
 
 
-def test_openai_refusals(api):
+def test_openai_unsupported_parameters(api):
     with pytest.raises(openai.BadRequestError) as caught:
         api.completions.create(model=MODEL, prompt="word " * 1000)
     assert caught.value.code == "context_length_exceeded"
@@ -639,7 +639,7 @@ def guide_examples() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("language", "code"), guide_examples())
-def test_the_guide_s_examples(server, language, code):
+def test_guide_examples(server, language, code):
     program = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
     result = subprocess.run(
         [*program, at_addresses(code, server)], capture_output=True, text=True, timeout=110
@@ -692,7 +692,7 @@ def test_metrics(server):
         ({}, "there is no model.json in the version's folder"),
     ],
 )
-def test_arguments_that_are_wrong(server, repository, files, message):
+def test_invalid_arguments(server, repository, files, message):
     version = repository / "wrong" / "1"
     version.mkdir(parents=True, exist_ok=True)
     (version.parent / "config.pbtxt").write_text(CONFIG)
@@ -715,7 +715,7 @@ def holds_memory(process: psutil.Process) -> bool:
         return False
 
 
-def test_unloading_right_after_a_stream_gives_everything_back(server):
+def test_unload_after_a_stream_releases_everything(server):
     before = engine_processes(server)
     connection = long_stream(server)
     connection.close()
@@ -728,7 +728,7 @@ def test_unloading_right_after_a_stream_gives_everything_back(server):
     assert len(vector(server, QUESTION)) == 256  # the other goes on
 
 
-def test_an_engine_that_dies_is_not_ready_and_unloaded(server):
+def test_dead_engine_is_not_ready_and_unloads(server):
     assert server.get(f"/v2/models/{EMBEDDER}/ready")[0] == 200
     for process in engine_processes(server):
         process.kill()

@@ -159,7 +159,7 @@ def chat_of(*parts: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("prompt", "images"), PROMPTS.values(), ids=PROMPTS)
-def test_generate_sees_what_transformers_sees(server, oracle, prompt, images):
+def test_generate_equals_transformers(server, oracle, prompt, images):
     expected, length = oracle(prompt, images)
     status, answer = generate(server, prompt, [encoded(name) for name in images])
     assert status == 200, answer
@@ -167,13 +167,13 @@ def test_generate_sees_what_transformers_sees(server, oracle, prompt, images):
     assert answer["num_input_tokens"] == length
 
 
-def test_the_images_tell(oracle):
+def test_answers_depend_on_the_images(oracle):
     """Else the tests of tokens would say nothing."""
     answers = {tuple(oracle(*prompt)[0]) for prompt in PROMPTS.values()}
     assert len(answers) == len(PROMPTS)
 
 
-def test_base64_alone_in_lines_and_in_a_url(server, oracle):
+def test_base64_plain_wrapped_and_in_a_url(server, oracle):
     expected, _ = oracle("<image>x", ["a"])
     in_lines = base64.encodebytes(base64.b64decode(encoded("a"))).decode()
     for image in (encoded("a"), in_lines, f"data:image/png;base64,{encoded('a')}"):
@@ -262,7 +262,7 @@ def test_bad_images_in_chats(openai_client, messages, why):
     assert caught.value.param == "messages"
 
 
-def test_a_prompt_that_its_images_make_too_long(server, openai_client):
+def test_images_exceed_the_context_length(server, openai_client):
     """It would fit without them: what counts are the tokens that they become."""
     words = "x" * (CONTEXT - 20)  # a token each
     assert generate(server, words, [], max_tokens=1)[0] == 200
@@ -276,7 +276,7 @@ def test_a_prompt_that_its_images_make_too_long(server, openai_client):
 # -- requests beside each other ---------------------------------------------------------------------------------
 
 
-def test_a_client_that_goes_away_and_refusals_leave_others_alone(server, oracle):
+def test_disconnects_and_errors_do_not_affect_others(server, oracle):
     """One that would go on for long is cancelled: vLLM's own count of tokens tells that it did not."""
     prompt, images = PROMPTS["two"]
     most, longest = 100, CONTEXT - 100

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from neso.engine.client.input_processor import InputProcessor
-from neso.engine.client.output_processor import RequestState, stopped_by_text
+from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.errors import EngineError
@@ -18,8 +18,6 @@ from neso.engine.guided.addon import GuidedDecodingAddon
 from neso.engine.load.loader import load_engine
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.lora.manager import LoraManager
-from neso.engine.pooling.input import PoolingInput
-from neso.engine.pooling.pooled_state import PooledState
 from neso.engine.spec_decode.speculator import SpeculativeDecoding
 from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import (
@@ -232,7 +230,6 @@ class Mixed:
         self._proposes = core.addon(SpeculativeDecoding).proposer is not None
         self.tokenizer = Tokenizer.from_model(model)
         self._input = InputProcessor(self.tokenizer, info)
-        self._pooling_input = PoolingInput(self.tokenizer, info)
         self._states: dict[str, RequestState | PooledState] = {}
         self.answers: dict[str, Answer] = {}
 
@@ -248,7 +245,7 @@ class Mixed:
 
     def engine_request(self, name: str, asked: AnyRequest) -> EngineRequest:
         if isinstance(asked, PoolingRequest):
-            request = self._pooling_input.process(asked)
+            request = self._input.process_pooling(asked)
             lora = LoraRequest(name="a") if name.endswith("+lora") else None
             return msgspec.structs.replace(request, request_id=name, lora=lora)
         return msgspec.structs.replace(self._input.process(asked), request_id=name)
@@ -279,9 +276,8 @@ class Mixed:
                 self.answers[name].error = str(error)
                 self.abort(name)
                 continue
-            if isinstance(state, RequestState):
-                for index in stopped_by_text(mine, state):
-                    self.core.abort(name, index)
+            for index in state.stopped:
+                self.core.abort(name, index)
             if state.finished:
                 del self._states[name]
             if result is not None:

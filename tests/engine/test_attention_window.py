@@ -14,10 +14,10 @@ from runners.plan_builder import PlanBuilder, random_tokens, run
 from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
 from neso.engine.runners.base import RunnerOptions
-from neso.engine.runners.open_model import open_model
-from neso.engine.specs.attention_limits import limit_attention
+from neso.engine.runners.registry import open_model
+from neso.engine.specs.decoder_spec import limit_attention
 from neso.engine.specs.registry import decoder_spec
-from neso.engine.weights.open_source import open_source
+from neso.engine.weights.checkpoint import open_source
 from neso.generation import SamplingParams
 
 MAX_TOKENS = 20

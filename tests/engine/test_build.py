@@ -20,7 +20,7 @@ from neso.engine.errors import EngineError
 from neso.engine.load.build import build_engine
 from neso.engine.load.loader import load_engine
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
-from neso.engine.weights.engine_directory import MARK, packed_file
+from neso.engine.weights.engine_directory import BUILD_FIELD, packed_file
 from neso.engine.weights.safetensors_file import SafetensorsFile
 from neso.generation import SamplingParams
 
@@ -92,7 +92,7 @@ def test_shards_put_together_are_the_whole(checkpoint_factory: Factory, tmp_path
 
 
 def _matrices(directory: Path, rank: int) -> dict[str, np.ndarray]:
-    numbers = json.loads((directory / "config.json").read_text())[MARK]["matrices"]
+    numbers = json.loads((directory / "config.json").read_text())[BUILD_FIELD]["matrices"]
     file = SafetensorsFile(directory / packed_file(rank))
     result = {}
     for name, of in numbers.items():

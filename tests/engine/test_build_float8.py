@@ -19,7 +19,7 @@ from neso.engine.runners.base import RunnerOptions
 from neso.engine.runners.registry import runner_class
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
-from neso.engine.weights.float8_matrix import Float8Matrix
+from neso.engine.weights.quantized import Float8Matrix
 from neso.generation import SamplingParams
 
 

@@ -13,7 +13,7 @@ from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.load.loader import read_default_sampling
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.source import CheckpointError
 from neso.generation import SamplingDefaults, SamplingParams
 
 

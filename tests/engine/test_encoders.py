@@ -243,7 +243,7 @@ def test_a_cut_leaves_something_of_the_text(encoder_factory, arch):
 
 def test_encoders_do_not_generate_and_requests_fail_by_themselves(encoder_factory):
     llm = LLM(encoder_factory("bert"), runner="native")
-    with pytest.raises(InvalidParameter, match="not text"):
+    with pytest.raises(InvalidParameter, match="no LM head"):
         llm.generate("x", SamplingParams(), progress=False)
     with pytest.raises(InvalidParameter, match="dimensions"):
         llm.embed("x", PoolingParams(dimensions=49))

@@ -45,7 +45,7 @@ def test_tokens_go_in_and_come_out(weights, expected):
     ("prompt", "further", "message"),
     [
         ("Hello", {}, "prompt: this engine has no tokenizer"),
-        (PROMPT, {"stop": ("x",)}, "stop: is looked for in the text"),
+        (PROMPT, {"stop": ("x",)}, "stop: stop strings need detokenization"),
         (PROMPT, {"bad_words": ("x",)}, "prompt: this engine has no tokenizer"),
         (PROMPT, {"guided_decoding": GuidedDecoding(regex="a")}, "no bytes for single tokens"),
     ],
@@ -80,7 +80,7 @@ async def test_text_is_made_where_it_is_wanted(llama_checkpoint, expected):
             whole = Tokenizer.from_model(llama_checkpoint).decode(PROMPT + expected)
             assert whole.endswith(text) if detokenize else text == ""
         stops = SamplingParams(max_tokens=4, stop=("x",))
-        with pytest.raises(InvalidParameter, match="stop: is looked for in the text"):
+        with pytest.raises(InvalidParameter, match="stop: stop strings need detokenization"):
             await anext(engine.generate(GenerationRequest(PROMPT, stops, detokenize=False)))
     finally:
         await engine.stop()

@@ -11,13 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from neso.frontends.frontend_options import MetricsOptions
 from neso.frontends.metrics import MetricsHttp
 from neso.server.core import Core
+from neso.server.metrics.registry import Family
 from neso.server.options import ServerOptions
 
 
 async def test_metrics(tmp_path: Path) -> None:
     core = Core(ServerOptions(model_repository=(tmp_path,)))
     await core.start()
-    core.metrics.counter("test_requests_total", "Requests").labels(model="m", version="1").inc(3)
+    requests = core.metrics.counter(Family("test_requests_total", "counter", "Requests"))
+    requests.labels(model="m", version="1").inc(3)
     metrics = MetricsHttp(core, MetricsOptions("127.0.0.1", 0))
     await metrics.start()
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 from tritonclient.grpc import service_pb2
 
-from neso.frontends.kserve_grpc.restricted import _GROUPS as RPC_GROUPS
-from neso.frontends.kserve_http.restricted import group_of
+from neso.frontends.kserve.grpc_frontend import GROUPS as RPC_GROUPS
+from neso.frontends.kserve.http_frontend import routes
+from neso.frontends.kserve.service import KServeService
 from neso.frontends.security import GROUPS, Restrictions
+from neso.server.core import Core
 from neso.server.errors import InvalidArgument
+from neso.server.options import ServerOptions
 
 
 def test_groups_share_a_header():
@@ -85,5 +88,6 @@ def test_every_rpc_has_a_group():
         ("/v2/logging", "logging"),
     ],
 )
-def test_group_of_a_route(pattern, group):
-    assert group_of(pattern) == group
+def test_group_of_a_route(tmp_path, pattern, group):
+    table = routes(KServeService(Core(ServerOptions(model_repository=(tmp_path,)))), 0)
+    assert {route.group for route in table if route.pattern == pattern} == {group}

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import uvloop
 from repository_builder import REPEAT, REPEAT_TENSORS, RepositoryBuilder
 
-from neso.frontends.kserve_grpc import GrpcOptions, KServeGrpc
-from neso.frontends.kserve_http import HttpOptions, KServeHttp
+from neso.frontends.frontend_options import GrpcOptions, HttpOptions
+from neso.frontends.kserve.grpc_frontend import KServeGrpc
+from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.server.core import Core
 from neso.server.options import ModelControlMode, ServerOptions
 

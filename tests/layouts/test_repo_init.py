@@ -1,4 +1,4 @@
-"""What `neso repo init` writes, and what it refuses."""
+"""`neso repo init`: the files it writes and the arguments it rejects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from neso.cli.main import app
 from neso.layouts import pbtxt
 
-FIVE = {"preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"}
+TRTLLM_MODELS = {"preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"}
 
 
 def init(*arguments: str | Path) -> Result:
@@ -30,13 +30,13 @@ def parameters(config: pb.ModelConfig) -> dict[str, str]:
     return {name: value.string_value for name, value in config.parameters.items()}
 
 
-def test_the_five_models(tmp_path):
+def test_trtllm_layout_has_five_models(tmp_path):
     result = init("--model", "neso-pilot", tmp_path / "models")
     assert result.exit_code == 0 and "neso serve --model-repository=" in result.output
     found = configs(tmp_path / "models")
-    assert found.keys() == FIVE
+    assert found.keys() == TRTLLM_MODELS
     assert all(config.name == name and config.max_batch_size == 64 for name, config in found.items())
-    assert all((tmp_path / "models" / name / "1").is_dir() for name in FIVE)
+    assert all((tmp_path / "models" / name / "1").is_dir() for name in TRTLLM_MODELS)
     for name in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls"):
         assert found[name].model_transaction_policy.decoupled
     assert found["tensorrt_llm"].backend == "tensorrtllm"
@@ -44,7 +44,7 @@ def test_the_five_models(tmp_path):
     assert parameters(found["preprocessing"])["tokenizer_dir"] == "neso-pilot"
 
 
-def test_the_chains_fit_together(tmp_path):
+def test_ensemble_maps_match_the_tensors_of_the_steps(tmp_path):
     init("--model", "neso-pilot", tmp_path)
     found = configs(tmp_path)
     known = {tensor.name for tensor in found["ensemble"].input}
@@ -57,19 +57,20 @@ def test_the_chains_fit_together(tmp_path):
         known |= set(step.output_map.values())
     assert {tensor.name for tensor in found["ensemble"].output} <= known
     more = {"num_draft_tokens", "use_draft_logits"}
-    both = [{tensor.name for tensor in found[name].input} for name in ("ensemble", "tensorrt_llm_bls")]
-    assert both[1] == both[0] | more
+    ensemble, bls = (
+        {tensor.name for tensor in found[name].input} for name in ("ensemble", "tensorrt_llm_bls")
+    )
+    assert bls == ensemble | more
 
 
-def test_the_python_models_know_the_names(tmp_path):
-    """The dictionaries of the copied models say what the configurations say."""
+def test_bls_tensor_maps_match_the_ensemble(tmp_path):
     init("--model", "neso-pilot", tmp_path)
     found = configs(tmp_path)
     before, generation, _ = found["ensemble"].ensemble_scheduling.step
     names: dict = {}
-    text = (tmp_path / "tensorrt_llm_bls" / "1" / "chain.py").read_text()
-    exec(text[text.index("TO_PREPROCESSING") : text.index("class Chain")], names)  # without what it imports
-    assert names["TO_PREPROCESSING"] == {ours: theirs for theirs, ours in before.input_map.items()}
+    text = (tmp_path / "tensorrt_llm_bls" / "1" / "pipeline.py").read_text()
+    exec(text[text.index("TO_PREPROCESSING") : text.index("class Pipeline")], names)  # without the imports
+    assert names["TO_PREPROCESSING"] == {source: target for target, source in before.input_map.items()}
     made = {tensor: output for output, tensor in before.output_map.items()}
     from_preprocessing = {made[t]: name for name, t in generation.input_map.items() if t in made}
     assert names["FROM_PREPROCESSING"] == from_preprocessing
@@ -77,7 +78,7 @@ def test_the_python_models_know_the_names(tmp_path):
     assert names["RENAMED"] == renamed
 
 
-def test_what_people_fill_in(tmp_path):
+def test_options_are_written_to_the_configurations(tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     options = ["--no-decoupled", "--max-batch-size=0", "--instances=3", "--max-beam-width=4"]
@@ -88,7 +89,7 @@ def test_what_people_fill_in(tmp_path):
     result = init("--layout=trtllm", "--model", checkpoint, *options, tmp_path / "models")
     assert result.exit_code == 0, result.output
     found = configs(tmp_path / "models")
-    assert found.keys() == FIVE | {"tensorrt_llm_draft"}
+    assert found.keys() == TRTLLM_MODELS | {"tensorrt_llm_draft"}
     assert not any(config.model_transaction_policy.decoupled for config in found.values())
     assert {config.max_batch_size for config in found.values()} == {0}
     assert not any(tensor.allow_ragged_batch for tensor in found["tensorrt_llm"].input)
@@ -108,7 +109,7 @@ def test_what_people_fill_in(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["neso", "vllm"])
-def test_one_model(layout, tmp_path):
+def test_single_model_layouts(layout, tmp_path):
     result = init("--layout", layout, "--model", "org/some-model", tmp_path)
     assert result.exit_code == 0, result.output
     found = configs(tmp_path)
@@ -118,21 +119,21 @@ def test_one_model(layout, tmp_path):
     assert configs(tmp_path).keys() == {"some-model", "chat"}
 
 
-def test_what_is_there_stays(tmp_path):
+def test_existing_files_are_kept_without_force(tmp_path):
     init("--model", "neso-pilot", tmp_path)
-    mine = tmp_path / "ensemble" / "config.pbtxt"
-    written = mine.read_text()
+    edited = tmp_path / "ensemble" / "config.pbtxt"
+    written = edited.read_text()
     assert init("--model", "neso-pilot", tmp_path).exit_code == 0  # nothing would change
-    mine.write_text("# mine")
+    edited.write_text("# edited")
     refused = init("--model", "neso-pilot", "--max-batch-size=2", tmp_path)
     assert refused.exit_code == 1 and "--force" in refused.output
-    assert mine.read_text() == "# mine"
+    assert edited.read_text() == "# edited"
     assert configs(tmp_path)["tensorrt_llm"].max_batch_size == 64
     assert init("--model", "neso-pilot", "--force", tmp_path).exit_code == 0
-    assert mine.read_text() == written
+    assert edited.read_text() == written
 
 
-def test_refusals(tmp_path):
+def test_invalid_arguments_are_rejected(tmp_path):
     assert init(tmp_path).exit_code == 2  # no model
     assert init("--model", "m", "--layout=other", tmp_path).exit_code == 2
     assert init("--model", "m", "--max-beam-width=0", tmp_path).exit_code == 2
@@ -143,13 +144,13 @@ def test_refusals(tmp_path):
     assert not any(tmp_path.glob("*/"))
 
 
-def test_text_in_a_configuration():
+def test_text_is_quoted_in_config_pbtxt():
     written = pbtxt.parameters({"path": 'a "quoted"\\path\n好'})
     assert parameters(text_format.Parse(written, pb.ModelConfig())) == {"path": 'a "quoted"\\path\n好'}
 
 
 @pytest.mark.parametrize("layout", ["neso", "vllm"])
-def test_a_model_that_is_where_the_command_runs(tmp_path, monkeypatch, layout):
+def test_model_in_the_current_directory(tmp_path, monkeypatch, layout):
     (tmp_path / "checkpoint").mkdir()
     monkeypatch.chdir(tmp_path / "checkpoint")
     assert init("--layout", layout, "--model", ".", tmp_path / "models").exit_code == 0
@@ -157,7 +158,7 @@ def test_a_model_that_is_where_the_command_runs(tmp_path, monkeypatch, layout):
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "/a"])
-def test_names_that_are_no_folder(tmp_path, name):
+def test_names_that_are_not_folder_names_are_rejected(tmp_path, name):
     result = init("--layout", "neso", "--model", "neso-pilot", "--name", name, tmp_path / "models")
     assert result.exit_code == 1 and "cannot be the name of a model" in result.output
     assert not list(tmp_path.iterdir())
@@ -167,7 +168,7 @@ def test_names_that_are_no_folder(tmp_path, name):
     ("layout", "option"),
     [("vllm", "--max-batch-size=4"), ("neso", "--draft-model=neso-pilot"), ("trtllm", "--name=mine")],
 )
-def test_options_of_another_layout(tmp_path, layout, option):
+def test_options_of_another_layout_are_rejected(tmp_path, layout, option):
     result = init("--layout", layout, "--model", "neso-pilot", option, tmp_path / "models")
     assert result.exit_code == 2 and "for the layout" in result.output
     assert not list(tmp_path.iterdir())

@@ -9,9 +9,11 @@ import pytest
 from core_requests import ask, ask_slow, collect
 from repository_builder import IDENTITY_TENSORS
 
+from neso.generation import GenerationRequest
 from neso.server.config.model_config import config_from_json, config_to_dict, config_to_json
 from neso.server.errors import InvalidArgument, Unsupported
 from neso.server.inference_request import InferenceRequest
+from neso.server.metrics.registry import Family
 from neso.server.tensor import Tensor
 
 ADD_SUB = """
@@ -188,10 +190,12 @@ async def test_metrics_have_the_names_of_triton(repository, start_core):
 
 async def test_backends_share_metric_families(start_core):
     core = await start_core()
-    tokens = core.metrics.counter("vllm:prompt_tokens_total", "Tokens.")
-    assert core.metrics.counter("vllm:prompt_tokens_total", "Tokens.") is tokens
+    family = Family("vllm:prompt_tokens_total", "counter", "Tokens.")
+    tokens = core.metrics.counter(family)
+    assert core.metrics.counter(family) is tokens
     tokens.labels("m", "1").inc(3)
-    core.metrics.histogram("vllm:ttft", "Time.", buckets=(0.5,)).labels("m", "1").observe(0.25)
+    histogram = core.metrics.histogram(Family("vllm:ttft", "histogram", "Time.", buckets=(0.5,)))
+    histogram.labels("m", "1").observe(0.25)
     lines = core.metrics.render().decode().splitlines()
     assert "# TYPE vllm:prompt_tokens_total counter" in lines
     assert 'vllm:prompt_tokens_total{model="m",version="1"} 3' in lines
@@ -202,7 +206,7 @@ async def test_backends_share_metric_families(start_core):
 
 async def test_a_model_that_generates_no_text(add_sub):
     with pytest.raises(Unsupported, match="not a language model"):
-        async for _ in add_sub.model("add_sub").generate(None):
+        async for _ in add_sub.model("add_sub").generate(GenerationRequest("Hi")):
             pass
 
 

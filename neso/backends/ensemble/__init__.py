@@ -1,5 +1,1 @@
-"""Models that are made of other models."""
-
-from neso.backends.ensemble.backend import EnsembleBackend
-
-__all__ = ["EnsembleBackend"]
+"""Ensembles: models defined as a dataflow graph of other models."""

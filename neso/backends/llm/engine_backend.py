@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,13 @@ from neso.backends.option_files import (
     resolve_generation_config,
     resolve_relative,
 )
-from neso.backends.request_tasks import RequestTasks
 from neso.backends.request_tensors import tensor_error_text
-from neso.engine.client.async_engine import AsyncEngine
+from neso.engine.client.async_engine import AsyncEngine, is_slow
+from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineBusy, EngineDead, EngineError
-from neso.engine.open_tokenizer import EngineText
-from neso.engine.text.tokenizer import NO_TOKENIZER
-from neso.engine.weights.errors import ModelNotFound
-from neso.engine.weights.hub import resolve_model
+from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer
+from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.generation import (
     FinishReason,
     GenerationOutput,
@@ -43,8 +41,8 @@ from neso.generation import (
     SamplingDefaults,
 )
 from neso.server.backend import Backend, ModelContext
-from neso.server.errors import InternalError, InvalidArgument, NotFound, ServerError, Unavailable
-from neso.server.inference_response import ResponseStream
+from neso.server.errors import Cancelled, InternalError, InvalidArgument, NotFound, ServerError, Unavailable
+from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
 FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")
@@ -95,19 +93,88 @@ def engine_config(config: Any, version_directory: Path) -> EngineConfig:
 logger = logging.getLogger(__name__)
 
 
+class _EngineRequest:
+    """A request in the engine: passes its outputs to `deliver`; ends together with its stream."""
+
+    def __init__(
+        self,
+        backend: EngineBackend,
+        stream: ResponseStream,
+        deliver: Callable[[Any], None],
+        timer: RequestTimer | None = None,
+    ) -> None:
+        self._backend = backend
+        self._engine = backend.engine
+        self._stream = stream
+        self._deliver = deliver
+        self._timer = timer
+        self._end_reason: FinishReason | None = FinishReason.ABORT
+        self._state: RequestState | PooledState | None = None
+        stream.on_close = self._on_close
+
+    def submit(self, request: GenerationRequest | PoolingRequest) -> None:
+        """Tokenize the request and send it to the engine."""
+        try:
+            self._send(self._engine.process(request))
+        except Exception as error:
+            self._fail(error)
+
+    async def submit_in_thread(self, request: GenerationRequest | PoolingRequest) -> None:
+        """As `submit`, with the tokenization in a thread."""
+        try:
+            state = await asyncio.to_thread(self._engine.process, request)
+            if not self._stream.closed:
+                self._send(state)
+        except Exception as error:
+            self._fail(error)
+
+    def _send(self, state: RequestState | PooledState) -> None:
+        self._engine.submit(state, self._receive)
+        self._state = state
+        self._stream.request.on_cancel(self._cancel)
+
+    def _receive(self, output: GenerationOutput | PooledOutput | Exception) -> None:
+        if isinstance(output, Exception):
+            self._fail(output)
+            return
+        try:
+            if self._timer is not None and isinstance(output, GenerationOutput):
+                self._timer.observe(output)
+            self._deliver(output)
+        except Exception as error:
+            self._fail(error)
+
+    def _cancel(self) -> None:
+        self._stream.fail(Cancelled("the request was cancelled"))
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, EngineError):
+            self._end_reason = FinishReason.ERROR
+        elif isinstance(error, InvalidParameter):
+            self._end_reason = None
+        self._backend.fail(self._stream, error)
+
+    def _on_close(self) -> None:
+        if self._state is not None:
+            self._engine.abort(self._state)  # no effect on a finished request
+        if self._timer is not None:
+            self._timer.end(self._end_reason)
+
+
 class EngineBackend(Backend):
-    """An `AsyncEngine` as a model: a `LanguageModel` that counts its requests in the metrics. Tensors are for those
-    built on this one."""
+    """Base class of backends that run Neso's engine: start and stop, metrics, text generation, pooling, adapters.
+
+    Subclasses implement `submit`, for requests with tensors.
+    """
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._engine: AsyncEngine | None = None
         self._metrics: LlmMetrics | None = None
-        self._tasks = RequestTasks()
 
     @abstractmethod
     def engine_config(self) -> EngineConfig:
-        """How the engine is to run; called in a thread. Raises `InvalidArgument`."""
+        """Configuration of the engine. Called in a thread. Raises `InvalidArgument`."""
 
     async def load(self) -> None:
         context = self.context
@@ -136,7 +203,7 @@ class EngineBackend(Backend):
             )
 
     async def unload(self) -> None:
-        await self._tasks.end()
+        await self.tasks.end()
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -145,7 +212,7 @@ class EngineBackend(Backend):
     def ready(self) -> bool:
         return self._engine is not None and self._engine.alive
 
-    # -- the text face: neso.generation.LanguageModel -----------------------------------------------------------
+    # -- text generation ----------------------------------------------------------------------------------------
 
     @property
     def language_model(self) -> LanguageModel | None:
@@ -164,7 +231,7 @@ class EngineBackend(Backend):
         return self._engine
 
     @property
-    def text(self) -> EngineText:
+    def text(self) -> EngineTokenizer:
         return self.engine.text
 
     @property
@@ -175,8 +242,46 @@ class EngineBackend(Backend):
     def default_sampling(self) -> SamplingDefaults:
         return self.engine.default_sampling
 
+    def submit_generation(self, stream: ResponseStream) -> None:
+        request = stream.request.payload
+        assert isinstance(request, GenerationRequest)
+        name, version = self.context.name, self.context.version
+        messages: list[GenerationOutput] = []
+
+        def deliver(output: GenerationOutput) -> None:
+            stream.send(InferenceResponse(name, version, result=output), final=output.finished)
+
+        def deliver_joined(output: GenerationOutput) -> None:
+            messages.append(output)
+            if output.finished:
+                deliver(GenerationOutput.joined(messages))
+            else:
+                stream.observe_generation(output)
+
+        self.generate_to(stream, request, deliver_joined if stream.request.single_response else deliver)
+
+    def generate_to(
+        self, stream: ResponseStream, request: GenerationRequest, deliver: Callable[[GenerationOutput], None]
+    ) -> None:
+        """Generate text for `stream`: `deliver` gets each output on the core's loop, errors go to the stream.
+
+        The request is aborted when the stream is cancelled or closed.
+        """
+        assert self._metrics is not None, "the model is not loaded"
+        self._submit(
+            stream, request, _EngineRequest(self, stream, deliver, RequestTimer(self._metrics, request))
+        )
+
+    def _submit(
+        self, stream: ResponseStream, request: GenerationRequest | PoolingRequest, submission: _EngineRequest
+    ) -> None:
+        if is_slow(request):
+            self.tasks.start(stream, submission.submit_in_thread(request))
+        else:
+            submission.submit(request)
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
-        """See `LanguageModel.generate`; what the engine raises becomes a `ServerError`."""
+        """See `LanguageModel.generate`. Errors of the engine are raised as `ServerError`."""
         assert self._metrics is not None, "the model is not loaded"
         timer = RequestTimer(self._metrics, request)
         reason: FinishReason | None = FinishReason.ABORT
@@ -194,11 +299,7 @@ class EngineBackend(Backend):
         finally:
             timer.end(reason)
 
-    def _server_error(self, error: EngineError) -> ServerError:
-        kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
-        return kind(f"model '{self.context.name}': {error}")
-
-    # -- adapters: neso.generation.SupportsLora ---------------------------------------------------------------
+    # -- LoRA adapters: neso.generation.SupportsLora ------------------------------------------------------------
 
     @property
     def allows_runtime_lora(self) -> bool:
@@ -219,14 +320,26 @@ class EngineBackend(Backend):
         except EngineError as error:
             raise NotFound(str(error)) from None
 
-    # -- vectors: neso.generation.PoolingModel ------------------------------------------------------------------
+    # -- pooling ------------------------------------------------------------------------------------------------
 
     @property
     def pooling(self) -> PoolingInfo | None:
         return None if self._engine is None else self._engine.pooling
 
+    def submit_pooling(self, stream: ResponseStream) -> None:
+        request, metrics = stream.request.payload, self._metrics
+        assert isinstance(request, PoolingRequest) and metrics is not None
+        name, version = self.context.name, self.context.version
+        started = stream.timeline.compute_start = time.monotonic_ns()
+
+        def deliver(output: PooledOutput) -> None:
+            metrics.observe_pooled(output.num_prompt_tokens, (time.monotonic_ns() - started) * 1e-9)
+            stream.send(InferenceResponse(name, version, result=output), final=True)
+
+        self._submit(stream, request, _EngineRequest(self, stream, deliver))
+
     async def pool(self, request: PoolingRequest) -> PooledOutput:
-        """See `PoolingModel.pool`; what the engine raises becomes a `ServerError`."""
+        """See `PoolingModel.pool`. Errors of the engine are raised as `ServerError`."""
         assert self._metrics is not None, "the model is not loaded"
         started = time.perf_counter()
         try:
@@ -236,21 +349,34 @@ class EngineBackend(Backend):
         self._metrics.observe_pooled(output.num_prompt_tokens, time.perf_counter() - started)
         return output
 
-    # -- requests as tensors ------------------------------------------------------------------------------------
+    # -- errors and tasks ---------------------------------------------------------------------------------------
 
-    def run_task(self, request: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do `work` on a request; what it raises becomes the response."""
-        task = self._tasks.start(request, self._answer(request, work))
-        task.add_done_callback(lambda _: work.close())  # it may never have begun
+    def run_task(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work`, which answers a request with tensors; its exceptions become the response."""
+        task = self.tasks.start(stream, self._run_work(stream, work))
+        task.add_done_callback(lambda _: work.close())  # it may not have started
         return task
 
-    async def _answer(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_work(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except InvalidParameter as error:
-            stream.fail(InvalidArgument(tensor_error_text(error)))
-        except ServerError as error:
-            stream.fail(error)
         except Exception as error:
-            logger.exception("model '%s' failed", self.context.name, extra=request_fields(stream))
-            stream.fail(InternalError(f"model '{self.context.name}': {error}"))
+            self.fail(stream, error)
+
+    def fail(self, stream: ResponseStream, error: Exception) -> None:
+        """Close the stream with an error of the engine, of the request, or with an unexpected one, which is logged."""
+        if isinstance(error, EngineError):
+            error = self._server_error(error)
+        if isinstance(error, InvalidParameter) and stream.request.payload is None:
+            stream.fail(InvalidArgument(tensor_error_text(error)))
+        elif isinstance(error, (InvalidParameter, ServerError)):
+            stream.fail_with(error)
+        else:
+            logger.error("model '%s' failed", self.context.name, exc_info=error, extra=request_fields(stream))
+            failure = InternalError(f"model '{self.context.name}': {error}")
+            failure.__cause__ = error
+            stream.fail(failure)
+
+    def _server_error(self, error: EngineError) -> ServerError:
+        kind = Unavailable if isinstance(error, (EngineDead, EngineBusy)) else InternalError
+        return kind(f"model '{self.context.name}': {error}")

@@ -1,4 +1,4 @@
-"""Metrics of a language model: requests and steps with vLLM's names, gauges with vLLM's and TensorRT-LLM's."""
+"""Metrics of a language model, by the names of vLLM and TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -8,97 +8,62 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from neso.backends.generation_metrics import ENGINE_FAMILIES, GenerationMetrics
+from neso.backends import generation_metrics as families
+from neso.backends.generation_metrics import GenerationMetrics
 from neso.engine.core.stats import EngineStats
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LoraConfig
 from neso.generation import FinishReason, GenerationOutput, GenerationRequest
-from neso.server.metrics.kv_cache import FAMILY as KV_CACHE_FAMILY
-from neso.server.metrics.kv_cache import LABEL as KV_CACHE_LABEL
-from neso.server.metrics.registry import MetricsRegistry
+from neso.server.metrics.model_metrics import KV_CACHE_FAMILY
+from neso.server.metrics.registry import Family, MetricsRegistry
 
-_LABELS = ("model", "version", "max_lora", "running_lora_adapters", "waiting_lora_adapters")
+LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
+"""TensorRT-LLM's buckets of prompt and output lengths, in tokens."""
 
-
-class AdapterMetrics:
-    """`vllm:lora_requests_info`: its value is the time of its last change; there is always one, the current."""
-
-    def __init__(self, registry: MetricsRegistry, model: str, version: str, config: LoraConfig) -> None:
-        self._gauge = registry.gauge("vllm:lora_requests_info", "Running stats on lora requests.", _LABELS)
-        self._model = (model, version, str(config.max_loras))
-        self._running: Counter[str] = Counter()
-        self._waiting: Counter[str] = Counter()
-        self._labels: tuple[str, ...] = ()
-        self._show()
-
-    def arrived(self, name: str) -> None:
-        """A request has come."""
-        self._waiting[name] += 1
-        self._show()
-
-    def began(self, name: str) -> None:
-        """A request that has arrived has its first token."""
-        _leave(self._waiting, name)
-        self._running[name] += 1
-        self._show()
-
-    def ended(self, name: str, *, had_begun: bool) -> None:
-        """A request has gone."""
-        _leave(self._running if had_begun else self._waiting, name)
-        self._show()
-
-    def close(self) -> None:
-        """The model is unloaded."""
-        with suppress(KeyError):  # one that has taken its place may have had the same labels
-            self._gauge.remove(*self._labels)
-
-    def _show(self) -> None:
-        labels = (*self._model, _names(self._running), _names(self._waiting))
-        if labels != self._labels:
-            if self._labels:
-                self.close()
-            self._labels = labels
-        self._gauge.labels(*labels).set(time.time())
+_LORA_REQUESTS = Family(
+    "vllm:lora_requests_info",
+    "gauge",
+    "Running stats on lora requests.",
+    ("model", "version", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+)
+_CACHE_CONFIG = Family(
+    "vllm:cache_config_info",
+    "gauge",
+    "Information of the cache.",
+    ("model", "version", "block_size", "num_gpu_blocks", "enable_prefix_caching"),
+)
+_DRAFTS = Family("vllm:spec_decode_num_drafts_total", "counter", "Number of speculative drafts.")
+_DRAFT_TOKENS = Family("vllm:spec_decode_num_draft_tokens_total", "counter", "Number of draft tokens.")
+_ACCEPTED_TOKENS = Family(
+    "vllm:spec_decode_num_accepted_tokens_total", "counter", "Number of accepted draft tokens."
+)
+_ACCEPTED_PER_POSITION = Family(
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "counter",
+    "Accepted draft tokens, by their place in the draft.",
+    ("model", "version", "position"),
+)
 
 
-def _leave(counts: Counter[str], name: str) -> None:
-    """Clients make up names: one that nobody uses is forgotten."""
-    counts[name] -= 1
-    if not counts[name]:
-        del counts[name]
+def _trtllm_family(name: str, help: str, label: str) -> Family:
+    return Family(name, "gauge", help, ("model", "version", label))
 
 
-def _names(counts: Counter[str]) -> str:
-    return ",".join(sorted(counts))
-
-
-class AdapterUse:
-    """Follows one request, if it has an adapter."""
-
-    def __init__(self, metrics: AdapterMetrics | None, request: GenerationRequest) -> None:
-        self._metrics = metrics if request.lora is not None else None
-        self._name = request.lora.name if request.lora is not None else ""
-        self._had_begun = False
-        if self._metrics is not None:
-            self._metrics.arrived(self._name)
-
-    def began(self) -> None:
-        """It has its first token."""
-        self._had_begun = True
-        if self._metrics is not None:
-            self._metrics.began(self._name)
-
-    def ended(self) -> None:
-        """It has gone."""
-        if self._metrics is not None:
-            self._metrics.ended(self._name, had_begun=self._had_begun)
-
+_REQUESTS = _trtllm_family("nv_trt_llm_request_metrics", "TRT LLM request metrics", "request_type")
+_MEMORY = _trtllm_family("nv_trt_llm_runtime_memory_metrics", "TRT LLM runtime memory metrics", "memory_type")
+_GENERAL = _trtllm_family("nv_trt_llm_general_metrics", "General TRT LLM metrics", "general_type")
+_INFLIGHT_BATCHER = _trtllm_family(
+    "nv_trt_llm_inflight_batcher_metrics",
+    "TRT LLM inflight_batcher-specific metrics",
+    "inflight_batcher_specific_metric",
+)
+_V1 = _trtllm_family("nv_trt_llm_v1_metrics", "TRT LLM v1-specific metrics", "v1_specific_metric")
 
 Read = Callable[[EngineStats], float]
 
 
 class EngineGauges:
-    """Reads `stats` when they are scraped."""
+    """Gauges and counters of an engine, read from its `stats` at each scrape."""
 
     def __init__(
         self,
@@ -108,70 +73,48 @@ class EngineGauges:
         stats: Callable[[], EngineStats],
         info: EngineInfo,
     ) -> None:
-        self._registry, self._model, self._version = registry, model, version
+        self._registry = registry
+        self._labels = (model, version)
         self._stats = stats
         self._unwatch: list[Callable[[], None]] = []
-        self._vllm(info)
-        self._speculation(info)
-        self._tensorrt_llm(info)
+        self._watch_vllm(info)
+        self._watch_speculation(info)
+        self._watch_tensorrt_llm(info)
 
     def close(self) -> None:
-        """Forget the gauges of a model that is unloaded."""
+        """Remove the gauges of an unloaded model."""
         for unwatch in self._unwatch:
             unwatch()
 
-    def _watch(self, name: str, help: str, read: Read, **further: str) -> None:
+    def _watch(self, family: Family, read: Read, *labels: str) -> None:
         stats = self._stats
-        self._unwatch.append(
-            self._registry.watch(name, help, self._model, self._version, lambda: read(stats()), **further)
-        )
+        self._unwatch.append(self._registry.watch(family, (*self._labels, *labels), lambda: read(stats())))
 
-    def _vllm(self, info: EngineInfo) -> None:
-        reads: dict[str, Read] = {
-            "num_requests_running": lambda s: s.num_running,
-            "num_requests_waiting": lambda s: s.num_waiting,
-            "kv_cache_usage_perc": _used_share,
-            "num_preemptions_total": lambda s: s.preemptions,
-            "prefix_cache_queries_total": lambda s: s.prefix_queried_tokens,
-            "prefix_cache_hits_total": lambda s: s.prefix_hit_tokens,
-        }
-        for name, read in reads.items():
-            self._watch(f"vllm:{name}", ENGINE_FAMILIES[f"vllm:{name}"], read)
+    def _watch_vllm(self, info: EngineInfo) -> None:
+        self._watch(families.REQUESTS_RUNNING, lambda s: s.num_running)
+        self._watch(families.REQUESTS_WAITING, lambda s: s.num_waiting)
+        self._watch(families.KV_CACHE_USAGE, _cache_usage)
+        self._watch(families.PREEMPTIONS, lambda s: s.preemptions)
+        self._watch(families.PREFIX_QUERIES, lambda s: s.prefix_queried_tokens)
+        self._watch(families.PREFIX_HITS, lambda s: s.prefix_hit_tokens)
         # The values are in the labels, as in vLLM.
-        self._watch(
-            "vllm:cache_config_info",
-            "Information of the cache.",
-            lambda s: 1,
-            block_size=str(info.block_size),
-            num_gpu_blocks=str(info.num_blocks),
-            enable_prefix_caching=str(info.enable_prefix_caching),
-        )
+        cache = (info.block_size, info.num_blocks, info.enable_prefix_caching)
+        self._watch(_CACHE_CONFIG, lambda s: 1, *map(str, cache))
 
-    def _speculation(self, info: EngineInfo) -> None:
-        counters: dict[str, tuple[str, Read]] = {
-            "num_drafts": ("Number of speculative drafts.", lambda s: s.drafts.drafts),
-            "num_draft_tokens": ("Number of draft tokens.", lambda s: s.drafts.draft_tokens),
-            "num_accepted_tokens": ("Number of accepted draft tokens.", lambda s: s.drafts.accepted_tokens),
-        }
-        for name, (help, read) in counters.items():
-            self._watch(f"vllm:spec_decode_{name}_total", help, read)
-        for place in range(info.num_speculative_tokens):
-            self._watch(
-                "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-                "Accepted draft tokens, by their place in the draft.",
-                partial(_accepted_at, place),
-                position=str(place),
-            )
+    def _watch_speculation(self, info: EngineInfo) -> None:
+        self._watch(_DRAFTS, lambda s: s.drafts.drafts)
+        self._watch(_DRAFT_TOKENS, lambda s: s.drafts.draft_tokens)
+        self._watch(_ACCEPTED_TOKENS, lambda s: s.drafts.accepted_tokens)
+        for position in range(info.num_speculative_tokens):
+            self._watch(_ACCEPTED_PER_POSITION, partial(_accepted_at, position), str(position))
 
-    def _tensorrt_llm(self, info: EngineInfo) -> None:
-        def family(name: str, help: str, label: str, members: dict[str, Read]) -> None:
-            for kind, read in members.items():
-                self._watch(name, help, read, **{label: kind})
+    def _watch_tensorrt_llm(self, info: EngineInfo) -> None:
+        def watch_all(family: Family, reads: dict[str, Read]) -> None:
+            for label, read in reads.items():
+                self._watch(family, read, label)
 
-        family(
-            "nv_trt_llm_request_metrics",
-            "TRT LLM request metrics",
-            "request_type",
+        watch_all(
+            _REQUESTS,
             {
                 "active": lambda s: s.num_requests,
                 "max": lambda s: info.max_num_seqs,
@@ -180,16 +123,12 @@ class EngineGauges:
                 "waiting": lambda s: s.num_waiting,
             },
         )
-        family(
-            "nv_trt_llm_runtime_memory_metrics",
-            "TRT LLM runtime memory metrics",
-            "memory_type",
+        watch_all(
+            _MEMORY,
             {"cpu": lambda s: s.host_memory, "gpu": lambda s: s.device_memory, "pinned": lambda s: 0},
         )
-        family(
+        watch_all(
             KV_CACHE_FAMILY,
-            "TRT LLM KV cache block metrics",
-            KV_CACHE_LABEL,
             {
                 "max": lambda s: s.num_blocks,
                 "free": lambda s: s.num_blocks - s.num_used_blocks,
@@ -197,20 +136,13 @@ class EngineGauges:
                 "tokens_per": lambda s: info.block_size,
                 "reused": lambda s: s.prefix_hit_tokens // info.block_size,
                 "evicted": lambda s: s.prefix_evicted_blocks,
-                "fraction": _used_share,
+                "fraction": _cache_usage,
             },
         )
-        family(
-            "nv_trt_llm_general_metrics",
-            "General TRT LLM metrics",
-            "general_type",
-            {"iteration_counter": lambda s: s.step, "timestamp": lambda s: int(time.time())},
-        )
+        watch_all(_GENERAL, {"iteration_counter": lambda s: s.step, "timestamp": lambda s: int(time.time())})
         if info.in_flight_batching:
-            family(
-                "nv_trt_llm_inflight_batcher_metrics",
-                "TRT LLM inflight_batcher-specific metrics",
-                "inflight_batcher_specific_metric",
+            watch_all(
+                _INFLIGHT_BATCHER,
                 {
                     "generation_requests": lambda s: s.num_decoding,
                     "paused_requests": lambda s: s.num_paused,
@@ -219,10 +151,8 @@ class EngineGauges:
                 },
             )
         else:
-            family(
-                "nv_trt_llm_v1_metrics",
-                "TRT LLM v1-specific metrics",
-                "v1_specific_metric",
+            watch_all(
+                _V1,
                 {
                     "total_context_tokens": lambda s: s.num_context_tokens,
                     "total_generation_tokens": lambda s: s.num_batched_tokens - s.num_context_tokens,
@@ -231,21 +161,69 @@ class EngineGauges:
             )
 
 
-def _accepted_at(place: int, stats: EngineStats) -> float:
+def _accepted_at(position: int, stats: EngineStats) -> float:
     accepted = stats.drafts.accepted_at
-    return accepted[place] if place < len(accepted) else 0
+    return accepted[position] if position < len(accepted) else 0
 
 
-def _used_share(stats: EngineStats) -> float:
+def _cache_usage(stats: EngineStats) -> float:
     return stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
-LENGTH_BUCKETS = (10, 50, 100, 500, 1000)
-"""TensorRT-LLM's, of tokens."""
+class AdapterMetrics:
+    """`vllm:lora_requests_info`: adapter names in the labels of one gauge, whose value is the time of its change."""
+
+    def __init__(self, registry: MetricsRegistry, model: str, version: str, config: LoraConfig) -> None:
+        self._gauge = registry.gauge(_LORA_REQUESTS)
+        self._model = (model, version, str(config.max_loras))
+        self._running: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
+        self._labels: tuple[str, ...] = ()
+        self._update()
+
+    def add_waiting(self, name: str) -> None:
+        """Count a new request."""
+        self._waiting[name] += 1
+        self._update()
+
+    def start(self, name: str) -> None:
+        """Move a waiting request to the running ones."""
+        _decrement(self._waiting, name)
+        self._running[name] += 1
+        self._update()
+
+    def remove(self, name: str, *, started: bool) -> None:
+        """Remove a request."""
+        _decrement(self._running if started else self._waiting, name)
+        self._update()
+
+    def close(self) -> None:
+        """Remove the gauge of an unloaded model."""
+        with suppress(KeyError):  # a reloaded model may have had the same labels
+            self._gauge.remove(*self._labels)
+
+    def _update(self) -> None:
+        labels = (*self._model, _names(self._running), _names(self._waiting))
+        if labels != self._labels:
+            if self._labels:
+                self.close()
+            self._labels = labels
+        self._gauge.labels(*labels).set(time.time())
+
+
+def _decrement(counts: Counter[str], name: str) -> None:
+    """Remove names without requests: clients choose the names."""
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]
+
+
+def _names(counts: Counter[str]) -> str:
+    return ",".join(sorted(counts))
 
 
 class LlmMetrics(GenerationMetrics):
-    """The metrics of one model's requests, and the gauges of its engine."""
+    """Metrics of a model's requests, and gauges of its engine."""
 
     def __init__(
         self,
@@ -261,33 +239,39 @@ class LlmMetrics(GenerationMetrics):
         self._steps = 0
         self.input_length, self.output_length = (
             registry.histogram(
-                f"nv_llm_{what}_token_len",
-                "TRT LLM response metrics",
-                ("model", "version", "response_metric_type"),
-                LENGTH_BUCKETS,
-            ).labels(model, version, f"total_{what}_tokens")
-            for what in ("input", "output")
+                Family(
+                    f"nv_llm_{direction}_token_len",
+                    "histogram",
+                    "TRT LLM response metrics",
+                    ("model", "version", "response_metric_type"),
+                    LENGTH_BUCKETS,
+                )
+            ).labels(model, version, f"total_{direction}_tokens")
+            for direction in ("input", "output")
         )
 
     def observe_step(self, stats: EngineStats) -> None:
-        """The engine has told of a step, or of something between two."""
+        """Record the statistics of the engine, which it also sends between steps."""
         if stats.step > self._steps:
             self._steps = stats.step
             self.step_tokens.observe(stats.num_batched_tokens)
 
     def close(self) -> None:
-        """Forget the gauges of a model that is unloaded; what was counted stays."""
+        """Remove the gauges of an unloaded model; counters and histograms stay."""
         self._gauges.close()
         if self.adapters is not None:
             self.adapters.close()
 
 
 class RequestTimer:
-    """Measures one request on its way out. `end` comes after the last output, whatever was the last."""
+    """Measures one request. Call `end` after the last output, in any case."""
 
     def __init__(self, metrics: LlmMetrics, request: GenerationRequest) -> None:
         self._metrics = metrics
-        self._adapter = AdapterUse(metrics.adapters, request)
+        self._adapters = metrics.adapters if request.lora is not None else None
+        self._adapter = request.lora.name if request.lora is not None else ""
+        if self._adapters is not None:
+            self._adapters.add_waiting(self._adapter)
         self._sampling = request.sampling
         self._arrived = self._last = time.monotonic_ns()
         self._scheduled = self._first = 0
@@ -295,11 +279,12 @@ class RequestTimer:
         self._output: GenerationOutput | None = None
 
     def observe(self, output: GenerationOutput) -> None:
-        """An output has come."""
+        """Record an output."""
         now, metrics = time.monotonic_ns(), self._metrics
         if self._output is None:
             self._first = now
-            self._adapter.began()
+            if self._adapters is not None:
+                self._adapters.start(self._adapter)
             self._scheduled = output.scheduled_ns or self._arrived
             self._tokens = [0] * output.num_sequences
             metrics.first_token.observe((now - self._arrived) / 1e9)
@@ -316,9 +301,10 @@ class RequestTimer:
         self._output, self._last = output, now
 
     def end(self, reason: FinishReason | None) -> None:
-        """The request is over: by itself, or for `reason` if its last output was not the end; None: not counted."""
+        """Record the end of the request. `reason` applies if its last output was not final; None is not counted."""
         last, metrics = self._output, self._metrics
-        self._adapter.ended()
+        if self._adapters is not None:
+            self._adapters.remove(self._adapter, started=last is not None)
         if last is None or not last.finished:
             if reason is not None:
                 metrics.finished[reason].inc()

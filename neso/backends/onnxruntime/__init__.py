@@ -1,5 +1,1 @@
-"""The backend for ONNX models, by ONNX Runtime."""
-
-from neso.backends.onnxruntime.backend import OnnxRuntimeBackend
-
-__all__ = ["OnnxRuntimeBackend"]
+"""ONNX models, executed by ONNX Runtime."""

@@ -1,5 +1,5 @@
 """The `python` backend: models written as Triton's `TritonPythonModel` classes.
 
-What a model needs (pb_utils, the execution of a batch) is the same in a thread of the server and in a process of its
-own, and imports no more than numpy and light parts of `neso.server`. `process` is what it takes to have the second.
+Instances run in threads of the server, or in processes of their own (`process`). The modules that a child process
+imports (`pb_utils`, `model_instance` and their imports) need only numpy and light parts of `neso.server`.
 """

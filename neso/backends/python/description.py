@@ -22,14 +22,14 @@ _CPU_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 @dataclass(frozen=True)
 class PythonSettings:
-    """How the instances of one model run. Sizes are in bytes.
+    """How the instances of a model run. Sizes are in bytes.
 
-    - in_process: each instance has a process of its own, not a thread of the server
-    - environment: `EXECUTION_ENV_PATH` as it is written in the configuration, "" for the server's own Python
-    - shm_default_size: of the shared memory of an instance at first, in each direction
-    - shm_growth_size: it grows by multiples of this, at least to double its size
-    - shm_name: by which the memory is listed in /proc/<pid>/maps
-    - stub_timeout: seconds until a process must have come up
+    - in_process: run each instance in a child process, not in a thread of the server
+    - environment: `EXECUTION_ENV_PATH` as configured; "" for the server's Python
+    - shm_default_size: initial size of an instance's shared memory, in each direction
+    - shm_growth_size: the shared memory grows by multiples of this, and at least doubles
+    - shm_name: name of the shared memory in /proc/<pid>/maps
+    - stub_timeout: seconds within which a child process must start
     """
 
     in_process: bool = False
@@ -40,8 +40,8 @@ class PythonSettings:
     stub_timeout: float = 30.0
 
     @classmethod
-    def of(cls, config: Any, backend_config: Mapping[str, str]) -> PythonSettings:
-        """Of a `ModelConfig` message and the `--backend-config` of the Python backend. Raises `ServerError`."""
+    def from_config(cls, config: Any, backend_config: Mapping[str, str]) -> PythonSettings:
+        """Read a `ModelConfig` message and `--backend-config=python,...`. Raises `ServerError`."""
         parameters = {key: value.string_value for key, value in config.parameters.items()}
         environment = parameters.get(_ENVIRONMENT, "")
         cpu_only = parameters.get(_CPU_ONLY, "yes")
@@ -58,7 +58,7 @@ class PythonSettings:
             raise InvalidArgument(f"{_ENVIRONMENT} needs {_MODE} 'process', for {config.name}")
         in_process = mode == "process" or bool(environment)
         if in_process and sys.platform != "linux":
-            raise Unsupported(f"processes for Python models are for Linux only, for {config.name}")
+            raise Unsupported(f"{_MODE} 'process' is only supported on Linux, for {config.name}")
         return cls(
             in_process=in_process,
             environment=environment,
@@ -86,14 +86,14 @@ def _region_name(text: str) -> str:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Of one version of a model.
+    """One version of a model.
 
-    - path: of its file
-    - common: the `args` of `initialize` that all instances share
-    - instances: those that are passive come last
-    - datatypes: of all outputs, implicit states included; `states` are the names of those
-    - assigned: the scheduler says which instance executes, as with sequences
-    - iterative: requests may be executed again
+    - path: the model's file
+    - common: `args` of `initialize` that are equal for all instances
+    - instances: active ones first, then passive ones
+    - datatypes: of all outputs, including implicit states; `states`: names of the states
+    - assigned: the scheduler assigns requests to instances, as with sequences
+    - iterative: requests may be rescheduled
     """
 
     name: str
@@ -108,8 +108,8 @@ class ModelDescription:
     iterative: bool
 
     @classmethod
-    def of(cls, context: ModelContext, config: Any) -> ModelDescription:
-        """Raises `InvalidArgument` for instance groups that this machine cannot run."""
+    def from_config(cls, context: ModelContext, config: Any) -> ModelDescription:
+        """Read a `ModelConfig` message. Raises `InvalidArgument` for instance groups on missing GPUs."""
         values = config_to_dict(config)
         sequences = values.get("sequence_batching")
         states = {
@@ -138,7 +138,7 @@ class ModelDescription:
         )
 
     def args(self, instance: InstanceSpec) -> dict[str, str]:
-        """What `initialize` is told."""
+        """The `args` of `initialize`."""
         return self.common | {
             "model_instance_kind": instance.kind,
             "model_instance_name": instance.name,
@@ -146,13 +146,13 @@ class ModelDescription:
         }
 
     def has_own_queue(self, instance: InstanceSpec) -> bool:
-        """Whether its work is for it alone, not for whichever instance is free."""
+        """Whether work is addressed to this instance, not to any idle one."""
         return self.assigned or instance.passive
 
     def outputs(
         self, instance: InstanceSpec, post: Post, reschedule: Callable[[RequestStream], None] | None
     ) -> ModelOutputs:
-        """For the responders of an instance."""
+        """Output settings for the responders of an instance."""
         return ModelOutputs(post, instance.name, self.decoupled, self.datatypes, self.states, reschedule)
 
 

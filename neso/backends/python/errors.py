@@ -1,10 +1,10 @@
-"""The errors that a Python model raises, or puts into its responses."""
+"""Errors of Python models: `pb_utils.TritonError` and `pb_utils.TritonModelException`."""
 
 from __future__ import annotations
 
 from neso.server.errors import ErrorCode, ServerError
 
-# The numbers are those of TRITONSERVER_Error_Code.
+# Values of TRITONSERVER_Error_Code.
 _CODES = {
     0: ErrorCode.UNKNOWN,
     1: ErrorCode.INTERNAL,
@@ -18,7 +18,7 @@ _CODES = {
 
 
 class TritonError:
-    """An error for one response: a message and one of the codes below."""
+    """Error of a response: a message and one of the codes below."""
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -44,16 +44,16 @@ class TritonError:
 
     @classmethod
     def from_server(cls, error: ServerError) -> TritonError:
-        """From an error of the server."""
+        """Convert an error of the server."""
         return cls(error.message, next(number for number, code in _CODES.items() if code is error.code))
 
     def to_server(self) -> ServerError:
-        """As the server's own error."""
+        """Convert to an error of the server."""
         return ServerError(self._message, _CODES.get(self._code, ErrorCode.INTERNAL))
 
 
 class TritonModelException(Exception):
-    """Raised by the functions of pb_utils, and by models; fails the requests that are being executed."""
+    """Raised by functions of pb_utils and by models. Fails the requests of the current `execute`."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class TritonModelException(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """What to tell of an error that a model has raised."""
+    """Error message for an exception raised by a model."""
     if isinstance(error, TritonModelException | ServerError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The server for models that run in its own process."""
+"""`ServerAccess` of models that run in the server's process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from neso.backends.python.errors import TritonModelException
 from neso.backends.python.server_access import Deliver, LoopCalls, ServerAccess
-from neso.server.custom_metrics import CustomFamily, MetricKind
 from neso.server.errors import InternalError, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.metrics.custom import CustomFamily, MetricKind
 
 if TYPE_CHECKING:
     from neso.server.core import Core
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class LocalServer(ServerAccess):
-    """The core and its loop; the model's threads are others."""
+    """Runs calls from the model's threads on the core's event loop."""
 
     def __init__(self, core: Core, loop: asyncio.AbstractEventLoop) -> None:
         self.core = core
@@ -59,7 +59,7 @@ class LocalServer(ServerAccess):
         return self.core.custom_metrics.family(name, description, MetricKind(kind))
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run on the core's loop and wait. Raises `TritonModelException` for the server's errors."""
+        """Run on the core's event loop and wait. Raises `TritonModelException` for a `ServerError`."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self.loop).result()
         except ServerError as error:
@@ -70,7 +70,7 @@ class LocalServer(ServerAccess):
 
 
 class ModelCall:
-    """One request to another model. `deliver` gets each response on the core's loop; the last one is final."""
+    """A BLS call. `deliver` receives each response, on the core's event loop; the last one is final."""
 
     def __init__(
         self, access: LocalServer, request: InferenceRequest, decoupled: bool, deliver: Deliver
@@ -80,11 +80,11 @@ class ModelCall:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Tell the other model that nobody wants the rest; from any thread."""
+        """Cancel the request. Thread-safe."""
         self._access.calls.post(self._cancel)
 
     def start(self) -> None:
-        """Submit the request, on the core's loop."""
+        """Submit the request. Must be called on the core's event loop."""
         try:
             model: Model = self._access.core.model(self._request.model_name, self._request.model_version)
             if model.decoupled and not self._decoupled:
@@ -98,7 +98,7 @@ class ModelCall:
             self._fail(error)
             return
         except Exception as error:
-            # Nobody else would hear of it: the calling model waits for an answer.
+            # The calling model waits for a response.
             logger.exception("the call of model '%s' failed", self._request.model_name)
             self._fail(InternalError(f"{type(error).__name__}: {error}"))
             return

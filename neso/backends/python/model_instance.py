@@ -1,4 +1,4 @@
-"""One instance of a Python model: owns the object and executes its requests, in whichever thread calls `run`."""
+"""One instance of a Python model: creates the model object and executes requests, in the thread that calls `run`."""
 
 from __future__ import annotations
 
@@ -27,30 +27,37 @@ from neso.server.statistics import Timeline
 
 logger = logging.getLogger(__name__)
 
-Executed = Callable[[Timeline], None]
+OnExecuted = Callable[[Timeline], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkItem:
     """Requests for one call of `execute`.
 
-    Called in the instance's thread, or on the core's loop if that is in another process: `executed` with the times of
-    an execution that did not fail, before its responses leave; `free` when the instance can take the next.
+    - on_executed: called with the times of a successful execution, before its responses are sent
+    - on_done: called when the instance can take the next item
+
+    Both are called in the instance's thread, or on the core's event loop if the instance is in another process.
     """
 
     streams: Sequence[RequestStream]
-    executed: Executed | None = None
-    free: Callable[[], None] | None = None
+    on_executed: OnExecuted | None = None
+    on_done: Callable[[], None] | None = None
+
+    def finish(self) -> None:
+        """Report that the item is finished, successfully or not."""
+        if self.on_done is not None:
+            self.on_done()
 
 
-WorkQueue = queue.SimpleQueue[Work | None]
-"""For the instances of a model; None tells one of them to end."""
+WorkQueue = queue.SimpleQueue[WorkItem | None]
+"""Queue of instances; None ends one of them."""
 
 
 class ModelInstance:
-    """Runs `initialize`, `execute` and `finalize`, all in one thread. `started` tells when it can execute.
+    """Runs `initialize`, `execute` and `finalize` in one thread. `started` is resolved after `initialize`.
 
-    A model whose `execute` is `async def` has an event loop in a second thread.
+    If `execute` is `async def`, its coroutines run on an event loop in a second thread.
     """
 
     def __init__(
@@ -65,7 +72,7 @@ class ModelInstance:
         self._model: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._readiness: Future[bool] | None = None
-        # What `initialize` has the server load is loaded for this model.
+        # Models that `initialize` loads are attributed to the load of this model.
         self._context = contextvars.copy_context()
 
     @property
@@ -73,19 +80,19 @@ class ModelInstance:
         return self._outputs.instance
 
     def run(self) -> None:
-        """Live: until the queue of work gives None, or the model cannot be initialized."""
+        """Load the model and execute work until the queue yields None, or loading fails."""
         try:
             with model_folder(self._path.parent), server_access(self._access):
-                self._live()
+                self._load_and_serve()
         except Exception as error:
             logger.exception("instance '%s' of a Python model failed", self.name)
             if not self.started.done():
                 self.started.set_exception(error)
 
     def check_ready(self) -> Future[bool]:
-        """What the model's own `is_ready` function says; True for models without one.
+        """Result of the model's `is_ready`; True for models without one.
 
-        It runs in a thread of its own, beside `execute`; while one call of it lasts there is no second.
+        It runs in a separate thread, concurrently with `execute`. Calls during a running call share its result.
         """
         is_ready = getattr(self._model, "is_ready", None)
         if is_ready is None:
@@ -95,19 +102,19 @@ class ModelInstance:
         if self._readiness is None or self._readiness.done():
             self._readiness = Future()
             threading.Thread(
-                target=self._ask_ready,
+                target=self._call_is_ready,
                 args=(is_ready, self._readiness),
                 name=f"model-{self.name}-is-ready",
                 daemon=True,
             ).start()
         return self._readiness
 
-    def _ask_ready(self, is_ready: Callable[[], Any], answer: Future[bool]) -> None:
+    def _call_is_ready(self, is_ready: Callable[[], Any], answer: Future[bool]) -> None:
         try:
             with model_folder(self._path.parent), server_access(self._access):
                 ready = is_ready()
                 if inspect.iscoroutine(ready):
-                    # On the model's own loop, if it has one: it may use what belongs to that.
+                    # Prefer the model's event loop: the coroutine may use objects bound to it.
                     ready = (
                         asyncio.run(ready)
                         if self._loop is None
@@ -122,7 +129,7 @@ class ModelInstance:
             ready = False
         answer.set_result(ready)
 
-    def _live(self) -> None:
+    def _load_and_serve(self) -> None:
         try:
             model_class = load_model_class(self._path, self._args["model_name"])
         except Exception as error:
@@ -149,18 +156,18 @@ class ModelInstance:
         self.started.set_result(None)
         while (work := self.work.get()) is not None:
             self._execute(model, work)
-            free = work.free
-            del work  # requests that the model let go of must not live on in this frame
-            if free is not None:
-                free()
+            on_done = work.on_done
+            del work  # do not keep requests alive that the model has released
+            if on_done is not None:
+                on_done()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         if hasattr(model, "finalize"):
             model.finalize()
         self._model = None
 
-    def _execute(self, model: Any, work: Work) -> None:
-        responders = self._still_wanted(work.streams)
+    def _execute(self, model: Any, work: WorkItem) -> None:
+        responders = self._drop_cancelled(work.streams)
         if not responders:
             return
         started = time.monotonic_ns()
@@ -175,55 +182,56 @@ class ModelInstance:
             result = model.execute(requests)
             del requests
             if inspect.iscoroutine(result):
-                self._await(result, responders, work.executed)
+                self._await(result, responders, work.on_executed)
             else:
-                self._finish(result, responders, work.executed)
+                self._finish(result, responders, work.on_executed)
         except Exception as error:
             self._fail(error, responders)
 
-    def _still_wanted(self, streams: Sequence[RequestStream]) -> list[Responder]:
+    def _drop_cancelled(self, streams: Sequence[RequestStream]) -> list[Responder]:
+        """Responders of the requests that are not cancelled; the others are failed."""
         wanted = []
         for stream in streams:
             responder = Responder(stream, self._outputs)
             if responder.cancelled:
-                responder.fail(Cancelled(NEVER_EXECUTED))  # or was already
+                responder.fail(Cancelled(NEVER_EXECUTED))  # no-op if it has failed already
             else:
                 wanted.append(responder)
         return wanted
 
     def _await(
-        self, coroutine: Coroutine[Any, Any, Any], responders: list[Responder], executed: Executed | None
+        self, coroutine: Coroutine[Any, Any, Any], responders: list[Responder], on_executed: OnExecuted | None
     ) -> None:
-        """Run a coroutine on the model's loop; other requests go on meanwhile when the model is decoupled."""
+        """Run a coroutine of `execute` on the model's event loop. Waits for it unless the model is decoupled."""
         if self._loop is None:
             self._loop = _start_loop(self.name, self._path.parent, self._access)
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         if not self._outputs.decoupled:
-            self._finish(running.result(), responders, executed)
+            self._finish(running.result(), responders, on_executed)
             return
 
         def done(future: Future[Any], responders: list[Responder] = responders) -> None:
             try:
-                self._finish(future.result(), responders, executed)
+                self._finish(future.result(), responders, on_executed)
             except Exception as error:
                 self._fail(error, responders)
 
         running.add_done_callback(done)
 
-    def _finish(self, result: Any, responders: list[Responder], executed: Executed | None) -> None:
-        """Send what `execute` returned. Raises `TritonModelException` for what it must not return."""
+    def _finish(self, result: Any, responders: list[Responder], on_executed: OnExecuted | None) -> None:
+        """Send the responses that `execute` returned. Raises `TritonModelException` for an invalid result."""
         self._check_result(result, len(responders))
         output_start = time.monotonic_ns()
         for responder in responders:
             responder.stream.timeline.output_start = output_start
-        if executed is not None:
-            executed(responders[0].stream.timeline)
+        if on_executed is not None:
+            on_executed(responders[0].stream.timeline)
         for response, responder in zip(result or (), responders, strict=False):
-            if response is not None:  # None: the model answers through the request's sender, or later
+            if response is not None:  # None: sent by a response sender, or later
                 self._answer(response, responder)
         if self._outputs.reschedule is not None:
             for responder in responders:
-                responder.reschedule_if_asked()
+                responder.reschedule_if_requested()
 
     def _check_result(self, result: Any, count: int) -> None:
         if self._outputs.decoupled:
@@ -250,7 +258,7 @@ class ModelInstance:
                 )
 
     def _answer(self, response: InferenceResponse, responder: Responder) -> None:
-        """Send the response of one request; what is wrong with it concerns no other."""
+        """Send the response of one request. An invalid response fails only this request."""
         try:
             if responder.rescheduled:
                 raise TritonModelException(

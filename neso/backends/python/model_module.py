@@ -1,4 +1,4 @@
-"""Import a model's file so that models do not see each other's modules."""
+"""Import the file of a model, isolated from the modules of other models."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ PB_UTILS = "triton_python_backend_utils"
 
 _PREFIX = "neso_python_model_"
 _numbers = itertools.count()
-_here = threading.local()
+_local = threading.local()
 
-# A model is a package with a name of its own, whose path is the version's folder:
+# Each model is a package with a unique name, whose path is the version folder:
 #   model.py    neso_python_model_<name>_<n>
 #   helper.py   neso_python_model_<name>_<n>.helper
-# and `import helper`, in any of these files and in whatever thread, means the second.
+# `import helper` in any of these files, in any thread, imports neso_python_model_<name>_<n>.helper.
 
 
 class _SourceLoader(SourceFileLoader):
-    """Loads a file of a model: with the model's own `import`, and from the source each time.
+    """Loads a file of a model with the model's own `__import__`.
 
-    A cached bytecode file is stale when a file is replaced by one of the same size within a second.
+    Always compiles the source: cached bytecode would be stale if a file is replaced within a second by one of the same
+    size.
     """
 
     def path_stats(self, path: str) -> Any:
@@ -53,7 +54,7 @@ class _SourceLoader(SourceFileLoader):
 
 
 class _ModelImport:
-    """The `__import__` of one model: looks beside the model's file, then where everybody does."""
+    """`__import__` of one model: searches the model's folder first, then `sys.path`."""
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -79,12 +80,12 @@ class _ModelImport:
         spec = _FolderFinder.find_spec(f"{self._package}.{top}", package.__path__) if package else None
         if spec is None or spec.loader is not None:
             return spec is not None
-        # A folder without __init__.py is a package only if there is none of that name elsewhere.
+        # A folder without __init__.py is imported only if no other module has its name.
         return top not in sys.modules and find_spec(top) is None
 
 
 class _FolderFinder:
-    """Finds the modules of models by their full names."""
+    """Meta path finder for modules of models, by their full names."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
@@ -98,9 +99,9 @@ class _FolderFinder:
 
 
 def load_model_class(path: Path, name: str) -> type[Any]:
-    """Import the file under a name of its own; its `TritonPythonModel`. Raises `TritonModelException`.
+    """Import a model's file and return its class `TritonPythonModel`.
 
-    Whatever else the file raises goes through.
+    Raises `TritonModelException` if there is no such file or class, and any exception of the file's code.
     """
     path = path.absolute()
     if not path.is_file():
@@ -127,37 +128,37 @@ def load_model_class(path: Path, name: str) -> type[Any]:
 
 
 def forget_model_class(model_class: type[Any]) -> None:
-    """Let the module of a class go, and those beside it, so that their memory can be freed."""
+    """Remove the modules of a model from `sys.modules`, so that they can be garbage collected."""
     _forget(model_class.__module__.partition(".")[0])
 
 
 @contextmanager
 def model_folder(folder: Path) -> Iterator[None]:
-    """Run this thread as part of the model in `folder`: `current_folder` is it."""
-    before = getattr(_here, "folder", None)
-    _here.folder = str(folder.absolute())
+    """Make `folder` the `current_folder` of the current thread."""
+    before = getattr(_local, "folder", None)
+    _local.folder = str(folder.absolute())
     try:
         yield
     finally:
-        _here.folder = before
+        _local.folder = before
 
 
 def current_folder() -> str:
-    """The version folder of the model that this thread runs. Raises `TritonModelException` elsewhere."""
-    folder = known_folder()
+    """Version folder of the model that runs in this thread. Raises `TritonModelException` in other threads."""
+    folder = find_current_folder()
     if folder is None:
-        raise TritonModelException("the model's folder is known in the threads that run the model only")
+        raise TritonModelException("the model's folder is only available in the threads that run the model")
     return folder
 
 
-def known_folder() -> str | None:
-    """The version folder of the model that this thread runs, None elsewhere."""
-    folder: str | None = getattr(_here, "folder", None)
+def find_current_folder() -> str | None:
+    """Version folder of the model that runs in this thread; None in other threads."""
+    folder: str | None = getattr(_local, "folder", None)
     return folder
 
 
 def install() -> None:
-    """Make `import triton_python_backend_utils` and the modules beside a model's file importable."""
+    """Register `triton_python_backend_utils` and the finder for modules of models."""
     sys.modules[PB_UTILS] = importlib.import_module("neso.backends.python.pb_utils")
     if _FolderFinder not in sys.meta_path:
         sys.meta_path.insert(0, _FolderFinder)

@@ -1,4 +1,4 @@
-"""What Python models import as `triton_python_backend_utils`."""
+"""The module `triton_python_backend_utils` of Python models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.python.errors import TritonError, TritonModelException
-from neso.backends.python.model_module import current_folder, known_folder
+from neso.backends.python.model_module import current_folder, find_current_folder
 from neso.backends.python.request import (
     TRITONSERVER_MEMORY_CPU,
     TRITONSERVER_MEMORY_GPU,
@@ -79,50 +79,51 @@ __all__ = [
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    """The input of that name, None if the request has none (optional inputs may be left out)."""
+    """The input with this name; None if the request does not have it."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    """The output of that name, None if the response has none."""
+    """The output with this name; None if the response does not have it."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
 
 
 def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """The part of a configuration that describes an input, None if there is none of that name."""
+    """Configuration of an input; None if there is no input with this name."""
     return _tensor_config(model_config, "input", name)
 
 
 def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """The part of a configuration that describes an output, None if there is none of that name."""
+    """Configuration of an output; None if there is no output with this name."""
     return _tensor_config(model_config, "output", name)
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
-    """Whether a configuration says that the model sends any number of responses to a request."""
+    """Whether the model is decoupled: it may send any number of responses to a request."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
 def get_model_dir() -> str:
-    """The folder of the model's version. In the threads that run the model only."""
+    """Folder of the model version. Only available in the threads that run the model."""
     return current_folder()
 
 
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
-    """Load a model, or replace it; `config` is JSON, `files` ("file:1/model.py") replace the model's folder.
+    """Load or reload a model. Requires model control mode `explicit`. Raises `TritonModelException`.
 
-    Raises `TritonModelException`, also unless the server is in explicit mode.
+    - config: JSON, overrides config.pbtxt
+    - files: contents by path ("file:1/model.py"), override the model's folder
     """
     current_access().load_model(model_name, config or None, files or None)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Unload a model when its requests in flight have ended. Raises `TritonModelException`."""
+    """Unload a model after its requests in flight have ended. Raises `TritonModelException`."""
     current_access().unload_model(model_name, unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
-    """Whether requests for a model are accepted, and its `is_ready` function, if it has one, agrees."""
+    """Whether a model accepts requests and its `is_ready`, if any, returns true."""
     return current_access().model_ready(model_name, model_version)
 
 
@@ -134,7 +135,7 @@ _TENSOR_KEYS = {"name", "data_type", "dims"}
 
 
 class ModelConfig:
-    """A configuration that a model completes: tensors, batching, and whether it is decoupled."""
+    """Argument of `auto_complete_config`: sets tensors, batching and the transaction policy."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
@@ -143,7 +144,7 @@ class ModelConfig:
         return self._config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Raises `ValueError` when the user's configuration asks for more than the model can do."""
+        """Raises `ValueError` if config.pbtxt specifies a larger value."""
         given = self._config["max_batch_size"]
         if given > max_batch_size:
             raise ValueError(
@@ -153,7 +154,7 @@ class ModelConfig:
         self._config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Raises `ValueError` when another scheduler is configured."""
+        """Raises `ValueError` if another scheduler is configured."""
         for scheduler in ("sequence_batching", "ensemble_scheduling"):
             if scheduler in self._config:
                 raise ValueError(
@@ -163,7 +164,7 @@ class ModelConfig:
         self._config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, policy: dict[str, Any]) -> None:
-        """`{"decoupled": bool}`. Raises `ValueError` when the user's configuration says otherwise."""
+        """`policy`: `{"decoupled": bool}`. Raises `ValueError` if config.pbtxt specifies another value."""
         if unknown := set(policy) - {"decoupled"}:
             raise ValueError(f"model transaction policy has unknown properties {sorted(unknown)}")
         given = self._config.get("model_transaction_policy")
@@ -175,11 +176,11 @@ class ModelConfig:
         self._config["model_transaction_policy"] = {"decoupled": bool(policy.get("decoupled", False))}
 
     def add_input(self, tensor: dict[str, Any]) -> None:
-        """`{"name", "data_type", "dims", "optional"?}`. Raises `ValueError` for another of the same name."""
+        """`{"name", "data_type", "dims", "optional"?}`. Raises `ValueError` if it contradicts config.pbtxt."""
         self._add("input", tensor, _TENSOR_KEYS | {"optional"})
 
     def add_output(self, tensor: dict[str, Any]) -> None:
-        """`{"name", "data_type", "dims"}`. Raises `ValueError` for another of the same name."""
+        """`tensor`: `{"name", "data_type", "dims"}`. Raises `ValueError` if it contradicts config.pbtxt."""
         self._add("output", tensor, _TENSOR_KEYS)
 
     def _add(self, kind: str, tensor: dict[str, Any], allowed: set[str]) -> None:
@@ -203,7 +204,7 @@ class ModelConfig:
 
 
 def complete_config(config: dict[str, Any], model_class: Any) -> dict[str, Any]:
-    """What a model's `auto_complete_config` makes of a configuration. Raises `TritonModelException`."""
+    """Run the `auto_complete_config` of a model class, if any. Raises `TritonModelException`."""
     auto_complete = getattr(model_class, "auto_complete_config", None)
     if auto_complete is None:
         return config
@@ -221,9 +222,9 @@ def _as_list(value: Any) -> Any:
 
 
 class Metric:
-    """One metric of a family. Made by `MetricFamily.Metric`, and of no use once that family is gone, as in Triton.
+    """One metric of a family, created by `MetricFamily.Metric`.
 
-    Its methods raise `TritonModelException` then.
+    As in Triton, methods raise `TritonModelException` after the family has been deleted.
     """
 
     def __init__(self, family: MetricFamily, metric: MetricHandle) -> None:
@@ -231,22 +232,22 @@ class Metric:
         self._held_by_family = weakref.ref(metric)
 
     def increment(self, value: float) -> None:
-        """Add to a counter or a gauge. Raises `TritonModelException` for a counter that would sink."""
+        """Add to a counter or a gauge. Raises `TritonModelException` for a negative increment of a counter."""
         with _server_errors():
             self._metric().increment(value)
 
     def set(self, value: float) -> None:
-        """Replace the value of a gauge. Raises `TritonModelException` for other kinds."""
+        """Set a gauge. Raises `TritonModelException` for other kinds."""
         with _server_errors():
             self._metric().set(value)
 
     def observe(self, value: float) -> None:
-        """Count a value in a histogram. Raises `TritonModelException` for other kinds."""
+        """Add an observation to a histogram. Raises `TritonModelException` for other kinds."""
         with _server_errors():
             self._metric().observe(value)
 
     def value(self) -> float:
-        """The value of a counter or a gauge. Raises `TritonModelException` for a histogram."""
+        """Current value of a counter or a gauge. Raises `TritonModelException` for a histogram."""
         with _server_errors():
             return self._metric().value()
 
@@ -261,12 +262,12 @@ class Metric:
 
 
 class MetricFamily:
-    """Metrics of one name, which stay in /metrics as long as this object lives.
+    """A metric family, exported at /metrics as long as this object exists.
 
-    Families of one name and kind, of whatever model, are the same; a metric that two of them have made is there until
-    both are gone.
+    Families of the same name and kind are shared between models; a metric is exported until the last family that
+    created it is deleted.
 
-    Raises `TritonModelException` for a name that is taken by another kind or by the server, or is no name.
+    Raises `TritonModelException` if the name is invalid, or used by another kind or by the server.
     """
 
     COUNTER = 0
@@ -284,9 +285,9 @@ class MetricFamily:
     def Metric(
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
     ) -> Metric:
-        """The family's metric with these labels; a histogram needs `buckets`, its increasing upper bounds.
+        """Get or create the metric with these labels. Raises `TritonModelException`.
 
-        Raises `TritonModelException`.
+        `buckets`: increasing upper bounds, required for a histogram.
         """
         with _server_errors():
             metric = self._family.metric(labels, buckets)
@@ -306,7 +307,7 @@ _log = logging.getLogger("neso.model")
 
 
 class LogLevel(IntEnum):
-    """How much a message matters."""
+    """Severity of a log message."""
 
     INFO = logging.INFO
     WARNING = logging.WARNING
@@ -315,7 +316,7 @@ class LogLevel(IntEnum):
 
 
 class Logger:
-    """The log; all methods are static, as models call them on the class."""
+    """The server's log. All methods are static."""
 
     INFO = LogLevel.INFO
     WARNING = LogLevel.WARNING
@@ -346,6 +347,8 @@ class Logger:
 def _write_log(level: int, message: str) -> None:
     if not _log.isEnabledFor(level):
         return
-    folder = known_folder()
-    about = {} if folder is None else {"model": Path(folder).parent.name, "model_version": Path(folder).name}
-    _log.log(int(level), "%s", message, stacklevel=3, extra=about)  # by the line of the model that called
+    folder = find_current_folder()
+    fields = {} if folder is None else {"model": Path(folder).parent.name, "model_version": Path(folder).name}
+    _log.log(
+        int(level), "%s", message, stacklevel=3, extra=fields
+    )  # stacklevel 3: the calling line of the model

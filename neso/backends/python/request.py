@@ -1,4 +1,4 @@
-"""`pb_utils.InferenceRequest`: what a model is asked."""
+"""`pb_utils.InferenceRequest`, and the responses of BLS calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 
 
 class InferenceRequest:
-    """A request that the server hands to `execute`, or one that a model makes for another model."""
+    """A request passed to `execute`, or created by a model for a BLS call."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class InferenceRequest:
     def from_server(
         cls, responder: Responder, output_names: Sequence[str], state_names: Sequence[str] = ()
     ) -> InferenceRequest:
-        """The request of a stream; without a choice of the client, all `output_names` are requested.
+        """Wrap a request of the server. If the client requests no outputs, all `output_names` are requested.
 
-        Outputs that are states (`state_names`) always are: the server needs them.
+        The implicit states (`state_names`) are always requested, because the server needs them.
         """
         source, traced = responder.stream.request, responder.stream.trace
-        # Without __init__: that takes its arguments from models, and costs as much again.
+        # Bypasses __init__, which copies its arguments and would double the time.
         request = cls.__new__(cls)
         request._request_id = source.id
         request._correlation_id = source.sequence_id
@@ -98,42 +98,40 @@ class InferenceRequest:
         return self._model_version
 
     def flags(self) -> int:
-        """A sum of the `TRITONSERVER_REQUEST_FLAG_*` numbers."""
+        """Bitwise or of `TRITONSERVER_REQUEST_FLAG_*`."""
         return self._flags
 
     def set_flags(self, flags: int) -> None:
         self._flags = flags
 
     def timeout(self) -> int:
-        """In microseconds, 0 without one."""
+        """Timeout in microseconds; 0: none."""
         return self._timeout
 
     def parameters(self) -> str:
-        """The request's parameters as JSON."""
+        """Request parameters as JSON."""
         return json.dumps(self._parameters)
 
     def is_cancelled(self) -> bool:
-        """Whether the client gave up."""
+        """Whether the request was cancelled."""
         return self._responder is not None and self._responder.cancelled
 
     def get_response_sender(self) -> ResponseSender:
-        """The way to answer from any thread, before or after `execute` returns."""
+        """A sender for responses from any thread, during or after `execute`."""
         if self._responder is None:
-            raise TritonModelException(
-                "only requests that the server handed to execute have a response sender"
-            )
+            raise TritonModelException("only requests that were passed to execute have a response sender")
         return ResponseSender(self._responder)
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Have another model execute this request, and wait: its response, or with `decoupled` an iterator.
+        """Execute this request on another model: returns its response or, with `decoupled`, an iterator of responses.
 
-        What goes wrong is in the response. Raises `TritonModelException` when there is no model's name.
+        Errors of the other model are in the response. Raises `TritonModelException` without a model name.
         """
         responses = ResponseIterator(current_access(), self._to_server(), decoupled)
         return responses if decoupled else next(responses)
 
     async def async_exec(self, decoupled: bool = False) -> InferenceResponse | AsyncResponseIterator:
-        """The same for coroutines; other coroutines go on meanwhile."""
+        """`exec` for coroutines."""
         responses = AsyncResponseIterator(current_access(), self._to_server(), decoupled)
         return responses if decoupled else await anext(responses)
 
@@ -155,25 +153,25 @@ class InferenceRequest:
         )
 
     def set_release_flags(self, flags: int) -> None:
-        """What becomes of the request when `execute` has returned: ALL (1) ends it, RESCHEDULE executes it again.
+        """What to do with the request after `execute`: ALL (1) releases it, RESCHEDULE (2) executes it again.
 
-        Raises `TritonModelException` for other flags, and where requests cannot be executed again.
+        Raises `TritonModelException` for other flags, and if the model does not support rescheduling.
         """
         if flags not in (TRITONSERVER_REQUEST_RELEASE_ALL, TRITONSERVER_REQUEST_RELEASE_RESCHEDULE):
             raise TritonModelException(
                 f"Unable to set request release flags. Unsupported flag provided: {flags}"
             )
         if self._responder is None:
-            raise TritonModelException("only requests that the server handed to execute can be rescheduled")
+            raise TritonModelException("only requests that were passed to execute can be rescheduled")
         self._responder.set_reschedule(flags == TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
 
     def trace(self) -> InferenceTrace:
-        """The trace of the request, there even if it is not traced: then it has no context."""
+        """The trace of the request. If the request is not traced, the trace has no context."""
         return self._trace or InferenceTrace()
 
 
 class ResponseIterator:
-    """The responses of a call that is waited for, as they come. The last one may be empty: the final flag only."""
+    """Blocking iterator over the responses of a BLS call. The last one may be empty (final flag only)."""
 
     def __init__(self, access: ServerAccess, request: ServerRequest, decoupled: bool) -> None:
         self._responses: queue.SimpleQueue[ServerResponse] = queue.SimpleQueue()
@@ -195,7 +193,7 @@ class ResponseIterator:
 
 
 class AsyncResponseIterator:
-    """The responses of an awaited call, on the event loop where it was made."""
+    """Async iterator over the responses of a BLS call, for the event loop that created it."""
 
     def __init__(self, access: ServerAccess, request: ServerRequest, decoupled: bool) -> None:
         self._responses: asyncio.Queue[ServerResponse] = asyncio.Queue()
@@ -219,7 +217,7 @@ class AsyncResponseIterator:
 
 
 def _response_from_server(response: ServerResponse) -> InferenceResponse:
-    """What another model answered, as models see it."""
+    """Convert a response of the server."""
     error = None if response.error is None else TritonError.from_server(response.error)
     return InferenceResponse(
         [Tensor.from_server(tensor) for tensor in response.outputs], error, dict(response.parameters)
@@ -227,23 +225,23 @@ def _response_from_server(response: ServerResponse) -> InferenceResponse:
 
 
 class InferenceTrace:
-    """What `request.trace()` gives, for `InferenceRequest(trace=…)` and for spans of the model's own."""
+    """A request's trace, to pass to `InferenceRequest(trace=...)` or to create spans with."""
 
     def __init__(self, trace: RequestTrace | None = None) -> None:
         self._trace = trace
 
     def get_context(self) -> str | None:
-        """W3C's `traceparent` (and `tracestate`) as JSON; None unless the request is traced by OpenTelemetry."""
+        """W3C trace context (`traceparent`, `tracestate`) as JSON; None unless traced by OpenTelemetry."""
         context = None if self._trace is None else self._trace.context
         return None if context is None else json.dumps(context)
 
     def to_server(self) -> RequestTrace | None:
-        """The trace as the server knows it, or its stand-in; None if there is none."""
+        """The wrapped trace; None if the request is not traced."""
         return self._trace
 
 
 class MemoryType(IntEnum):
-    """Kinds of memory."""
+    """Memory types."""
 
     TRITONSERVER_MEMORY_CPU = 0
     TRITONSERVER_MEMORY_GPU = 1
@@ -254,7 +252,7 @@ TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 
 
 class PreferredMemory:
-    """A wish for `InferenceRequest(preferred_memory=…)`, which the server may not be able to fulfil."""
+    """Preferred memory of the outputs of a BLS call. A hint: Neso returns outputs in CPU memory."""
 
     def __init__(
         self, preferred_memory_type: MemoryType = TRITONSERVER_MEMORY_CPU, preferred_device_id: int = 0

@@ -1,4 +1,4 @@
-"""`pb_utils.InferenceResponse`: what a model answers."""
+"""`pb_utils.InferenceResponse` and `pb_utils.ResponseSender`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class InferenceResponse:
-    """Output tensors, or an error, with parameters (a dict of str, int, float or bool values)."""
+    """Output tensors or an error, with optional parameters (str, int, float or bool values)."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class InferenceResponse:
         return self._error
 
     def parameters(self) -> str:
-        """The parameters as JSON."""
+        """Response parameters as JSON."""
         return json.dumps(self._parameters)
 
 
@@ -68,7 +68,7 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 class RequestTrace(Protocol):
-    """The trace of a request as its model sees it: the server's own, or what stands for it in another process."""
+    """Trace of a request: the server's, or its copy in a child process."""
 
     @property
     def id(self) -> int: ...
@@ -81,7 +81,7 @@ class RequestTrace(Protocol):
 
 
 class RequestStream(Protocol):
-    """A request in flight as its model sees it: the server's own stream, or what stands for it in another process."""
+    """A request in flight: the server's response stream, or its counterpart in a child process."""
 
     request: InferenceRequest
     timeline: Timeline
@@ -91,15 +91,16 @@ class RequestStream(Protocol):
 
 
 Post = Callable[[Any, ServerResponse], None]
-"""post(stream, response): send a response on a stream of the instance, from any thread."""
+"""post(stream, response): send a response. Thread-safe."""
 
 
 @dataclass
 class ModelOutputs:
-    """What the responders of one instance need to know of its model, and how they answer.
+    """Output settings of one instance.
 
-    `datatypes`: of all outputs, implicit states included; `states`: the names of those. `reschedule`: has the
-    request of a stream executed again, as an iterative sequence, from any thread; None where that cannot be.
+    - datatypes: of all outputs, including implicit states; `states`: names of the states
+    - reschedule: hands the request of a stream back to the scheduler, thread-safe; None if not supported
+    - mismatched: outputs with a wrong datatype that were logged
     """
 
     post: Post
@@ -115,7 +116,7 @@ class ModelOutputs:
         self.names = tuple(self.datatypes)
 
     def convert(self, response: InferenceResponse) -> ServerResponse:
-        """As the server's response. Outputs that the configuration does not declare are dropped, as in Triton."""
+        """Convert to the server's response. Undeclared outputs are dropped, as in Triton."""
         error = response.error()
         if error is not None:
             return ServerResponse("", "", error=error.to_server(), parameters=response._parameters)
@@ -132,7 +133,7 @@ class ModelOutputs:
     def _note_mismatch(self, output: ServerTensor, expected: DataType) -> None:
         self.mismatched.add(output.name)
         logger.warning(
-            "output '%s' of '%s' is %s, its configuration says %s; it is sent as it is",
+            "output '%s' of '%s' has datatype %s, but the configuration declares %s; it is sent unchanged",
             output.name,
             self.instance,
             output.datatype.value,
@@ -141,10 +142,10 @@ class ModelOutputs:
 
 
 class Responder:
-    """Answers one request, from any thread. Shared by the request and its sender.
+    """Sends the responses to one request. Thread-safe. Shared by the request and its response sender.
 
-    When both are gone and the final response was not sent, nobody can send it any more: the request fails then,
-    so that no client waits for ever.
+    If both are garbage collected before the final response, the request fails, so that the client does not wait
+    forever.
     """
 
     __slots__ = ("_held", "_outputs", "_released", "closed", "rescheduled", "stream")
@@ -152,8 +153,8 @@ class Responder:
     def __init__(self, stream: RequestStream, outputs: ModelOutputs) -> None:
         self.stream = stream
         self.closed = False
-        self.rescheduled = False  # asked for by the model
-        self._released = False  # another responder follows, for the next execution
+        self.rescheduled = False  # requested by the model
+        self._released = False  # handed back to the scheduler
         self._outputs = outputs
         self._held: ServerResponse | None = None
 
@@ -162,8 +163,9 @@ class Responder:
         return self.stream.request.cancelled
 
     def send(self, response: InferenceResponse | None, *, final: bool) -> None:
-        """Raises `TritonModelException` after the final response, or for a second response of a model that is
-        not decoupled. The response of such a model waits for the final flag.
+        """Send a response, the final flag, or both. Without decoupling, the response is held until the final flag.
+
+        Raises `TritonModelException` after the final response and, without decoupling, for a second response.
         """
         if self.closed:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
@@ -187,7 +189,7 @@ class Responder:
             self._post(converted)
 
     def set_reschedule(self, reschedule: bool) -> None:
-        """Whether the request is to be executed again. Raises `TritonModelException` where it cannot be."""
+        """Set whether to execute the request again. Raises `TritonModelException` if not supported."""
         if reschedule and self._outputs.reschedule is None:
             raise TritonModelException(
                 "Unable to set request release flags. Rescheduling requests needs "
@@ -195,14 +197,14 @@ class Responder:
             )
         self.rescheduled = reschedule
 
-    def reschedule_if_asked(self) -> None:
-        """The execution is over: hand the request back to its scheduler."""
+    def reschedule_if_requested(self) -> None:
+        """After an execution: hand the request back to the scheduler if `set_reschedule` was called."""
         if self.rescheduled and not self.closed and self._outputs.reschedule is not None:
             self._released = True
             self._outputs.reschedule(self.stream)
 
     def fail(self, error: ServerError) -> None:
-        """End the request with an error, unless it has ended."""
+        """Fail the request, unless it has ended."""
         if not self.closed:
             self.closed = True
             self._post(ServerResponse("", "", error=error, final=True))
@@ -214,13 +216,13 @@ class Responder:
         if not self.closed and not self._released:
             self.fail(
                 InternalError(
-                    f"model instance '{self._outputs.instance}' let go of a request without a final response"
+                    f"model instance '{self._outputs.instance}' released a request without a final response"
                 )
             )
 
 
 class ResponseSender:
-    """`request.get_response_sender()`: sends any number of responses, the last one with the final flag."""
+    """Sends the responses to a request, the last one with the final flag."""
 
     def __init__(self, responder: Responder) -> None:
         self._responder = responder
@@ -240,5 +242,5 @@ class ResponseSender:
         self._responder.send(response, final=bool(flags))
 
     def is_cancelled(self) -> bool:
-        """Whether the client gave up."""
+        """Whether the request was cancelled."""
         return self._responder.cancelled

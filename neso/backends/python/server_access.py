@@ -1,4 +1,4 @@
-"""What a Python model may ask of the server that it runs in, whether it shares a process with it or not."""
+"""How the threads of a Python model call the server, in the same process or in another."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 Deliver = Callable[[InferenceResponse], None]
 
-_here = threading.local()
+_local = threading.local()
 
 
 class Call(Protocol):
-    """A request to another model that is under way."""
+    """A BLS call in flight."""
 
     def cancel(self) -> None:
-        """Tell the other model that nobody wants the rest; from any thread."""
+        """Cancel the request. Thread-safe."""
 
 
 class MetricHandle(Protocol):
-    """One metric, whose value the server keeps. Its methods raise `ServerError` for what its kind cannot do."""
+    """A metric of the server. Methods raise `ServerError` if the metric's kind does not support them."""
 
     def increment(self, value: float) -> None: ...
     def set(self, value: float) -> None: ...
@@ -41,47 +41,47 @@ class MetricHandle(Protocol):
 
 
 class FamilyHandle(Protocol):
-    """A family of metrics, which lives as long as somebody holds it."""
+    """A metric family of the server. It exists as long as it is referenced."""
 
     def metric(self, labels: Mapping[str, str] | None, buckets: Sequence[float] | None) -> MetricHandle:
         """The metric with these labels. Raises `ServerError`."""
 
 
 class ServerAccess(ABC):
-    """The server, for the threads of a model; safe to use from any of them."""
+    """The server's functions for the threads of a model. Thread-safe."""
 
     @property
     @abstractmethod
     def server(self) -> object:
-        """The same object for all models of one server."""
+        """An object that identifies the server."""
 
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether that server is gone."""
+        """Whether the server has stopped."""
 
     @abstractmethod
     def call(self, request: InferenceRequest, decoupled: bool, deliver: Deliver) -> Call:
-        """Have another model execute a request; `deliver` gets each response in some thread, the last one is final.
+        """Execute a request on another model. `deliver` receives each response, in any thread; the last one is final.
 
-        What goes wrong with the request comes as a response. Raises `TritonModelException` if the server has ended.
+        Errors of the request are delivered as a response. Raises `TritonModelException` if the server has stopped.
         """
 
     @abstractmethod
     def load_model(self, name: str, config: str | None, files: dict[str, bytes] | None) -> None:
-        """Load a model and wait for it. Raises `TritonModelException`, as those below do."""
+        """Load a model and wait for it. Raises `TritonModelException`."""
 
     @abstractmethod
     def unload_model(self, name: str, unload_dependents: bool) -> None:
-        """Unload a model and wait for that."""
+        """Unload a model and wait for it. Raises `TritonModelException`."""
 
     @abstractmethod
     def model_ready(self, name: str, version: str) -> bool:
-        """Whether requests for a model are accepted, and the model itself says that it is ready."""
+        """Whether a model accepts requests and its `is_ready`, if any, returns true. Raises `TritonModelException`."""
 
     @abstractmethod
     def metric_family(self, name: str, description: str, kind: str) -> FamilyHandle:
-        """The family of that name; `kind` is "counter", "gauge" or "histogram". Raises `ServerError`."""
+        """Get or create a metric family; `kind` is "counter", "gauge" or "histogram". Raises `ServerError`."""
 
 
 _all: weakref.WeakSet[ServerAccess] = weakref.WeakSet()
@@ -89,38 +89,38 @@ _all: weakref.WeakSet[ServerAccess] = weakref.WeakSet()
 
 @contextmanager
 def server_access(access: ServerAccess) -> Iterator[None]:
-    """This thread runs a model of that server."""
+    """Make `access` the server of the current thread."""
     _all.add(access)
-    before = getattr(_here, "access", None)
-    _here.access = access
+    before = getattr(_local, "access", None)
+    _local.access = access
     try:
         yield
     finally:
-        _here.access = before
+        _local.access = before
 
 
 def current_access() -> ServerAccess:
-    """The server of the model that this thread runs; in a thread that a model made, the only server there is.
+    """The server of the current thread; in threads started by a model, the only server of the process.
 
-    Raises `TritonModelException` where that is not known.
+    Raises `TritonModelException` if there is none, or several.
     """
-    access: ServerAccess | None = getattr(_here, "access", None)
+    access: ServerAccess | None = getattr(_local, "access", None)
     if access is not None:
         return access
-    # Servers that have ended linger until the garbage collector comes by.
+    # Stopped servers stay in the set until they are garbage collected.
     servers = {id(known.server): known for known in tuple(_all) if not known.ended}
     if len(servers) == 1:
         return next(iter(servers.values()))
-    raise TritonModelException("which server to ask is known in the threads that run the model only")
+    raise TritonModelException("the server can only be called in the threads that run the model")
 
 
 _current_loop = threading.local()
 
 
 class LoopCalls:
-    """Has functions called on an event loop, in order, by any thread; the loop is woken once for those that wait.
+    """Calls functions on an event loop, in order, from any thread. Waiting calls wake the loop only once.
 
-    Waking it takes the time of several calls, and a batch of requests ends with one for each of them.
+    Waking the loop costs as much as several calls, and the end of a batch posts one call per request.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -129,15 +129,15 @@ class LoopCalls:
         self._woken = False
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call it soon. Of no effect once the loop has ended."""
+        """Call a function soon. Dropped if the loop is closed."""
         self._waiting.append((function, arguments))
-        # Whoever finds it set has appended before `_run` takes what waits.
+        # If `_woken` is set, `_run` has not yet started to take calls, so it takes this one too.
         if not self._woken:
             self._woken = True
             try:
                 self.loop.call_soon_threadsafe(self._run)
             except RuntimeError:
-                logger.debug("a call came after the server's end")
+                logger.debug("a call is dropped: the server's event loop is closed")
 
     def _run(self) -> None:
         self._woken = False
@@ -147,11 +147,11 @@ class LoopCalls:
             try:
                 function(*arguments)
             except Exception:
-                logger.exception("a call on the server's loop failed")
+                logger.exception("a call on the server's event loop failed")
 
 
 def running_loop_calls() -> LoopCalls:
-    """Those of the event loop that runs this thread."""
+    """The `LoopCalls` of the running event loop."""
     loop = asyncio.get_running_loop()
     known: LoopCalls | None = getattr(_current_loop, "calls", None)
     if known is None or known.loop is not loop:

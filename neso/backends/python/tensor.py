@@ -1,4 +1,4 @@
-"""`pb_utils.Tensor`: a named numpy array."""
+"""`pb_utils.Tensor`, conversions between datatypes and numpy types, and DLPack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neso.server.tensor import Tensor as ServerTensor
 
 
 class Tensor:
-    """An input or output tensor. BYTES tensors are arrays of objects, `bytes` when they come from a client."""
+    """A named numpy array. BYTES tensors are object arrays; elements of inputs are `bytes`."""
 
     __slots__ = ("_array", "_datatype", "_name")
 
@@ -33,20 +33,20 @@ class Tensor:
         return self._name
 
     def as_numpy(self) -> npt.NDArray[Any]:
-        """The elements. Arrays that view a client's message are copied once: models may write into theirs."""
+        """The array. A read-only view of the request is copied first, because models may write to it."""
         if not self._array.flags.writeable:
             self._array = self._array.copy()
         return self._array
 
     def triton_dtype(self) -> int:
-        """The number of the datatype in model configurations."""
+        """Number of the datatype in model_config.proto."""
         return numpy_to_triton_type(self._datatype.dtype.type)
 
     def shape(self) -> list[int]:
         return list(self._array.shape)
 
     def is_cpu(self) -> bool:
-        """True: tensors of the server are in the memory of the CPU."""
+        """Always true: the server's tensors are in CPU memory."""
         return True
 
     def to_dlpack(self) -> Any:
@@ -55,14 +55,14 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """From a capsule, or an object with `__dlpack__`; shares the memory of CPU tensors."""
+        """Create from a DLPack capsule, or an object with `__dlpack__`, sharing its memory."""
         try:
             return Tensor(name, _array_from_dlpack(tensor))
         except (RuntimeError, BufferError, TypeError, ValueError) as error:
             raise TritonModelException(f"Tensor '{name}' cannot be made from DLPack: {error}") from None
 
     def __dlpack__(self, **options: Any) -> Any:
-        """A DLPack capsule that shares the memory; not for BYTES, for which it raises `TritonModelException`."""
+        """A DLPack capsule that shares the memory. Raises `TritonModelException` for BYTES."""
         if self._datatype is DataType.BYTES:
             raise TritonModelException("DLPack does not have support for string tensors.")
         return _export_dlpack(self.as_numpy(), **options)
@@ -78,7 +78,7 @@ class Tensor:
         return wrapped
 
     def to_server(self) -> ServerTensor:
-        """As a tensor of a response. Elements of object arrays that are not `bytes` become text."""
+        """Convert to the server's tensor. Elements of object arrays that are not `bytes` are converted by `str`."""
         array = self._array
         if self._datatype is not DataType.BYTES:
             if array.flags.c_contiguous and array.dtype.isnative:
@@ -91,7 +91,7 @@ class Tensor:
         return ServerTensor(self._name, DataType.BYTES, elements)
 
 
-# Of the arrays that models make: finding out takes longer than all else that a Tensor does.
+# Cache: the lookup by DataType.of_numpy takes longer than everything else in Tensor.__init__.
 _DATATYPES: dict[np.dtype[Any], DataType] = {}
 
 
@@ -105,7 +105,7 @@ def _datatype_of(name: str, array: npt.NDArray[Any]) -> DataType:
     return datatype
 
 
-# The numbers of `DataType` in model_config.proto, which is not there in a model's own environment.
+# Numbers of `DataType` in model_config.proto. The generated module may be missing in a model's environment.
 _BY_NUMBER = dict(
     enumerate(
         (
@@ -120,17 +120,17 @@ _NUMBER = {datatype: number for number, datatype in _BY_NUMBER.items()}
 
 
 def triton_to_numpy_type(data_type: int) -> type[np.generic]:
-    """The numpy type of a datatype's number."""
+    """Numpy type of a datatype number."""
     return _BY_NUMBER[data_type].dtype.type
 
 
 def numpy_to_triton_type(data_type: Any) -> int:
-    """The number of a numpy type."""
+    """Datatype number of a numpy type."""
     return int(_NUMBER[DataType.of_numpy(np.dtype(data_type))])
 
 
 def triton_string_to_numpy(name: str) -> type[np.generic]:
-    """The numpy type of a `TYPE_*` name."""
+    """Numpy type of a `TYPE_*` name."""
     try:
         return DataType.from_config(name).dtype.type
     except InvalidArgument as error:
@@ -138,7 +138,7 @@ def triton_string_to_numpy(name: str) -> type[np.generic]:
 
 
 def serialize_byte_tensor(array: npt.NDArray[Any]) -> bytes | None:
-    """The elements, each after its length; None for an array that is empty or not of strings."""
+    """Elements with 4-byte length prefixes; None for an array that is empty or not of strings."""
     if array.size == 0 or array.dtype.kind not in "SO":
         return None
     encoded = [element if isinstance(element, bytes) else str(element).encode() for element in array.flat]
@@ -146,7 +146,7 @@ def serialize_byte_tensor(array: npt.NDArray[Any]) -> bytes | None:
 
 
 def deserialize_bytes_tensor(data: bytes) -> npt.NDArray[Any]:
-    """The elements that `serialize_byte_tensor` wrote, as a flat array of `bytes`."""
+    """Inverse of `serialize_byte_tensor`: a flat object array of `bytes`."""
     count, offset = 0, 0
     while offset < len(data):
         offset += 4 + int.from_bytes(data[offset : offset + 4], "little")
@@ -157,7 +157,7 @@ def deserialize_bytes_tensor(data: bytes) -> npt.NDArray[Any]:
         raise TritonModelException(error.message) from None
 
 
-_DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3  # DLDeviceType, what a _DLPACK_CPU can read
+_DLPACK_CPU, _DLPACK_CUDA_HOST = 1, 3  # DLDeviceType values in host memory
 _UINT, _BFLOAT = 1, 4  # DLDataTypeCode
 
 
@@ -166,7 +166,7 @@ class _DLPackDtype(ctypes.Structure):
 
 
 class _DLPackTensor(ctypes.Structure):
-    """The start of a DLManagedTensor, up to what is changed here."""
+    """The first fields of a DLManagedTensor."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -178,7 +178,7 @@ class _DLPackTensor(ctypes.Structure):
 
 
 def _export_dlpack(array: npt.NDArray[Any], **options: Any) -> Any:
-    """A capsule that shares the array's memory."""
+    """A DLPack capsule that shares the array's memory. numpy itself does not support bfloat16."""
     if DataType.of_numpy(array.dtype) is not DataType.BF16:
         return array.__dlpack__(**options)
     capsule = array.view(np.uint16).__dlpack__()
@@ -187,9 +187,9 @@ def _export_dlpack(array: npt.NDArray[Any], **options: Any) -> Any:
 
 
 def _array_from_dlpack(source: Any) -> npt.NDArray[Any]:
-    """An array that shares the memory of a capsule, or of an object with `__dlpack__`.
+    """An array that shares the memory of a DLPack capsule, or of an object with `__dlpack__`.
 
-    Raises what numpy does: `BufferError`, `RuntimeError`, `TypeError`, `ValueError`.
+    Raises `BufferError`, `RuntimeError`, `TypeError`, `ValueError`.
     """
     if hasattr(source, "__dlpack__"):
         device = int(source.__dlpack_device__()[0])
@@ -210,7 +210,7 @@ def _array_from_dlpack(source: Any) -> npt.NDArray[Any]:
 
 
 def _dlpack_dtype(capsule: Any) -> _DLPackDtype:
-    """The element type in a capsule, to be read or changed. Raises `ValueError` for one that was used."""
+    """The element type in a capsule, which may be modified. Raises `ValueError` for a consumed capsule."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     tensor = _DLPackTensor.from_address(pointer(capsule, b"dltensor"))
@@ -219,7 +219,7 @@ def _dlpack_dtype(capsule: Any) -> _DLPackDtype:
 
 
 def _writable_view(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """What numpy makes of a capsule is read-only, as such a capsule cannot say; Triton's models may write."""
+    """A writable view. numpy imports bare capsules read-only, but models may write to them."""
     return np.asarray(_WritableBuffer(array))
 
 
@@ -233,7 +233,7 @@ class _WritableBuffer:
 
 
 class _DLPackSource:
-    """Gives a bare capsule the methods that numpy asks for."""
+    """Wraps a bare capsule with the methods that `np.from_dlpack` requires."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

@@ -1,9 +1,8 @@
-"""The instances of one loaded model: where its requests are executed."""
+"""Instances of a Python model in threads of the server, and the interface of instance pools."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -13,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from neso.backends.instance_threads import stop_threads
 from neso.backends.python.description import ModelDescription
 from neso.backends.python.errors import describe
-from neso.backends.python.model_instance import ModelInstance, Work, WorkQueue
+from neso.backends.python.model_instance import ModelInstance, WorkItem, WorkQueue
 from neso.backends.python.response import ModelOutputs
 from neso.backends.python.server_access import LoopCalls, ServerAccess
 from neso.server.config.scheduling import InstanceSpec
@@ -25,73 +25,74 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT = 30.0
-"""Seconds that a model has to return from `execute` and `finalize` when it is unloaded."""
+"""Seconds that a model may take to return from `execute` and `finalize` when it is unloaded."""
 
 
 Rescheduler = Callable[[Any], None]
-"""Has the request of a stream executed again, as an iterative sequence; called on the core's loop."""
+"""Hands the request of a stream back to the scheduler. Called on the core's event loop."""
 
 
-class Instances(ABC):
-    """Made and used on the core's event loop. Work for any instance goes to the first that is free.
+class InstancePool(ABC):
+    """The instances of one loaded model. Used on the core's event loop.
 
-    Where requests are for a certain instance (`ModelDescription.has_own_queue`), each has a queue of its own.
+    Work for any instance goes to the first idle one. Instances with `ModelDescription.has_own_queue` only execute
+    work that is addressed to them.
     """
 
     @abstractmethod
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the core's loop, after the responses that were sent before; from any thread."""
+        """Call a function on the core's event loop, after all responses sent so far. Thread-safe."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Start them; all of them must initialize. Raises `ServerError`."""
+        """Start and initialize all instances. Raises `ServerError`."""
 
     @abstractmethod
-    def put(self, work: Work, instance: int | None = None) -> None:
-        """Queue requests for one call of `execute`. Raises `Unavailable` if no instance will ever take them."""
+    def put(self, work: WorkItem, instance: int | None = None) -> None:
+        """Queue a work item, for any instance or the given one. Raises `Unavailable` if none can execute it."""
 
     async def update(self, description: ModelDescription, growth: list[int]) -> bool:
-        """Have so many more or fewer instances of each group; False where that takes a load. Raises `ServerError`."""
+        """Change the instance count of each group by `growth`. Raises `ServerError`.
+
+        Returns False, without any change, if the model must be reloaded instead.
+        """
         return False
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether at least one instance is there to execute."""
+        """Whether at least one instance can execute requests."""
 
     @abstractmethod
     async def check_ready(self) -> bool:
-        """Whether the models' own `is_ready` functions agree, of all instances that are there."""
+        """Whether `is_ready` of all running instances returns true."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Let each run `finalize`, and end them."""
+        """Run `finalize` of all instances and end them."""
 
 
-class ThreadInstances(Instances):
-    """Each instance is a thread of the server."""
+class ThreadInstancePool(InstancePool):
+    """Runs each instance in a thread of the server."""
 
     def __init__(
-        self,
-        description: ModelDescription,
-        access: ServerAccess,
-        reschedule: Rescheduler | None,
+        self, description: ModelDescription, access: ServerAccess, reschedule: Rescheduler | None
     ) -> None:
         self._name = description.name
         self._access = access
-        self._shared = WorkQueue()
+        self._shared_queue = WorkQueue()
         self._calls = LoopCalls(asyncio.get_running_loop())
-        # Neither holds what holds the instances: with the last thread, all of the model is gone at once.
+        # No bound methods of this object: the threads would keep it alive.
         self._respond = partial(_respond, self._calls)
         self._reschedule = None if reschedule is None else partial(self._calls.post, reschedule)
         self._threads = [self._make(description, spec) for spec in description.instances]
-        self._wanted = len(self._threads)
+        self._target_count = len(self._threads)
 
     def _make(self, description: ModelDescription, spec: InstanceSpec) -> InstanceThread:
         return InstanceThread(
             description.path,
             description.args(spec),
             description.outputs(spec, self._respond, self._reschedule),
-            WorkQueue() if description.has_own_queue(spec) else self._shared,
+            WorkQueue() if description.has_own_queue(spec) else self._shared_queue,
             self._access,
         )
 
@@ -102,34 +103,39 @@ class ThreadInstances(Instances):
         await self._start(self._threads)
 
     async def update(self, description: ModelDescription, growth: list[int]) -> bool:
+        """Requires the shared queue. Shrinking ends whichever instances are idle first.
+
+        Groups on several GPUs need a reload: names are assigned device by device, so another count moves names
+        to other devices, and ending arbitrary instances would leave the devices unbalanced.
+        """
         alive = [thread for thread in self._threads if thread.alive]
-        if len(alive) > self._wanted:
-            return False  # some have yet to end, and which these are is open: so are the names that are free
-        fresh = [self._make(description, spec) for spec in self._specs_to_add(description, growth)]
-        self._threads = alive + fresh
+        if len(alive) > self._target_count:
+            return False  # some are still draining: it is unknown which, and so which names are free
+        if any(len(spec.group.gpus) > 1 for spec in description.instances):
+            return False
+        added = [self._make(description, spec) for spec in self._specs_to_add(description, growth)]
+        self._threads = alive + added
         try:
-            await self._start(fresh)
+            await self._start(added)
         except BaseException:
-            for thread in fresh:
+            for thread in added:
                 if thread.instance.started.done() and thread.instance.started.exception() is None:
-                    self._shared.put(None)  # one of them all ends
+                    self._shared_queue.put(None)  # ends any one instance
             raise
-        self._wanted += len(fresh)
+        self._target_count += len(added)
         for _ in range(-min(growth)):
-            self._shared.put(None)
-            self._wanted -= 1
+            self._shared_queue.put(None)
+            self._target_count -= 1
         return True
 
     def _specs_to_add(self, description: ModelDescription, growth: list[int]) -> list[InstanceSpec]:
-        """Instances whose names nobody has, as many of each group as it grows by."""
-        taken = {thread.instance.name for thread in self._threads if thread.alive}
-        free = [spec for spec in description.instances if spec.name not in taken]
+        """Specs with unused names, for each group as many as it grows by."""
+        used = {thread.instance.name for thread in self._threads if thread.alive}
+        unused = [spec for spec in description.instances if spec.name not in used]
         groups = list(dict.fromkeys(spec.group.name for spec in description.instances))
         added: list[InstanceSpec] = []
         for name, count in zip(groups, growth, strict=True):
-            of_group = [spec for spec in free if spec.group.name == name]
-            devices = len(of_group[0].group.gpus) or 1 if of_group else 1
-            added += itertools.islice(of_group, max(count, 0) * devices)
+            added += [spec for spec in unused if spec.group.name == name][: max(count, 0)]
         return added
 
     async def _start(self, threads: list[InstanceThread]) -> None:
@@ -144,42 +150,35 @@ class ThreadInstances(Instances):
                 logger.error("model '%s' failed to initialize", self._name, exc_info=result)
                 raise InternalError(describe(result))
 
-    def put(self, work: Work, instance: int | None = None) -> None:
+    def put(self, work: WorkItem, instance: int | None = None) -> None:
         if not (self.ready() if instance is None else self._threads[instance].alive):
             raise Unavailable(f"no instance of model '{self._name}' is alive")
-        (self._shared if instance is None else self._threads[instance].instance.work).put(work)
+        (self._shared_queue if instance is None else self._threads[instance].work).put(work)
 
     def ready(self) -> bool:
         return any(thread.alive for thread in self._threads)
 
     async def check_ready(self) -> bool:
         answers = [thread.instance.check_ready() for thread in self._threads if thread.alive]
-        # Shielded: an answer that comes too late for this caller may be in time for the next.
+        # Shielded: if this caller times out, the next one may use the answer.
         waiting = [asyncio.shield(asyncio.wrap_future(answer)) for answer in answers]
         return all(await asyncio.gather(*waiting))
 
     async def stop(self) -> None:
-        """Requests that are queued are executed first."""
-        running = [thread for thread in self._threads if thread.alive]
-        for thread in running:
-            thread.instance.work.put(None)
-        if not running:
-            return
-        ended = [asyncio.wrap_future(thread.ended) for thread in running]
-        _, stuck = await asyncio.wait(ended, timeout=END_TIMEOUT)
-        if stuck:
-            logger.error("%d instances of model '%s' do not end", len(stuck), self._name)
+        """Execute queued requests first."""
+        await stop_threads(self._threads, self._name, END_TIMEOUT)
 
 
 class InstanceThread:
-    """An instance that lives in a thread. `ended` tells when it is over."""
+    """A thread that runs one instance. `ended` is resolved when the thread ends."""
 
     def __init__(
         self, path: Path, args: dict[str, str], outputs: ModelOutputs, work: WorkQueue, access: ServerAccess
     ) -> None:
         self.instance = ModelInstance(path, args, outputs, work, access)
+        self.work = work
         self.ended: Future[None] = Future()
-        # A daemon: a model that never returns from execute must not keep the process from ending.
+        # A daemon thread: a model that never returns from execute must not keep the server from exiting.
         self._thread = threading.Thread(target=self._run, name=f"model-{self.instance.name}", daemon=True)
 
     def start(self) -> None:

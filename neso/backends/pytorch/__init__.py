@@ -1,5 +1,1 @@
-"""The backend for TorchScript and exported PyTorch programs."""
-
-from neso.backends.pytorch.backend import PyTorchBackend
-
-__all__ = ["PyTorchBackend"]
+"""TorchScript modules (`model.pt`) and exported programs (`model.pt2`)."""

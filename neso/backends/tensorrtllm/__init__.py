@@ -1,5 +1,1 @@
-"""TensorRT-LLM's Triton model on Neso's engine."""
-
-from neso.backends.tensorrtllm.backend import TensorRtLlmBackend
-
-__all__ = ["TensorRtLlmBackend"]
+"""TensorRT-LLM's Triton model `tensorrt_llm` (token ids in and out) on Neso's engine."""

@@ -13,8 +13,7 @@ from neso.backends.tensorrtllm.parameters import BY_NAME, DECODING_MODES, is_uns
 from neso.engine.config import EngineConfig
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.runners.registry import has_nvidia_gpu
-from neso.engine.weights.errors import ModelNotFound
-from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.server.errors import InvalidArgument
 
 _TOKENIZER_FILE = "tokenizer.json"

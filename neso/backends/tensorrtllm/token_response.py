@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.backends.followed_generation import FollowedGeneration
 from neso.backends.tensorrtllm.token_request import TokenRequest
 from neso.generation import Completion, FinishReason, GenerationOutput, Usage
 from neso.generation.output import FloatRows
@@ -257,11 +256,11 @@ class RequestAnswer:
             RowAnswer(request, format, number if several else None, tells_preceding=preceding)
             for number, request in enumerate(requests)
         ]
-        self._followed = FollowedGeneration(stream, None if several else requests[0].generation)
+        stream.begin_generation(None if several else requests[0].generation)
 
     def take(self, row: RowAnswer, output: GenerationOutput) -> None:
         """A row has gained tokens."""
-        self._followed.observe(output)
+        self._stream.observe_generation(output)
         for tensors in row.take(output):
             self._send(tensors)
 

@@ -1,1 +1,1 @@
-"""The backend of language models on vLLM's engine; its name is `vllm`."""
+"""Language models on vLLM's engine."""

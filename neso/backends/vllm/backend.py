@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.option_files import log_default_sampling
-from neso.backends.request_tasks import RequestTasks
 from neso.backends.request_tensors import tensor_error_text
 from neso.backends.vllm import library
 from neso.backends.vllm.conversion import IMAGES, image_data, parse_sampling_values
@@ -54,7 +53,6 @@ class VllmBackend(Backend):
         self._pooling_model: VllmPoolingModel | None = None
         self._checks_health = _switched_on(context.config, "ENABLE_VLLM_HEALTH_CHECK")
         self._unhealthy = False
-        self._tasks = RequestTasks()
         self._unloading: asyncio.Task[None] | None = None
         self._types = library.sampling_fields()
         self._form = library.structured_outputs_fields()
@@ -124,7 +122,7 @@ class VllmBackend(Backend):
         )
 
     async def unload(self) -> None:
-        await self._tasks.end()
+        await self.tasks.end()
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -153,7 +151,7 @@ class VllmBackend(Backend):
     # -- the tensor face ----------------------------------------------------------------------------------------
 
     def submit(self, request: ResponseStream) -> None:
-        self._tasks.start(request, self._answer(request))
+        self.tasks.start(request, self._answer(request))
 
     async def _answer(self, stream: ResponseStream) -> None:
         """Answer one request; what goes wrong becomes the response."""

@@ -1,20 +1,21 @@
-"""What vLLM says of its steps, as the server's metrics."""
+"""Metrics of vLLM engines, from the statistics of their steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from neso.backends.generation_metrics import ENGINE_FAMILIES, GenerationMetrics
+from neso.backends import generation_metrics as families
+from neso.backends.generation_metrics import GenerationMetrics
 from neso.generation import FinishReason
-from neso.server.metrics.registry import MetricsRegistry
+from neso.server.metrics.registry import Family, MetricsRegistry
 
 
 class VllmMetrics:
-    """Made before the engine, which calls `record`; `close` forgets the gauges, what was counted stays.
+    """Created before the engine, which calls `record`. `close` removes the gauges; counters stay.
 
-    `num_requests`: how many are in flight. vLLM says nothing more when the last one is aborted, and its last words
-    would stand.
+    `num_requests` returns the number of requests in flight. vLLM reports no step after the last request is aborted, so
+    its last statistics are ignored when there are none.
     """
 
     def __init__(
@@ -24,26 +25,23 @@ class VllmMetrics:
         self._num_requests = num_requests
         self._schedulers: dict[int, Any] = {}
         self._preemptions = self._queried = self._hit = 0
-        reads: dict[str, Callable[[], float]] = {
-            "num_requests_running": lambda: self._sum("num_running_reqs"),
-            "num_requests_waiting": lambda: self._sum("num_waiting_reqs", "num_skipped_waiting_reqs"),
-            "kv_cache_usage_perc": self._cache_usage,
-            "num_preemptions_total": lambda: self._preemptions,
-            "prefix_cache_queries_total": lambda: self._queried,
-            "prefix_cache_hits_total": lambda: self._hit,
+        reads: dict[Family, Callable[[], float]] = {
+            families.REQUESTS_RUNNING: lambda: self._sum("num_running_reqs"),
+            families.REQUESTS_WAITING: lambda: self._sum("num_waiting_reqs", "num_skipped_waiting_reqs"),
+            families.KV_CACHE_USAGE: self._cache_usage,
+            families.PREEMPTIONS: lambda: self._preemptions,
+            families.PREFIX_QUERIES: lambda: self._queried,
+            families.PREFIX_HITS: lambda: self._hit,
         }
-        self._unwatch = [
-            registry.watch(f"vllm:{name}", ENGINE_FAMILIES[f"vllm:{name}"], model, version, read)
-            for name, read in reads.items()
-        ]
+        self._unwatch = [registry.watch(family, (model, version), read) for family, read in reads.items()]
 
     def close(self) -> None:
-        """The model is unloaded."""
+        """Remove the gauges of an unloaded model."""
         for unwatch in self._unwatch:
             unwatch()
 
     def record(self, scheduler: Any, iteration: Any, engine: int) -> None:
-        """A step was made: vLLM's `SchedulerStats` and `IterationStats`, where there are any."""
+        """Record vLLM's `SchedulerStats` and `IterationStats` of a step; either may be None."""
         if scheduler is not None:
             self._schedulers[engine] = scheduler
             cache = scheduler.prefix_cache_stats
@@ -66,7 +64,7 @@ class VllmMetrics:
                 histogram.observe(seconds)
         for n in iteration.n_params_iter:
             metrics.n.observe(n)
-            metrics.best_of.observe(n)  # vLLM has no other any more: it is n
+            metrics.best_of.observe(n)  # removed from vLLM, where it was equal to n
         for tokens in iteration.max_num_generation_tokens_iter:
             metrics.longest_generation.observe(tokens)
         for finished in iteration.finished_requests:
@@ -86,7 +84,7 @@ class VllmMetrics:
             metrics.mean_per_token.observe(finished.decode_time / (finished.num_generation_tokens - 1))
         if finished.max_tokens_param is not None:
             metrics.max_tokens.observe(finished.max_tokens_param)
-        # Not in all versions.
+        # Not in all versions of vLLM.
         metrics.cached_tokens.inc(max(getattr(finished, "num_cached_tokens", 0), 0))
         metrics.preemptions.observe(getattr(finished, "num_preemptions", 0))
 
@@ -96,7 +94,7 @@ class VllmMetrics:
         return sum(getattr(stats, field, 0) for stats in self._schedulers.values() for field in fields)
 
     def _cache_usage(self) -> float:
-        """Of several engines the fullest."""
+        """Maximum over the engines."""
         if not self._num_requests():
             return 0.0
         return max((float(stats.kv_cache_usage) for stats in self._schedulers.values()), default=0.0)
@@ -105,5 +103,5 @@ class VllmMetrics:
 def _reason(reason: Any) -> FinishReason:
     try:
         return FinishReason(str(reason))
-    except ValueError:  # vLLM has more of them
+    except ValueError:  # vLLM has further reasons
         return FinishReason.STOP

@@ -21,8 +21,8 @@ from neso.backends.vllm.engine import VllmEngine
 from neso.backends.vllm.model_files import Adapters, UnknownAdapter
 from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.text.tokenizer_files import TokenizerError
-from neso.engine.weights.errors import CheckpointError, ModelNotFound
-from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.hub import ModelNotFound, resolve_model
+from neso.engine.weights.source import CheckpointError
 from neso.generation import (
     GenerationOutput,
     GenerationRequest,

@@ -1,4 +1,4 @@
-"""Triton's in-process Python API, on Neso's.
+"""Triton's in-process Python API `tritonserver`, implemented by Neso.
 
 Names, arguments and defaults are those of the Python package `tritonserver`; docs/guides/tritonserver-shim.md lists
 the differences.
@@ -6,8 +6,17 @@ the differences.
 
 from neso import __version__ as __version__
 from neso.compat.tritonserver import _api as _api
-from neso.compat.tritonserver.allocators import MemoryAllocator, NumpyAllocator, default_memory_allocators
-from neso.compat.tritonserver.enums import (
+from neso.compat.tritonserver.inference import (
+    InferenceRequest,
+    InferenceResponse,
+    MemoryAllocator,
+    Model,
+    NumpyAllocator,
+    Tensor,
+    default_memory_allocators,
+)
+from neso.compat.tritonserver.server import Metric, MetricFamily, ModelDictionary, Server
+from neso.compat.tritonserver.server_options import (
     DataType,
     InstanceGroupKind,
     LogFormat,
@@ -15,16 +24,12 @@ from neso.compat.tritonserver.enums import (
     MetricKind,
     ModelBatchFlag,
     ModelControlMode,
+    ModelLoadDeviceLimit,
     ModelTxnPropertyFlag,
+    Options,
+    RateLimiterResource,
     RateLimitMode,
 )
-from neso.compat.tritonserver.metrics import Metric, MetricFamily
-from neso.compat.tritonserver.model import Model
-from neso.compat.tritonserver.options import ModelLoadDeviceLimit, Options, RateLimiterResource
-from neso.compat.tritonserver.request import InferenceRequest
-from neso.compat.tritonserver.response import InferenceResponse
-from neso.compat.tritonserver.server import ModelDictionary, Server
-from neso.compat.tritonserver.tensor import Tensor
 from neso.server.errors import AlreadyExists as AlreadyExistsError
 from neso.server.errors import Cancelled as CancelledError
 from neso.server.errors import InternalError, UnknownError

@@ -1,39 +1,26 @@
-"""The engine as a server sees it: a language model whose steps run elsewhere."""
+"""Asynchronous engine client of the server: a `LanguageModel` over a channel to an engine process."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from dataclasses import replace
-from itertools import groupby
-from typing import cast
 
-from neso.engine.client.input_processor import InputProcessor
-from neso.engine.client.output_processor import RequestState, stopped_by_text
+from neso.engine.client.engine_client import Deliver, EngineClient, Output, load_engine_tokenizer
+from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
-from neso.engine.core.request import SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.errors import EngineDead, EngineError
-from neso.engine.ipc.channel import EngineChannel, Unsendable, open_channel
+from neso.engine.ipc.channel import EngineChannel, open_channel
 from neso.engine.ipc.messages import (
-    Abort,
-    Add,
     CheckIntegrity,
     EngineInfo,
+    Event,
     Integrity,
     LoadFailed,
-    LoadLora,
-    LoraDone,
-    LoraNames,
     StepOutputs,
-    UnloadLora,
+    Unsendable,
 )
-from neso.engine.open_tokenizer import EngineText, open_tokenizer
-from neso.engine.pooling.input import PoolingInput
-from neso.engine.pooling.pooled_state import PooledState
-from neso.engine.text.tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import EngineTokenizer
 from neso.engine.text.tokenizer_files import TokenizerError
 from neso.engine.vision.image_prompt import ImagePrompt, open_image_prompt
 from neso.generation import (
@@ -47,51 +34,41 @@ from neso.generation import (
     SamplingDefaults,
 )
 
-Outbox = asyncio.Queue[GenerationOutput | PooledOutput | Exception]
-
-LONG_INPUT = 8192
-"""Characters or tokens from which an input is read in a thread: it takes milliseconds, and the loop would stand."""
+LARGE_INPUT = 8192
+"""Characters or tokens from which an input is processed in a thread: it takes milliseconds."""
 
 
-class AsyncEngine:
-    """A `LanguageModel` over the channel to an engine; made by `start`, on the event loop that uses it."""
+class AsyncEngine(EngineClient):
+    """A `LanguageModel` and `PoolingModel` over a channel to an engine. Made by `start`; belongs to its event loop."""
 
     def __init__(
         self,
         channel: EngineChannel,
         info: EngineInfo,
-        tokenizer: EngineText,
+        tokenizer: EngineTokenizer,
         images: ImagePrompt | None = None,
     ) -> None:
-        self.info = info
-        self.stats = EngineStats(num_blocks=info.num_blocks)
-        self.text = tokenizer
+        super().__init__(channel.send, info, tokenizer, images)
         self._channel = channel
-        self._input = InputProcessor(tokenizer, info, images)
-        self._pooling_input = PoolingInput(tokenizer, info)
-        self._requests: dict[str, tuple[RequestState | PooledState, Outbox]] = {}
-        self._names = itertools.count()
-        self._loras: dict[str, str | None] = dict(info.lora.lora_modules)
-        self._lora_changes: dict[int, asyncio.Future[str]] = {}
         self._integrity: asyncio.Future[Integrity] | None = None
-        self._reader = asyncio.create_task(self._read(), name="engine-reader")
         self._on_dead: list[Callable[[str], None]] = []
         self._on_stats: list[Callable[[EngineStats], None]] = []
-        channel.dead.add_done_callback(lambda dead: self._fail_all(dead.result()))
+        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+        channel.dead.add_done_callback(lambda dead: self._fail(dead.result()))
 
     @classmethod
     async def start(cls, config: EngineConfig, *, in_process: bool = False) -> AsyncEngine:
-        """Start an engine and wait until its model is loaded. Raises `EngineError` with the reason why not."""
+        """Start an engine and wait until its model is loaded. Raises `EngineError` if it cannot be loaded."""
         channel = open_channel(config, in_process=in_process)
         try:
-            # The tokenizer loads here while the weights load there.
-            tokenizer = await asyncio.to_thread(open_tokenizer, config)
+            # In parallel with the weights, which the engine process loads.
+            tokenizer = await asyncio.to_thread(load_engine_tokenizer, config)
             event = await channel.receive_first()
             if not isinstance(event, EngineInfo):
                 raise EngineError(event.message if isinstance(event, LoadFailed) else f"unexpected {event}")
             images = open_image_prompt(config.model, event.vision)
         except BaseException as error:
-            # An engine that is still loading has nothing to lose, and does not listen.
+            # No time for a clean end: an engine that is still loading does not read its commands.
             await channel.close(timeout=0)
             if isinstance(error, TokenizerError):
                 raise EngineError(str(error)) from None
@@ -107,129 +84,112 @@ class AsyncEngine:
         return self.info.default_sampling
 
     @property
-    def alive(self) -> bool:
-        """Whether requests can be served."""
-        return not self._channel.dead.done()
+    def pooling(self) -> PoolingInfo | None:
+        return self.info.pooling
 
     @property
-    def num_requests(self) -> int:
-        """Requests in flight."""
-        return len(self._requests)
+    def alive(self) -> bool:
+        """Whether the engine runs."""
+        return not self._channel.dead.done()
 
     def on_dead(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)` if the engine ends without being told to."""
+        """Call `callback(reason)` if the engine ends unexpectedly."""
         self._on_dead.append(callback)
 
     def on_stats(self, callback: Callable[[EngineStats], None]) -> None:
         """Call `callback(stats)` after every step."""
         self._on_stats.append(callback)
 
+    def process(self, request: GenerationRequest | PoolingRequest) -> RequestState | PooledState:
+        """Tokenize and check a request. Thread-safe; see `is_slow`. Raises `InvalidParameter`."""
+        lora = request.lora if isinstance(request, GenerationRequest) else None
+        if lora is not None and lora.path is not None and not self.info.lora.allow_runtime_lora:
+            # A path makes the engine read the disk of the server.
+            raise InvalidParameter(
+                "lora_path", "this engine loads no adapters for clients (allow_runtime_lora)"
+            )
+        return super().process(request)
+
+    def submit(self, state: RequestState | PooledState, deliver: Deliver) -> None:
+        """Send a request to the engine. Raises `EngineDead`, `InvalidParameter` for a duplicate id."""
+        self._check_alive()
+        super().submit(state, deliver)
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """See `LanguageModel.generate`."""
-        self._check_lora_path(request)
-        name = self._name(request.request_id)
-        request = replace(request, request_id=name)
-        if _takes_long(request):
-            prepared = await asyncio.to_thread(self._input.process, request)
-        else:
-            prepared = self._input.process(request)
-        text = self.text if request.detokenize else NO_TOKENIZER
-        async with aclosing(self._follow(RequestState(prepared, text))) as outputs:
-            async for output in outputs:
-                yield cast(GenerationOutput, output)
-
-    @property
-    def pooling(self) -> PoolingInfo | None:
-        return self.info.pooling
-
-    async def pool(self, request: PoolingRequest) -> PooledOutput:
-        """See `PoolingModel.pool`."""
-        request = replace(request, request_id=self._name(request.request_id))
-        if len(request.prompt) > LONG_INPUT or isinstance(request.prompt, tuple):
-            prepared = await asyncio.to_thread(self._pooling_input.process, request)
-        else:
-            prepared = self._pooling_input.process(request)
-        async with aclosing(self._follow(PooledState(prepared))) as outputs:
-            async for output in outputs:
-                return cast(PooledOutput, output)
-        raise EngineError("the engine gave no vector")
-
-    def _name(self, wanted: str) -> str:
-        return wanted or f"request-{next(self._names)}"
-
-    async def _follow(
-        self, state: RequestState | PooledState
-    ) -> AsyncGenerator[GenerationOutput | PooledOutput, None]:
-        """Send a request and give what comes of it; closing the iterator aborts it."""
-        name = state.request.request_id
-        if not self.alive:
-            raise EngineDead(self._channel.dead.result())
-        if name in self._requests:
-            raise InvalidParameter("request_id", f"'{name}' is in flight already")
-        outbox: Outbox = asyncio.Queue()
-        try:
-            self._channel.send(Add(state.request))
-        except Unsendable as error:
-            raise InvalidParameter("request", f"holds what cannot be sent: {error}") from None
-        self._requests[name] = state, outbox
+        state, outbox = await self._start(request)
         try:
             while True:
                 output = await outbox.get()
-                if isinstance(output, Exception):
+                if isinstance(output, GenerationOutput):
+                    yield output
+                    if output.finished:
+                        return
+                elif isinstance(output, Exception):
                     raise output
-                yield output
-                if output.finished:
-                    return
         finally:
-            # Still listed: the caller left before the end.
-            if self._requests.pop(name, None) is not None:
-                self._channel.send(Abort(name))
+            self.abort(state)
+
+    async def pool(self, request: PoolingRequest) -> PooledOutput:
+        """See `PoolingModel.pool`."""
+        state, outbox = await self._start(request)
+        try:
+            output = await outbox.get()
+            if isinstance(output, Exception):
+                raise output
+            assert isinstance(output, PooledOutput)
+            return output
+        finally:
+            self.abort(state)
+
+    async def _start(
+        self, request: GenerationRequest | PoolingRequest
+    ) -> tuple[RequestState | PooledState, asyncio.Queue[Output | Exception]]:
+        """Process and submit a request; returns its state and the queue of its outputs."""
+        if is_slow(request):
+            state = await asyncio.to_thread(self.process, request)
+        else:
+            state = self.process(request)
+        outbox: asyncio.Queue[Output | Exception] = asyncio.Queue()
+        self.submit(state, outbox.put_nowait)
+        return state, outbox
 
     async def check_integrity(self) -> EngineStats:
-        """Have the engine check its books. Raises `EngineError` if they do not balance."""
+        """Check the KV-cache accounting. Raises `EngineError` if it is inconsistent."""
         if self._integrity is None:
             self._integrity = asyncio.get_running_loop().create_future()
-            self._channel.send(CheckIntegrity())
+            self._send(CheckIntegrity())
         result = await asyncio.shield(self._integrity)
         if result.message:
             raise EngineError(result.message)
         return result.stats
 
-    def list_loras(self) -> dict[str, str | None]:
-        """The adapters that requests can name, with the paths of those that were loaded from one."""
-        return dict(self._loras)
-
     async def load_lora(self, lora: LoraRequest) -> None:
-        """Load an adapter; one that has its name serves on until this one is there. Raises `EngineError`."""
-        await self._change_lora(lambda number: LoadLora(number, lora))
+        """Load an adapter; one of the same name serves until it is ready. Raises `EngineError`."""
+        await self._change_lora(lora)
 
     async def unload_lora(self, name: str) -> None:
-        """Forget an adapter; requests in flight end with it. Raises `EngineError` if there is none."""
-        await self._change_lora(lambda number: UnloadLora(number, name))
+        """Unload an adapter; requests in flight finish with it. Raises `EngineError` if there is none."""
+        await self._change_lora(name)
 
-    async def _change_lora(self, command: Callable[[int], LoadLora | UnloadLora]) -> None:
-        if not self.alive:
-            raise EngineDead(self._channel.dead.result())
-        number = next(self._names)
+    async def _change_lora(self, change: LoraRequest | str) -> None:
+        self._check_alive()
+        results: asyncio.Queue[str] = asyncio.Queue()
         try:
-            self._channel.send(command(number))
+            number = self.change_lora(change, results.put_nowait)
         except Unsendable as error:
             raise EngineError(f"the adapter holds what cannot be sent: {error}") from None
-        self._lora_changes[number] = asyncio.get_running_loop().create_future()
         try:
-            message = await self._lora_changes[number]
+            message = await results.get()
         finally:
-            del self._lora_changes[number]
+            self._lora_changes.pop(number, None)
+        self._check_alive()
         if message:
             raise EngineError(message)
 
-    def _check_lora_path(self, request: GenerationRequest) -> None:
-        """A path in a request has the server read its own disk."""
-        lora = request.lora
-        if lora is not None and lora.path is not None and not self.info.lora.allow_runtime_lora:
-            raise InvalidParameter(
-                "lora_path", "this engine loads no adapters for clients (allow_runtime_lora)"
-            )
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise EngineDead(self._channel.dead.result())
 
     async def stop(self, timeout: float = 5.0) -> None:
         """End the engine; requests in flight fail with `EngineDead`."""
@@ -239,68 +199,42 @@ class AsyncEngine:
 
     async def _read(self) -> None:
         while True:
-            event = await self._channel.receive()
-            if isinstance(event, StepOutputs):
-                self.stats = event.stats
-                for callback in self._on_stats:
-                    callback(event.stats)
-                self._dispatch(event.outputs)
-            elif isinstance(event, Integrity) and self._integrity is not None:
-                self.stats = event.stats
+            self.handle(await self._channel.receive())
+
+    def handle(self, event: Event) -> None:
+        """Process an event of the engine."""
+        if isinstance(event, Integrity):
+            self.stats = event.stats
+            if self._integrity is not None:
                 self._integrity.set_result(event)
                 self._integrity = None
-            elif isinstance(event, LoraNames):
-                self._loras = event.names
-            elif isinstance(event, LoraDone):
-                change = self._lora_changes.get(event.number)
-                if change is not None and not change.done():
-                    change.set_result(event.message)
+            return
+        if isinstance(event, StepOutputs):
+            self.stats = event.stats
+            for callback in self._on_stats:
+                callback(event.stats)
+        super().handle(event)
 
-    def _dispatch(self, outputs: list[SequenceOutput]) -> None:
-        # The scheduler keeps the sequences of a request together; a step's outputs of one are one message.
-        for name, group in groupby(outputs, key=lambda output: output.request_id):
-            entry = self._requests.get(name)
-            if entry is None:
-                continue
-            state, outbox = entry
-            mine = list(group)
-            try:
-                result = state.process(mine)
-            except Exception as error:
-                del self._requests[name]
-                self._channel.send(Abort(name))
-                outbox.put_nowait(error)
-                continue
-            if isinstance(state, RequestState):
-                for index in stopped_by_text(mine, state):
-                    self._channel.send(Abort(name, index))
-            if state.finished:
-                del self._requests[name]
-            if result is not None:
-                outbox.put_nowait(result)
-
-    def _fail_all(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
+        """Fail everything in flight after the end of the engine."""
         self._reader.cancel()
-        requests, self._requests = self._requests, {}
-        for _, outbox in requests.values():
-            outbox.put_nowait(EngineDead(reason))
+        self.fail_all(EngineDead(reason))
         if self._integrity is not None:
             self._integrity.set_exception(EngineDead(reason))
             self._integrity = None
-        for change in self._lora_changes.values():
-            if not change.done():
-                change.set_exception(EngineDead(reason))
         for callback in self._on_dead:
             callback(reason)
 
 
-def _takes_long(request: GenerationRequest) -> bool:
-    """Whether reading and checking a request may take milliseconds: texts to tokenize, arrays, images, long lists."""
+def is_slow(request: GenerationRequest | PoolingRequest) -> bool:
+    """Whether `AsyncEngine.process` can take milliseconds (long texts or lists, arrays, images): run it in a thread."""
+    if isinstance(request, PoolingRequest):
+        return len(request.prompt) > LARGE_INPUT or isinstance(request.prompt, tuple)
     params = request.sampling
     arrays = (request.prompt_embeds, request.prompt_embedding_table, request.draft)
     lists = (request.prompt, params.allowed_token_ids or (), params.logit_bias, params.stop_token_ids)
     return (
         bool(request.images or params.bad_words or params.stop_words or params.embedding_bias)
         or any(value is not None for value in arrays)
-        or any(len(values) > LONG_INPUT for values in lists)
+        or any(len(values) > LARGE_INPUT for values in lists)
     )

@@ -1,84 +1,81 @@
-"""Turns a request for text into one for the engine core."""
+"""Conversion of client requests to requests for the engine core: tokenization and checks."""
 
 from __future__ import annotations
 
+import msgspec
+
+from neso.engine.client.request_arrays import (
+    checked_draft,
+    embeddings_as_prompt,
+    insert_virtual_tokens,
+)
 from neso.engine.core.request import EngineRequest, InputEmbeddings, PromptImage
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LORA_DISABLED
-from neso.engine.open_tokenizer import EngineText
-from neso.engine.prompt_vectors import PromptVectors
 from neso.engine.sampling.limits import check_sampling, check_tokens
-from neso.engine.spec_decode.request_draft import checked_draft
-from neso.engine.text.tokenizer import NO_TOKENIZER
+from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer
 from neso.engine.vision.image_prompt import ImagePrompt
-from neso.generation import GenerationRequest, InvalidParameter, SamplingParams, check_prompt_length
+from neso.generation import (
+    GenerationRequest,
+    InvalidParameter,
+    PoolingParams,
+    PoolingRequest,
+    SamplingParams,
+    check_prompt_length,
+)
+
+_NO_SAMPLING = SamplingParams()
 
 
 class InputProcessor:
-    """Tokenizes and checks against the limits of one model."""
+    """Tokenizes requests and checks them against the limits of one model. Thread-safe."""
 
-    def __init__(self, tokenizer: EngineText, info: EngineInfo, images: ImagePrompt | None = None) -> None:
+    def __init__(
+        self, tokenizer: EngineTokenizer, info: EngineInfo, images: ImagePrompt | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = info.max_model_len
         self._info = info
-        self._generates = info.generates
         self._images = images
-        self._vectors = PromptVectors(info)
-        # A configuration may name tokens that the model has no logits for.
+        # The configuration can name tokens for which the model has no logits.
         self._eos_token_ids = [token for token in tokenizer.eos_token_ids if 0 <= token < info.vocab_size]
 
     def process(self, request: GenerationRequest) -> EngineRequest:
-        """Raises `InvalidParameter` for what the model cannot do.
+        """Raises `InvalidParameter` if the model does not support the request.
 
-        `max_tokens` beyond the model's length is cut to it: such a sequence ends with the reason "length".
+        `max_tokens` is limited to the model's length; such a sequence ends with the finish reason "length".
         """
-        if not self._generates:
-            raise InvalidParameter("model", "gives vectors, not text: its checkpoint has no head for tokens")
+        info, params = self._info, request.sampling
+        if not info.generates:
+            raise InvalidParameter("model", "has no LM head; only embeddings are available")
         prompt, embeddings = self._prompt(request)
-        prompt, images = self._place_images(request, prompt)
+        prompt, images = self._insert_images(request, prompt)
         check_prompt_length(len(prompt), self._max_model_len)
-        params = request.sampling
-        if request.lora is not None and not self._info.lora.enabled:
+        if request.lora is not None and not info.lora.enabled:
             raise InvalidParameter("lora_name", LORA_DISABLED)
         bad_words = self._bad_word_sequences(params)
-        check_sampling(
-            params,
-            bad_words,
-            max_num_seqs=self._info.max_num_seqs,
-            vocab_size=self._info.vocab_size,
-        )
-        if params.guided_decoding is not None and self._tokenizer.token_bytes(0) is None:
-            raise InvalidParameter(
-                params.guided_decoding.field, "this model's tokenizer has no bytes for single tokens"
-            )
-        if params.stop and (not request.detokenize or self._tokenizer is NO_TOKENIZER):
-            raise InvalidParameter(
-                "stop", "is looked for in the text, and none is made of this request's tokens"
-            )
+        check_sampling(params, bad_words, max_num_seqs=info.max_num_seqs, vocab_size=info.vocab_size)
+        self._check_text_features(request)
         if request.queue_timeout_ms is not None and not request.queue_timeout_ms > 0:
             raise InvalidParameter("queue_timeout_ms", f"must be above 0, got {request.queue_timeout_ms}")
         if (embeddings is not None or images) and params.prompt_logprobs is not None:
-            raise InvalidParameter(
-                "prompt_logprobs", "a prompt with vectors has tokens without probabilities"
-            )
+            raise InvalidParameter("prompt_logprobs", "not available for a prompt with embeddings or images")
         room = self._max_model_len - len(prompt)
         if params.min_tokens > room:
             raise InvalidParameter(
                 "min_tokens", f"{params.min_tokens} tokens do not fit, there is room for {room}"
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        self._info.scores.check(
-            params,
-            num_prompt_tokens=len(prompt),
-            max_tokens=max_tokens,
-            vocab_size=self._info.vocab_size,
+        info.scores.check(
+            params, num_prompt_tokens=len(prompt), max_tokens=max_tokens, vocab_size=info.vocab_size
         )
+        eos_token_ids = () if params.ignore_eos else self._eos_token_ids
         return EngineRequest(
             request_id=request.request_id,
             prompt_token_ids=prompt,
             sampling=params,
             max_tokens=max_tokens,
-            end_token_ids=self._end_token_ids(params),
+            end_token_ids=frozenset((*eos_token_ids, *params.stop_token_ids)),
             bad_words=tuple(bad_words),
             priority=request.priority,
             cache_identity=(request.cache_salt,),
@@ -86,9 +83,59 @@ class InputProcessor:
             queue_timeout_ms=request.queue_timeout_ms,
             input_embeddings=embeddings,
             images=images,
-            draft=checked_draft(request, self._info.vocab_size),
+            draft=checked_draft(request, info.vocab_size),
             retention=request.retention,
         )
+
+    def process_pooling(self, request: PoolingRequest) -> EngineRequest:
+        """Raises `InvalidParameter` if the model does not support the request."""
+        params = self._pooling_params(request)
+        token_ids, token_types = self._pooling_tokens(request)
+        return EngineRequest(
+            request_id=request.request_id,
+            prompt_token_ids=token_ids,
+            sampling=_NO_SAMPLING,
+            max_tokens=1,
+            priority=request.priority,
+            pooling=params,
+            # The identity of generation without a salt, so that both share cached prefixes.
+            cache_identity=("",),
+            token_type_ids=token_types if any(token_types) else [],
+        )
+
+    def _prompt(self, request: GenerationRequest) -> tuple[list[int], InputEmbeddings | None]:
+        """Token ids, and the embeddings that replace some of them."""
+        embeddings = None
+        if request.prompt_embeds is not None:
+            ids, embeddings = embeddings_as_prompt(request, self._info)
+        elif request.prompt_embedding_table is not None:
+            ids, embeddings = insert_virtual_tokens(request, self._token_ids(request), self._info)
+        else:
+            ids = self._token_ids(request)
+        if not isinstance(request.prompt, str):
+            check_tokens("prompt", ids, self._info.vocab_size)
+        return ids, embeddings
+
+    def _token_ids(self, request: GenerationRequest) -> list[int]:
+        if isinstance(request.prompt, str):
+            return self._tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        return list(request.prompt)
+
+    def _insert_images(
+        self, request: GenerationRequest, ids: list[int]
+    ) -> tuple[list[int], list[PromptImage]]:
+        """Expand the image tokens of the prompt. Returns the prompt and the decoded images."""
+        if self._images is None:
+            if request.images:
+                raise InvalidParameter("images", "this model takes text only")
+            return ids, []
+        if request.prompt_embeds is not None or request.prompt_embedding_table is not None:
+            if request.images:
+                raise InvalidParameter("images", "cannot be given beside other vectors")
+            return ids, []
+        # Before the images are decoded.
+        check_prompt_length(self._images.expanded_length(ids), self._max_model_len)
+        return self._images.place(request, ids)
 
     def _bad_word_sequences(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """Token sequences of the bad words; texts as encoded at the start of a line and after a space."""
@@ -98,37 +145,53 @@ class InputProcessor:
         encoded = map(tuple, self._tokenizer.encode_batch(texts, add_special_tokens=False))
         return [ids for ids in dict.fromkeys([*given, *encoded]) if ids]
 
-    def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset((*(() if params.ignore_eos else self._eos_token_ids), *params.stop_token_ids))
+    def _check_text_features(self, request: GenerationRequest) -> None:
+        """Check the features that need a tokenizer."""
+        params = request.sampling
+        if params.guided_decoding is not None and self._tokenizer.token_bytes(0) is None:
+            raise InvalidParameter(
+                params.guided_decoding.field, "this model's tokenizer has no bytes for single tokens"
+            )
+        if params.stop and (not request.detokenize or self._tokenizer is NO_TOKENIZER):
+            raise InvalidParameter("stop", "stop strings need detokenization, which is off for this request")
 
-    def _prompt(self, request: GenerationRequest) -> tuple[list[int], InputEmbeddings | None]:
-        """Token ids, and the vectors that stand in place of some."""
-        embeddings = None
-        if request.prompt_embeds is not None:
-            ids, embeddings = self._vectors.whole_prompt(request)
-        elif request.prompt_embedding_table is not None:
-            ids, embeddings = self._vectors.with_table(request, self._token_ids(request))
+    def _pooling_params(self, request: PoolingRequest) -> PoolingParams:
+        params, pooling = request.params, self._info.pooling
+        if pooling is None:
+            raise InvalidParameter("task", f"the runner of this model ({self._info.runner}) gives no vectors")
+        if params.task not in pooling.tasks:
+            raise InvalidParameter("task", f"this model has no classifier: it cannot {params.task}")
+        if params.dimensions is not None and params.dimensions > pooling.dimensions:
+            raise InvalidParameter(
+                "dimensions", f"is {params.dimensions}, embeddings of this model have {pooling.dimensions}"
+            )
+        # The core decides by the kind of pooling which logits it needs: resolve the default here.
+        return msgspec.structs.replace(params, pooling=params.pooling or pooling.kind)
+
+    def _pooling_tokens(self, request: PoolingRequest) -> tuple[list[int], list[int]]:
+        """Token ids and token types."""
+        # The KV cache of a decoder needs room for one more token than is pooled.
+        max_tokens = self._max_model_len - 1 if self._info.num_blocks else self._max_model_len
+        limit = request.truncate_prompt_tokens
+        if limit == -1:
+            limit = max_tokens
+        elif limit is not None and not 1 <= limit <= max_tokens:
+            raise InvalidParameter(
+                "truncate_prompt_tokens", f"must be -1 or between 1 and {max_tokens}, got {limit}"
+            )
+        prompt = request.prompt
+        if isinstance(prompt, list):
+            check_tokens("prompt", prompt, self._info.vocab_size)
+            token_ids, token_types = prompt[:limit], list[int]()
         else:
-            ids = self._token_ids(request)
-        if not isinstance(request.prompt, str):
-            check_tokens("prompt", ids, self._info.vocab_size)
-        return ids, embeddings
-
-    def _place_images(
-        self, request: GenerationRequest, ids: list[int]
-    ) -> tuple[list[int], list[PromptImage]]:
-        if self._images is None:
-            if request.images:
-                raise InvalidParameter("images", "this model takes text only")
-            return ids, []
-        if request.prompt_embeds is not None or request.prompt_embedding_table is not None:
-            if request.images:
-                raise InvalidParameter("images", "cannot be given beside other vectors")
-            return ids, []
-        check_prompt_length(self._images.expanded_length(ids), self._max_model_len)  # before they are decoded
-        return self._images.place(request, ids)
-
-    def _token_ids(self, request: GenerationRequest) -> list[int]:
-        if isinstance(request.prompt, str):
-            return self._tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return list(request.prompt)
+            text, second = (prompt, None) if isinstance(prompt, str) else prompt
+            token_ids, token_types = self._tokenizer.encode_pair(
+                text, second, add_special_tokens=request.add_special_tokens, max_tokens=limit
+            )
+        if not token_ids:
+            raise InvalidParameter("prompt", "is empty")
+        if len(token_ids) > max_tokens:
+            raise InvalidParameter(
+                "prompt", f"is {len(token_ids)} tokens long; this model takes at most {max_tokens}"
+            )
+        return token_ids, token_types

@@ -1,32 +1,25 @@
-"""The engine for scripts: prompts in, texts out, no server."""
+"""`neso.LLM`: offline inference with an engine in the process of the caller."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.client.input_processor import InputProcessor
-from neso.engine.client.output_processor import RequestState, stopped_by_text
+from neso.engine.client.engine_client import EngineClient, Output, load_engine_tokenizer
+from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
-from neso.engine.core.request import SequenceOutput
 from neso.engine.errors import EngineError
+from neso.engine.ipc.engine_process import EngineService
+from neso.engine.ipc.messages import Command
 from neso.engine.load.loader import load_engine
-from neso.engine.loop.engine_core import EngineCore
-from neso.engine.lora.config import LORA_DISABLED
-from neso.engine.lora.manager import LoraManager
-from neso.engine.open_tokenizer import open_tokenizer
-from neso.engine.pooling.input import PoolingInput
-from neso.engine.pooling.pooled_state import PooledState
-from neso.engine.prompts import Prompt, as_batch, request_for
 from neso.engine.vision.image_prompt import open_image_prompt
 from neso.engine.weights.hub import resolve_model
 from neso.generation import (
@@ -43,11 +36,19 @@ from neso.generation import (
 from neso.generation.pooling import Scoring
 from neso.generation.request import split_images
 
+Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[Any]
+"""Text, token ids, embeddings float[P, hidden_size], or a mapping with fields of `GenerationRequest`."""
+
 PoolingPrompt = str | list[int] | tuple[str, str]
-"""Text, token ids that are taken as they are, or a pair of texts."""
+"""Text, token ids that are used unchanged, or a pair of texts."""
 
 Lora = str | LoraRequest | None
-"""An adapter by its name, or by a request that also says where it is."""
+"""A LoRA adapter by name, or a request with its source."""
+
+_PROMPT_FIELDS = (
+    *("prompt", "prompt_embeds", "prompt_embedding_table", "prompt_vocab_size", "images"),
+    *("cache_salt", "priority", "queue_timeout_ms"),
+)
 
 
 class LLM:
@@ -56,20 +57,17 @@ class LLM:
     >>> llm = LLM("path/to/checkpoint")
     >>> results = llm.generate(["Hello", "Hi"], SamplingParams(temperature=0, max_tokens=16))
 
-    Raises `EngineError` when the model cannot be loaded, `ModelNotFound` when it is nowhere.
+    Raises `EngineError` if the model cannot be loaded, `ModelNotFound` if it does not exist. Not thread-safe.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         directory = resolve_model(model)
         config = EngineConfig.from_options(str(directory), options)
-        self.tokenizer = open_tokenizer(config)
+        self.tokenizer = load_engine_tokenizer(config)
         self.core, self.info = load_engine(config)
-        self._input = InputProcessor(
-            self.tokenizer, self.info, open_image_prompt(directory, self.info.vision)
-        )
-        self._pooling_input = PoolingInput(self.tokenizer, self.info)
-        self._names = itertools.count()
-        self._in_flight: dict[str, _InFlight] = {}
+        images = open_image_prompt(directory, self.info.vision)
+        self._client = EngineClient(self._send, self.info, self.tokenizer, images)
+        self._service = EngineService(self.core, self._client.handle)
 
     def generate(
         self,
@@ -80,20 +78,20 @@ class LLM:
         progress: bool = True,
         drafts: Sequence[DraftTokens | None] | None = None,
     ) -> list[GenerationOutput]:
-        """Continue all prompts, batched in flight; outputs in the order of the prompts.
+        """Continue all prompts, batched together; returns the outputs in the order of the prompts.
 
-        One `SamplingParams` for all, or one each; None: see `get_default_sampling_params`. The same for `lora`, names
-        of adapters or `LoraRequest`. `drafts`: what may follow each prompt. Raises `InvalidParameter` before anything
-        runs if one is bad; a bad grammar or adapter is found when it is compiled or loaded, while other prompts run
-        already.
+        `sampling`: one for all or one each; None: see `get_default_sampling_params`. `lora`: the same, with names of
+        adapters or `LoraRequest`. `drafts`: draft tokens for each prompt. Raises `InvalidParameter` before any prompt
+        runs, except for invalid grammars and adapters, which are found when they are compiled or loaded.
         """
-        batch = as_batch(prompts)
+        batch = _as_batch(prompts)
         requests = self._requests_for(batch, sampling, lora)
         if drafts is not None:
             requests = [replace(r, draft=draft) for r, draft in zip(requests, drafts, strict=True)]
-        messages: dict[str, list[GenerationOutput]] = {request.request_id: [] for request in requests}
+        states = self._process(requests)
+        messages: dict[str, list[GenerationOutput]] = {state.request.request_id: [] for state in states}
         with _progress_bar(len(batch), shown=progress) as advance:
-            for output in self._run(requests):
+            for output in cast(Iterator[GenerationOutput], self._run(states)):
                 messages[output.request_id].append(output)
                 advance(len(output.outputs), output.finished)
         return [
@@ -104,8 +102,9 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, lora: Lora = None
     ) -> Iterator[GenerationOutput]:
-        """Continue one prompt and give every step's output as it comes. Closing the iterator aborts."""
-        yield from self._run(self._requests_for([prompt], sampling, lora))
+        """Continue one prompt and yield the output of every step. Closing the iterator aborts."""
+        states = self._process(self._requests_for([prompt], sampling, lora))
+        yield from cast(Iterator[GenerationOutput], self._run(states))
 
     def chat(
         self,
@@ -115,9 +114,9 @@ class LLM:
         lora: Lora = None,
         **template: Any,
     ) -> GenerationOutput:
-        """Answer a conversation, by the model's chat template.
+        """Answer a conversation, with the model's chat template; `template` are its variables.
 
-        Images are content parts of type "image_url" (with a data: URL) or "image" (with what a request takes).
+        Images are content parts of type "image_url" (with a data: URL) or "image" (with an image as in a request).
         """
         messages, images = split_images(messages)
         prompt = self.tokenizer.apply_chat_template(messages, **template)
@@ -126,62 +125,49 @@ class LLM:
         return replace(result, prompt=ids)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What prompts without any have: the values of the checkpoint's generation_config.json, where it has some."""
+        """Sampling parameters of prompts without any, from the checkpoint's generation_config.json."""
         return self.info.default_sampling.params()
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter, in place of the one that has its name; needs the option `enable_lora`.
+        """Load an adapter, replacing one of the same name; needs the option `enable_lora`.
 
         Raises `EngineError` if it cannot be loaded.
         """
-        errors: list[Exception | None] = []
-        self._adapters.load(LoraRequest(name=name, path=str(path)), errors.append)
-        while not errors:
-            self._route(self.core.step())
-        if errors[0] is not None:
-            raise EngineError(str(errors[0]))
+        self._change_lora(LoraRequest(name=name, path=str(path)))
 
     def unload_lora(self, name: str) -> None:
-        """Forget an adapter; runs that use it go on. Raises `EngineError` if there is none."""
-        if not self._adapters.unload(name):
-            raise EngineError(f"there is no adapter '{name}'")
+        """Unload an adapter; requests in flight finish with it. Raises `EngineError` if there is none."""
+        self._change_lora(name)
 
     def list_loras(self) -> dict[str, str | None]:
-        """The adapters that can be named, with the paths of those that have one."""
-        return self._adapters.names() if self.info.lora.enabled else {}
-
-    @property
-    def _adapters(self) -> LoraManager:
-        lora = self.core.addon(LoraManager) if isinstance(self.core, EngineCore) else None
-        if lora is None:
-            raise EngineError(LORA_DISABLED)
-        return lora
+        """Names of the loaded adapters, with the path of those that were loaded from one."""
+        return self._client.list_loras()
 
     def embed(
         self, prompts: PoolingPrompt | Sequence[PoolingPrompt], params: PoolingParams | None = None
     ) -> npt.NDArray[np.float32]:
-        """An embedding of each prompt, float32[N, dimensions]; pairs are given as tuples.
+        """Embeddings of the prompts, float32[N, dimensions]; pairs of texts are tuples.
 
-        Raises `InvalidParameter` before anything runs if a prompt or a parameter is bad.
+        Raises `InvalidParameter` before any prompt runs.
         """
-        pooled = self.pool(_pooling_batch(prompts), params)
+        pooled = self.pool(_as_pooling_batch(prompts), params)
         return np.stack([output.values for output in pooled])
 
     def score(
         self, query: str | Sequence[str], documents: str | Sequence[str], *, truncate: bool = True
     ) -> npt.NDArray[np.float32]:
-        """How well each document answers the query, or each its own query: float32[N].
+        """Relevance of each document to the query, or to its own query: float32[N].
 
-        By the model's classifier where it has one with one output (a cross-encoder), else the cosine of the
-        embeddings. A pair that is too long is cut, unless `truncate` is False. Raises `InvalidParameter`.
+        Scores are from the model's classifier if it has one output (cross-encoder), else the cosine similarity of
+        embeddings. Pairs that are too long are truncated, unless `truncate` is False. Raises `InvalidParameter`.
         """
         scoring = Scoring.of(self.info.pooling, query, documents)
-        cut = -1 if truncate else None
-        return scoring.scores(self.pool(scoring.prompts, scoring.params, truncate_prompt_tokens=cut))
+        limit = -1 if truncate else None
+        return scoring.scores(self.pool(scoring.prompts, scoring.params, truncate_prompt_tokens=limit))
 
     def classify(self, prompts: PoolingPrompt | Sequence[PoolingPrompt]) -> npt.NDArray[np.float32]:
-        """The classifier's probabilities, float32[N, labels]; `info.pooling.labels` names them."""
-        pooled = self.pool(_pooling_batch(prompts), PoolingParams(task="classify"))
+        """Class probabilities, float32[N, labels]; `info.pooling.labels` has the names."""
+        pooled = self.pool(_as_pooling_batch(prompts), PoolingParams(task="classify"))
         return np.stack([output.values for output in pooled])
 
     def pool(
@@ -191,22 +177,15 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PooledOutput]:
-        """A vector of each prompt, as `params` say. Raises `InvalidParameter`, `EngineError`."""
-        prepared = [
-            self._pooling_input.process(
-                PoolingRequest(
-                    prompt,
-                    params or PoolingParams(),
-                    request_id=f"request-{next(self._names)}",
-                    truncate_prompt_tokens=truncate_prompt_tokens,
-                )
-            )
+        """Pooled vectors of the prompts, in their order. Raises `InvalidParameter`, `EngineError`."""
+        params = params or PoolingParams()
+        states = self._process(
+            PoolingRequest(prompt, params, truncate_prompt_tokens=truncate_prompt_tokens)
             for prompt in prompts
-        ]
-        states = {request.request_id: PooledState(request) for request in prepared}
-        # They come in the order of the engine's steps.
-        pooled = {output.request_id: output for output in self._follow(states)}
-        return [cast(PooledOutput, pooled[name]) for name in states]
+        )
+        # Results come in the order of the engine's steps.
+        pooled = {output.request_id: cast(PooledOutput, output) for output in self._run(states)}
+        return [pooled[state.request.request_id] for state in states]
 
     def _requests_for(
         self,
@@ -222,71 +201,64 @@ class LLM:
             lora = [lora] * len(prompts)
         if len(lora) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(lora)} adapters")
+        adapters = [LoraRequest(name=adapter) if isinstance(adapter, str) else adapter for adapter in lora]
         return [
-            replace(
-                request_for(prompt, params, f"request-{next(self._names)}"),
-                lora=LoraRequest(name=adapter) if isinstance(adapter, str) else adapter,
-            )
-            for prompt, params, adapter in zip(prompts, sampling, lora, strict=True)
+            _request_for(prompt, params, adapter)
+            for prompt, params, adapter in zip(prompts, sampling, adapters, strict=True)
         ]
 
-    def _run(self, requests: list[GenerationRequest]) -> Iterator[GenerationOutput]:
-        """Outputs of `requests` as they come. Several runs may be under way: each gets its own outputs."""
-        prepared = [self._input.process(request) for request in requests]
-        states = {request.request_id: RequestState(request, self.tokenizer) for request in prepared}
-        yield from cast(Iterator[GenerationOutput], self._follow(states))
+    def _process(
+        self, requests: Iterable[GenerationRequest | PoolingRequest]
+    ) -> list[RequestState | PooledState]:
+        return [self._client.process(request) for request in requests]
 
-    def _follow(
-        self, states: Mapping[str, RequestState | PooledState]
-    ) -> Iterator[GenerationOutput | PooledOutput]:
-        """Start requests and give what comes of them."""
-        mine = {name: _InFlight(state) for name, state in states.items()}
-        self._in_flight |= mine
+    def _run(self, states: Sequence[RequestState | PooledState]) -> Iterator[Output]:
+        """Submit requests and yield their outputs. Several of these iterators can be active at the same time."""
+        outbox: deque[Output | Exception] = deque()
+        num_unfinished = len(states)
         try:
-            self._route([output for state in states.values() for output in self.core.add(state.request)])
-            while mine:
-                for name, request in list(mine.items()):
-                    while request.outputs:
-                        output = request.outputs.popleft()
-                        if isinstance(output, Exception):
-                            raise output
-                        if output.finished:
-                            del mine[name]
-                        yield output
-                if mine and not any(request.outputs for request in mine.values()):
-                    self._route(self.core.step())
+            for state in states:
+                self._client.submit(state, outbox.append)
+            while num_unfinished:
+                while outbox:
+                    output = outbox.popleft()
+                    if isinstance(output, Exception):
+                        raise output
+                    num_unfinished -= output.finished
+                    yield output
+                if num_unfinished and not outbox:
+                    self._step()
         finally:
-            for name in mine:
-                self._in_flight.pop(name, None)
-                self.core.abort(name)
+            for state in states:
+                self._client.abort(state)
 
-    def _route(self, outputs: list[SequenceOutput]) -> None:
-        for name, group in itertools.groupby(outputs, key=lambda output: output.request_id):
-            request = self._in_flight[name]
-            step = list(group)
-            try:
-                result = request.state.process(step)
-            except (EngineError, InvalidParameter) as error:
-                request.outputs.append(error)
-                self.core.abort(name)
-                continue
-            if isinstance(request.state, RequestState):
-                for index in stopped_by_text(step, request.state):
-                    self.core.abort(name, index)
-            if request.state.finished:
-                del self._in_flight[name]
-            if result is not None:
-                request.outputs.append(result)
+    def _step(self) -> None:
+        self._client.dispatch(self._service.step())
+
+    def _send(self, command: Command) -> None:
+        if outputs := self._service.apply(command):
+            self._client.dispatch(outputs)
+
+    def _change_lora(self, change: LoraRequest | str) -> None:
+        messages: list[str] = []
+        self._client.change_lora(change, messages.append)
+        while not messages:
+            self._step()
+        if messages[0]:
+            raise EngineError(messages[0])
 
 
-@dataclass(slots=True)
-class _InFlight:
-    state: RequestState | PooledState
-    outputs: deque[GenerationOutput | PooledOutput | Exception] = field(default_factory=deque)
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One or several prompts as a list."""
+    if isinstance(prompts, (str, Mapping)) or (isinstance(prompts, np.ndarray) and prompts.ndim == 2):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
+        return [[int(cast(int, token)) for token in prompts]]
+    return list(prompts)
 
 
-def _pooling_batch(prompts: PoolingPrompt | Sequence[PoolingPrompt]) -> list[PoolingPrompt]:
-    """One prompt or several, as several; a tuple of two texts is one prompt, a pair."""
+def _as_pooling_batch(prompts: PoolingPrompt | Sequence[PoolingPrompt]) -> list[PoolingPrompt]:
+    """One or several prompts as a list; a tuple of two texts is one prompt, a pair."""
     if isinstance(prompts, str) or (isinstance(prompts, tuple) and len(prompts) == 2):
         return [cast(PoolingPrompt, prompts)]
     if prompts and isinstance(prompts[0], int):
@@ -294,9 +266,29 @@ def _pooling_batch(prompts: PoolingPrompt | Sequence[PoolingPrompt]) -> list[Poo
     return cast(list[PoolingPrompt], list(prompts))
 
 
+def _request_for(prompt: Prompt, sampling: SamplingParams, lora: LoraRequest | None) -> GenerationRequest:
+    """Raises `InvalidParameter` for a mapping with an unknown field."""
+    if isinstance(prompt, np.ndarray):
+        return GenerationRequest([], sampling, lora=lora, prompt_embeds=prompt)
+    if not isinstance(prompt, Mapping):
+        return GenerationRequest(prompt, sampling, lora=lora)
+    fields = dict(prompt)
+    if "prompt_token_ids" in fields:  # vLLM's names
+        fields["prompt"] = fields.pop("prompt_token_ids")
+    if "multi_modal_data" in fields:
+        image = fields.pop("multi_modal_data").get("image", ())
+        fields["images"] = image if isinstance(image, (list, tuple)) else (image,)
+    if "images" in fields:
+        fields["images"] = tuple(fields["images"])
+    for name in fields:
+        if name not in _PROMPT_FIELDS:
+            raise InvalidParameter(name, f"unknown in a prompt, known are {', '.join(_PROMPT_FIELDS)}")
+    return GenerationRequest(fields.pop("prompt", []), sampling, lora=lora, **fields)
+
+
 @contextmanager
 def _progress_bar(num_prompts: int, *, shown: bool) -> Iterator[Callable[[int, bool], None]]:
-    """A bar over the prompts, with output tokens per second; gives the function that moves it."""
+    """A progress bar with the output rate; yields `advance(num_tokens, finished)`."""
     if not shown:
         yield lambda tokens, finished: None
         return

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from neso.engine.config import EngineConfig
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, Runner
-from neso.engine.runners.open_model import open_model
-from neso.engine.weights.open_source import open_source
+from neso.engine.runners.registry import open_model
+from neso.engine.weights.checkpoint import open_source
 
 logger = logging.getLogger(__name__)
 _ENGINE = "engine.json"

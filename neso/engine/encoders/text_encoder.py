@@ -1,4 +1,4 @@
-"""An encoder of text: tokens to vectors, and to the logits of its classifier."""
+"""x"""
 
 from __future__ import annotations
 
@@ -7,15 +7,53 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.encoders.classifier import Classifier
-from neso.engine.runners.base import RunnerOptions
-from neso.engine.runners.layer_stack import LayerStack
-from neso.engine.runners.reference.layers import layer_norm
-from neso.engine.specs.encoders.spec import EncoderSpec
-from neso.engine.weights.named_tensors import NamedTensors
-from neso.engine.weights.source import WeightSource
+from neso.engine.runners.base import LayerStack, RunnerOptions
+from neso.engine.runners.numpy_layers import layer_norm
+from neso.engine.specs.encoder_spec import ClassifierSpec, EncoderSpec
+from neso.engine.weights.model_tensors import EncoderTensors
+from neso.engine.weights.source import TensorSource
 
 Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """Two small matrices; weights are [outputs, inputs]."""
+
+    spec: ClassifierSpec
+    dense_weight: Float32Array
+    dense_bias: Float32Array
+    out_weight: Float32Array
+    out_bias: Float32Array
+
+    @classmethod
+    def load(cls, spec: ClassifierSpec, hidden_size: int, tensors: EncoderTensors) -> Classifier:
+        labels = len(spec.labels)
+        return cls(
+            spec,
+            tensors.weight(spec.dense, (hidden_size, hidden_size)),
+            tensors.bias(spec.dense, hidden_size),
+            tensors.weight(spec.out, (labels, hidden_size)),
+            tensors.bias(spec.out, labels),
+        )
+
+    def logits(self, first: Float32Array) -> Float32Array:
+        """float32[S, labels] of the first tokens' vectors float32[S, hidden]."""
+        dense = first @ self.dense_weight.T + self.dense_bias
+        activated = np.tanh(dense) if self.spec.activation == "tanh" else np.maximum(dense, np.float32(0))
+        logits: Float32Array = activated @ self.out_weight.T + self.out_bias
+        return logits
+
+    def activate(self, logits: Float32Array) -> Float32Array:
+        """Probabilities of float32[S, labels]: a sigmoid of one, or where classes do not exclude each other."""
+        if self.spec.multi_label or len(self.spec.labels) == 1:
+            sigmoid: Float32Array = np.float32(1) / (np.float32(1) + np.exp(-logits))
+            return sigmoid
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probabilities: Float32Array = weights / weights.sum(axis=-1, keepdims=True)
+        return probabilities
+
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -53,10 +91,10 @@ class TextEncoder:
 
     @classmethod
     def load(
-        cls, spec: EncoderSpec, source: WeightSource, stack: type[LayerStack], options: RunnerOptions
+        cls, spec: EncoderSpec, source: TensorSource, stack: type[LayerStack], options: RunnerOptions
     ) -> TextEncoder:
         """Raises `CheckpointError` when a tensor is missing or does not fit, `UnsupportedOption`."""
-        tensors = NamedTensors(source, (spec.prefix,))
+        tensors = EncoderTensors(source, (spec.prefix,))
         classifier = None
         if spec.classifier is not None:
             classifier = Classifier.load(spec.classifier, spec.hidden_size, tensors)
@@ -95,7 +133,7 @@ class _Tables:
     norm_bias: Float32Array
 
     @classmethod
-    def load(cls, spec: EncoderSpec, tensors: NamedTensors) -> _Tables:
+    def load(cls, spec: EncoderSpec, tensors: EncoderTensors) -> _Tables:
         hidden, names = spec.hidden_size, spec.tensor_names
         types = spec.num_token_types
         return cls(

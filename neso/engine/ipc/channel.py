@@ -1,4 +1,4 @@
-"""The server's side of the channel to an engine."""
+"""Client side of the channel to an engine process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ import zmq.asyncio
 from neso.engine.config import EngineConfig
 from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
 from neso.engine.errors import EngineDead
-from neso.engine.ipc.engine_loop import run_engine
-from neso.engine.ipc.messages import Command, Event, Shutdown, command_encoder, event_decoder
-
-
-class Unsendable(ValueError):
-    """A command holds what no message can: an integer beyond 64 bits, text that is not Unicode."""
+from neso.engine.ipc.engine_process import run_engine
+from neso.engine.ipc.messages import Command, Event, Shutdown, Unsendable, command_encoder, event_decoder
 
 
 class EngineChannel:
-    """A ZeroMQ pair to an engine; commands are gathered and sent as one message a turn of the event loop.
+    """A ZeroMQ pair to an engine; the commands of one turn of the event loop are sent as one message.
 
-    Belongs to the event loop that it was made on.
+    Belongs to the event loop that it was created on.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
@@ -38,14 +34,14 @@ class EngineChannel:
         self._pending: list[msgspec.Raw] = []
         self._loop = asyncio.get_running_loop()
         self.dead: asyncio.Future[str] = self._loop.create_future()
-        """Resolved, with the reason, when the engine has gone."""
+        """Resolved with the reason when the engine has ended."""
 
     def send(self, command: Command) -> None:
-        """Queue a command. Does nothing once the engine is dead. Raises `Unsendable`."""
+        """Queue a command; ignored after the end of the engine. Raises `Unsendable`."""
         if self.dead.done():
             return
         try:
-            # Here and not when all are sent: whoever gave it is told, and the others' commands are not lost with it.
+            # Encoded here and not in `_flush`: an error reaches its caller and does not affect other commands.
             encoded = msgspec.Raw(command_encoder.encode(command))
         except (ValueError, TypeError, OverflowError) as error:
             raise Unsendable(str(error)) from None
@@ -54,15 +50,15 @@ class EngineChannel:
         self._pending.append(encoded)
 
     async def receive(self) -> Event:
-        """The engine's next message; waits for ever if the engine is dead: watch `dead` beside it."""
+        """The next event of the engine; never returns after its end, see `dead`."""
         return event_decoder.decode(await self._socket.recv())
 
     async def receive_first(self) -> Event:
-        """The message that says whether the engine came up. Raises `EngineDead`."""
+        """The first event: `EngineInfo` or `LoadFailed`. Raises `EngineDead`."""
         message = asyncio.ensure_future(self.receive())
         await asyncio.wait((message, self.dead), return_when=asyncio.FIRST_COMPLETED)
         if not message.done():
-            # Its last words may still be on the way.
+            # Its last message can still be in transit.
             await asyncio.wait((message,), timeout=0.5)
         if message.done():
             return message.result()
@@ -70,7 +66,7 @@ class EngineChannel:
         raise EngineDead(self.dead.result())
 
     async def close(self, timeout: float) -> None:
-        """End the engine; the forceful way after `timeout` seconds."""
+        """Shut the engine down; kill it after `timeout` seconds."""
         self.send(Shutdown())
         self._flush()
         self._socket.close(linger=1000)
@@ -78,12 +74,12 @@ class EngineChannel:
     def _flush(self) -> None:
         commands, self._pending = self._pending, []
         if commands and not self._socket.closed:
-            # The pair has no high-water mark, so this never waits.
+            # The socket has no high-water mark, so this never blocks.
             self._socket.send(command_encoder.encode(commands))
 
 
 class ProcessChannel(EngineChannel):
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="neso-"))
@@ -98,7 +94,7 @@ class ProcessChannel(EngineChannel):
             [*command, msgspec.json.encode(config).decode()], stdin=subprocess.PIPE, pass_fds=(child_end,)
         )
         os.close(child_end)
-        # The child holds the only write end of this pipe: it reads as closed when the child ends, however it ends.
+        # The child has the only write end of this pipe: the read end reports EOF however the child ends.
         self._loop.add_reader(self._alive, self._on_exit)
 
     async def close(self, timeout: float) -> None:
@@ -116,17 +112,17 @@ class ProcessChannel(EngineChannel):
         if self.process.stdin is not None:
             self.process.stdin.close()
         shutil.rmtree(self._directory, ignore_errors=True)
-        self.dead.set_result(f"the engine process has ended ({_how_ended(code)})")
+        self.dead.set_result(f"the engine process has ended ({_describe_exit(code)})")
 
 
-def _how_ended(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code == HANG_STATUS:
         return "a step took longer than step_timeout"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
 class ThreadChannel(EngineChannel):
-    """An engine in a thread of this process, for tests: the same loop, the same messages."""
+    """An engine in a thread of this process, for tests, with the same loop and messages."""
 
     def __init__(self, config: EngineConfig) -> None:
         context = zmq.asyncio.Context.instance()
@@ -149,7 +145,7 @@ class ThreadChannel(EngineChannel):
         from neso.engine.load.loader import load_engine
 
         try:
-            # A thread cannot be ended: a step that hangs is only told of.
+            # A thread cannot be killed: a hanging step is only logged.
             run_engine(
                 socket,
                 lambda: load_engine(config),
@@ -160,5 +156,5 @@ class ThreadChannel(EngineChannel):
 
 
 def open_channel(config: EngineConfig, *, in_process: bool) -> EngineChannel:
-    """Start an engine; its first message is `EngineInfo` or `LoadFailed`."""
+    """Start an engine; see `EngineChannel.receive_first`."""
     return ThreadChannel(config) if in_process else ProcessChannel(config)

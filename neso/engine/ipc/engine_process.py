@@ -1,27 +1,213 @@
-"""The program of an engine process: `python -m neso.engine.ipc.engine_process ADDRESS CONFIG_JSON`.
+"""Engine process: `python -m neso.engine.ipc.engine_process ADDRESS CONFIG_JSON` runs an engine for one client.
 
-Standard input is a pipe whose other end the server holds: when it closes, the server is gone, and so is this.
+Standard input is a pipe whose other end the client holds: this process exits when it closes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from neso.engine.config import EngineConfig
+from neso.engine.core.block_pool import IntegrityError
+from neso.engine.core.request import SequenceOutput
 from neso.engine.diagnostics.watchdog import HANG_STATUS, StepWatchdog
-from neso.engine.ipc.engine_loop import run_engine
-from neso.engine.load.loader import load_engine
+from neso.engine.encoders.encoder_core import EncoderCore
+from neso.engine.errors import EngineError
+from neso.engine.ipc.messages import (
+    Abort,
+    Add,
+    CheckIntegrity,
+    Command,
+    EngineInfo,
+    Event,
+    Integrity,
+    InvalidCommand,
+    LoadFailed,
+    LoadLora,
+    LoraDone,
+    LoraNames,
+    Shutdown,
+    StepOutputs,
+    UnloadLora,
+    decode_commands,
+    event_encoder,
+)
+from neso.engine.loop.engine_core import EngineCore
+from neso.engine.lora.config import LORA_DISABLED, AdapterError
+from neso.engine.lora.manager import LoraManager
+
+logger = logging.getLogger(__name__)
+
+Core = EngineCore | EncoderCore
+
+
+class EngineService:
+    """Applies commands to an engine core. Outputs are returned, other events are passed to `emit`."""
+
+    def __init__(self, core: Core, emit: Callable[[Event], None]) -> None:
+        self.core = core
+        self._emit = emit
+        self._lora = (
+            core.addon(LoraManager) if isinstance(core, EngineCore) else None
+        )  # encoders have no adapters
+        self._lora_revision = 0
+
+    def step(self) -> list[SequenceOutput]:
+        """Run one step of the core."""
+        outputs = self.core.step()
+        self._emit_lora_names()
+        return outputs
+
+    def apply(self, command: Command | InvalidCommand) -> list[SequenceOutput]:
+        """Apply a command. An error is reported to its sender and does not affect other requests."""
+        if isinstance(command, InvalidCommand):
+            return self._fail(command, f"the engine cannot read it: {command.error}")
+        try:
+            return self._apply(command)
+        except Exception as error:
+            logger.exception("a command failed: %s", type(command).__name__)
+            return self._fail(command, f"the engine failed: {error}")
+        finally:
+            self._emit_lora_names()
+
+    def _apply(self, command: Command) -> list[SequenceOutput]:
+        match command:
+            case Add(request):
+                return self.core.add(request)
+            case Abort(request_id, index):
+                self.core.abort(request_id, index)
+            case CheckIntegrity():
+                self._emit(self._check_integrity())
+            case LoadLora() | UnloadLora():
+                self._change_lora(command)
+        return []
+
+    def _fail(self, command: Command | InvalidCommand, message: str) -> list[SequenceOutput]:
+        """Report a failed command to its sender."""
+        match command:
+            case Add(request) | InvalidCommand(request) if request.request_id:
+                return [SequenceOutput.failed(request.request_id, 0, message)]
+            case LoadLora(number) | UnloadLora(number) | InvalidCommand(number=int(number)):
+                self._emit(LoraDone(number, message))
+        return []
+
+    def _change_lora(self, command: LoadLora | UnloadLora) -> None:
+        lora = self._lora
+
+        def done(message: str) -> None:
+            # The names first: the client can use the adapter as soon as it receives `LoraDone`.
+            self._emit_lora_names()
+            self._emit(LoraDone(command.number, message))
+
+        if lora is None:
+            done(LORA_DISABLED)
+        elif isinstance(command, UnloadLora):
+            done("" if lora.unload(command.name) else f"there is no adapter '{command.name}'")
+        else:
+            try:
+                lora.load(command.lora, lambda error: done(str(error or "")))
+            except AdapterError as error:
+                done(str(error))
+
+    def _emit_lora_names(self) -> None:
+        lora = self._lora
+        if lora is not None and lora.revision != self._lora_revision:
+            self._lora_revision = lora.revision
+            self._emit(LoraNames(lora.names()))
+
+    def _check_integrity(self) -> Integrity:
+        try:
+            self.core.check_integrity()
+        except Exception as error:
+            if not isinstance(error, IntegrityError):
+                logger.exception("checking the KV-cache accounting failed")
+            return Integrity(str(error) or type(error).__name__, self.core.stats())
+        return Integrity("", self.core.stats())
+
+
+class EngineLoop:
+    """Receives commands, runs steps and sends events; blocks in the socket when there is no work."""
+
+    def __init__(self, socket: zmq.Socket[bytes], core: Core, watchdog: StepWatchdog) -> None:
+        self._socket = socket
+        self._service = EngineService(core, lambda event: _send(socket, event))
+        self._watchdog = watchdog
+
+    def run(self) -> None:
+        """Run until a `Shutdown` command."""
+        core = self._service.core
+        while True:
+            outputs: list[SequenceOutput] = []
+            commands = self._receive(block=not core.has_work)
+            for command in commands:
+                if isinstance(command, Shutdown):
+                    return
+                outputs += self._service.apply(command)
+            stepped = core.has_work
+            if stepped:
+                self._watchdog.begin()
+                outputs += self._service.step()
+                self._watchdog.end()
+            # Also without outputs, after an abort or a prefill chunk: the client's statistics must be current.
+            if stepped or outputs or commands:
+                _send(self._socket, StepOutputs(outputs, core.stats()))
+
+    def _receive(self, *, block: bool) -> list[Command | InvalidCommand]:
+        """All pending commands."""
+        commands = list(decode_commands(self._socket.recv())) if block else []
+        while True:
+            try:
+                commands += decode_commands(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return commands
+
+
+def _send(socket: zmq.Socket[bytes], event: Event) -> None:
+    # The socket has no high-water mark: it blocks only without a peer, and then the event is not needed.
+    with contextlib.suppress(zmq.Again):
+        socket.send(event_encoder.encode(event), zmq.NOBLOCK)
+
+
+def run_engine(
+    socket: zmq.Socket[bytes],
+    load: Callable[[], tuple[Core, EngineInfo]],
+    watch: Callable[[Core], StepWatchdog],
+) -> None:
+    """Load a model and serve it until `Shutdown`. Closes the socket."""
+    try:
+        try:
+            core, info = load()
+        except EngineError as error:
+            _send(socket, LoadFailed(str(error)))
+            return
+        except Exception as error:
+            logger.exception("loading the model failed")
+            _send(socket, LoadFailed(f"{type(error).__name__}: {error}"))
+            return
+        _send(socket, info)
+        watchdog = watch(core)
+        try:
+            EngineLoop(socket, core, watchdog).run()
+        finally:
+            watchdog.close()
+    finally:
+        socket.close(linger=1000)
 
 
 def main(address: str, config_json: str) -> None:
-    """Connect to the server and serve one model to it."""
-    # Ctrl-C reaches the whole process group; the server decides when its engines end.
+    """Connect to the client and serve one model to it."""
+    from neso.engine.load.loader import load_engine
+
+    # Ctrl-C reaches the whole process group; the client decides when its engines end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True, name="parent-watch").start()
     config = msgspec.json.decode(config_json, type=EngineConfig)
@@ -29,7 +215,7 @@ def main(address: str, config_json: str) -> None:
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.connect(address)
-    # What hangs cannot be told to stop: the server sees the process end, and fails its requests.
+    # A hanging step cannot be interrupted: the client sees the exit of the process and fails its requests.
     run_engine(
         socket,
         lambda: load_engine(config),

@@ -1,4 +1,4 @@
-"""What crosses the channel between a server and an engine process, as msgpack."""
+"""Messages between an engine client and its engine process, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Forget a request, or one of its sequences."""
+    """Abort a request, or one of its sequences."""
 
     request_id: str
     index: int | None = None
 
 
 class CheckIntegrity(msgspec.Struct, frozen=True, tag="check"):
-    """Compare the books of the cache; answered by `Integrity`."""
+    """Check the KV-cache accounting; answered by `Integrity`."""
 
 
 class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
-    """Load an adapter, in place of the one that has its name; answered by `LoraDone` with the same number."""
+    """Load an adapter, replacing one of the same name; answered by `LoraDone` with the same number."""
 
     number: int
     lora: LoraRequest
 
 
 class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
-    """Forget an adapter; requests that use it go on. Answered by `LoraDone`."""
+    """Unload an adapter; requests in flight finish with it. Answered by `LoraDone`."""
 
     number: int
     name: str
@@ -56,10 +56,10 @@ Command = Add | Abort | CheckIntegrity | LoadLora | UnloadLora | Shutdown
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded. Lengths are in tokens, `cache_bytes` is the size of the key-value cache.
+    """The model is loaded. Lengths are in tokens, `cache_bytes` is the size of the KV cache.
 
-    `hidden_size`: width of the vectors that stand for tokens. `generates`: whether it gives text; `pooling`: which
-    vectors it gives, None for none; `vision`: how it takes images. `default_sampling`: see `LanguageModel`.
+    `hidden_size`: width of the token embeddings. `generates`: whether the model has an LM head. `pooling`, `vision`:
+    None if not supported. `default_sampling`: see `LanguageModel`.
     """
 
     runner: str
@@ -84,39 +84,44 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The model could not be loaded, for a reason fit for the user."""
+    """The model could not be loaded; the message is for the user."""
 
     message: str
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
-    """What one step gave, for all requests together."""
+    """Outputs of one step, for all requests."""
 
     outputs: list[SequenceOutput]
     stats: EngineStats
 
 
 class Integrity(msgspec.Struct, frozen=True, tag="integrity"):
-    """Result of `CheckIntegrity`: an empty message if all is well."""
+    """Result of `CheckIntegrity`; the message is empty if the accounting is consistent."""
 
     message: str
     stats: EngineStats
 
 
 class LoraDone(msgspec.Struct, frozen=True, tag="lora_done"):
-    """The end of `LoadLora` or `UnloadLora`, with an empty message if it went well."""
+    """Result of `LoadLora` or `UnloadLora`; the message is empty on success."""
 
     number: int
     message: str
 
 
 class LoraNames(msgspec.Struct, frozen=True, tag="lora_names"):
-    """The adapters that can be asked for have changed: names, with the paths of those that have one."""
+    """The loaded adapters have changed: names, with the path of those that were loaded from one."""
 
     names: dict[str, str | None]
 
 
 Event = EngineInfo | LoadFailed | StepOutputs | Integrity | LoraDone | LoraNames
+
+
+class Unsendable(ValueError):
+    """A command cannot be encoded: an integer beyond 64 bits, invalid Unicode."""
+
 
 command_encoder = msgspec.msgpack.Encoder()
 _raw_commands = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -125,24 +130,24 @@ event_encoder = msgspec.msgpack.Encoder()
 event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
-class _Named(msgspec.Struct):
+class _RequestId(msgspec.Struct):
     request_id: str = ""
 
 
-class UnreadCommand(msgspec.Struct):
-    """A command that could not be decoded: what is known of whom to tell, and why."""
+class InvalidCommand(msgspec.Struct):
+    """A command that could not be decoded, with the ids that its error is reported to."""
 
-    request: _Named = msgspec.field(default_factory=_Named)
+    request: _RequestId = msgspec.field(default_factory=_RequestId)
     number: int | None = None
     error: str = ""
 
 
-def decode_commands(message: bytes) -> Iterator[Command | UnreadCommand]:
-    """The commands of a message; one that does not fit its type spoils none of the others."""
+def decode_commands(message: bytes) -> Iterator[Command | InvalidCommand]:
+    """The commands of a message; an invalid one does not affect the others."""
     for raw in _raw_commands.decode(message):
         try:
             yield _command_decoder.decode(raw)
         except msgspec.MsgspecError as error:
-            unread = msgspec.msgpack.decode(raw, type=UnreadCommand)
-            unread.error = str(error)
-            yield unread
+            invalid = msgspec.msgpack.decode(raw, type=InvalidCommand)
+            invalid.error = str(error)
+            yield invalid

@@ -15,22 +15,18 @@ import numpy.typing as npt
 
 from neso import __version__
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
-from neso.engine.runners.native.engine_files import write_rank
-from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items
+from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items, write_rank
 from neso.engine.runners.native.runner import available_cores
-from neso.engine.runners.native.shard import ShardedTensors, shard_spec
-from neso.engine.specs.decoder_spec import DecoderSpec
+from neso.engine.runners.native.tensor_parallel import ShardedTensors, shard_spec
+from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, all_tensors
 from neso.engine.specs.registry import decoder_spec
-from neso.engine.specs.tensor_part import TensorPart
-from neso.engine.specs.tensor_roles import all_tensors
 from neso.engine.text.tokenizer import Tokenizer
-from neso.engine.weights.checkpoint import SINGLE_FILE
-from neso.engine.weights.engine_directory import CONFIG_FILE, FORMAT, MARK, BuildInfo, EngineDirectory
-from neso.engine.weights.float8_matrix import Float8Matrix
-from neso.engine.weights.model_tensors import ModelTensors
-from neso.engine.weights.open_source import open_source
-from neso.engine.weights.safetensors_writer import SafetensorsWriter
-from neso.engine.weights.source import WeightSource, dense
+from neso.engine.weights.checkpoint import SINGLE_FILE, open_source
+from neso.engine.weights.engine_directory import BUILD_FIELD, CONFIG_FILE, FORMAT, BuildInfo, EngineDirectory
+from neso.engine.weights.model_tensors import DecoderTensors
+from neso.engine.weights.quantized import Float8Matrix, dense
+from neso.engine.weights.safetensors_file import SafetensorsWriter
+from neso.engine.weights.source import TensorSource
 
 Progress = Callable[[int, int], None]
 
@@ -61,11 +57,11 @@ def build_engine(
             raise UnsupportedOption(f"{model} is an engine directory already")
         spec = decoder_spec(source.config)
         rank_spec = shard_spec(spec, tensor_parallel)
-        dtype = str(dense_dtype(ModelTensors(spec, source), options))
+        dtype = str(dense_dtype(DecoderTensors(spec, source), options))
         prepare_target(target)
         matrices = {}
         for rank in range(tensor_parallel):
-            whole = ModelTensors(spec, source)
+            whole = DecoderTensors(spec, source)
             tensors = ShardedTensors(spec, source, rank, tensor_parallel) if tensor_parallel > 1 else whole
             items = pack_items(tensors, options, threads)
             matrices = write_rank(target, rank, rank_spec, _counted(items, spec, progress))
@@ -79,7 +75,7 @@ def build_engine(
             matrices=matrices,
         )
         # Last: a directory without it is no engine.
-        config = {**source.config, MARK: msgspec.to_builtins(info)}
+        config = {**source.config, BUILD_FIELD: msgspec.to_builtins(info)}
         (target / CONFIG_FILE).write_text(json.dumps(config, indent=1))
     copy_text_files(model, target)
     return info
@@ -164,7 +160,7 @@ def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]
     return [(name, shape, rounded) for name, (shape, rounded) in tensors.items()]
 
 
-def _tensors(source: WeightSource, name: str, shape: tuple[int, ...], rounded: bool) -> Tensors:
+def _tensors(source: TensorSource, name: str, shape: tuple[int, ...], rounded: bool) -> Tensors:
     """What is written for a weight: itself, or codes and scales."""
     if len(shape) == 1:
         vector = np.empty(shape, np.float32)
@@ -175,11 +171,11 @@ def _tensors(source: WeightSource, name: str, shape: tuple[int, ...], rounded: b
     if not rounded:
         yield name, dense(found).astype(ml_dtypes.bfloat16)
         return
-    if isinstance(found, Float8Matrix) and found.scale_of_outputs() is not None:
+    if isinstance(found, Float8Matrix) and found.output_scales() is not None:
         matrix = found
     else:
         matrix = round_to_float8(dense(found).astype(np.float32))
-    scales = matrix.scale_of_outputs()
+    scales = matrix.output_scales()
     assert scales is not None
     yield name, matrix.codes
     yield name.removesuffix(".weight") + ".weight_scale", scales[:, None]

@@ -21,24 +21,19 @@ from neso.engine.lora.startup import open_adapters
 from neso.engine.pooling.pooler import Pooler
 from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
 from neso.engine.runners.base import CacheLayout, Runner
-from neso.engine.runners.open_model import open_model
-from neso.engine.runners.registry import layer_stack_class
+from neso.engine.runners.registry import layer_stack_class, open_model
 from neso.engine.spec_decode.loader import load_draft_runner, make_speculation
-from neso.engine.specs.encoders.registry import encoder_spec
-from neso.engine.specs.encoders.spec import EncoderSpec
-from neso.engine.specs.errors import UnsupportedModel
-from neso.engine.specs.registry import has_head
-from neso.engine.specs.vision.llava import vision_spec
-from neso.engine.specs.vision.spec import VisionSpec
+from neso.engine.specs.config_reader import UnsupportedModel
+from neso.engine.specs.encoder_spec import EncoderSpec, VisionSpec
+from neso.engine.specs.families.llava import text_config, vision_spec
+from neso.engine.specs.registry import encoder_spec, has_head
 from neso.engine.vision.image_encoder import ImageEncoder
 from neso.engine.vision.image_processor import ImageProcessor
 from neso.engine.vision.image_prompt import VisionInfo
-from neso.engine.vision.language_model import language_model_of
-from neso.engine.weights.errors import CheckpointError, ModelNotFound
-from neso.engine.weights.hub import resolve_model
-from neso.engine.weights.json_file import read_json_object
-from neso.engine.weights.open_source import open_source
-from neso.engine.weights.source import WeightSource
+from neso.engine.weights.checkpoint import open_source
+from neso.engine.weights.files import read_json_object
+from neso.engine.weights.hub import ModelNotFound, resolve_model
+from neso.engine.weights.source import CheckpointError, TensorSource
 from neso.generation import InvalidParameter, SamplingDefaults
 from neso.generation.pooling import PoolingInfo
 from neso.generation.sampling_params import (
@@ -65,8 +60,8 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
             generates = has_head(source.config)
             default_sampling = read_default_sampling(config) if generates else SamplingDefaults()
             tower = vision_spec(source.config)
-            text = source if tower is None else language_model_of(source)
-            runner = open_model(text, config.runner, config.runner_options, check_length)
+            model_config = source.config if tower is None else text_config(source.config)
+            runner = open_model(source, config.runner, config.runner_options, check_length, model_config)
             images = None if tower is None else _load_images(config, tower, source, runner)
     except (CheckpointError, UnsupportedModel, ValueError) as error:
         raise EngineError(str(error)) from None
@@ -117,7 +112,7 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
 
 
 def _load_encoder(
-    config: EngineConfig, spec: EncoderSpec, source: WeightSource, started: float
+    config: EngineConfig, spec: EncoderSpec, source: TensorSource, started: float
 ) -> tuple[EncoderCore, EngineInfo]:
     directory = Path(config.model)
     longest = min(spec.max_position, max_tokens(directory) or spec.max_position)
@@ -142,7 +137,7 @@ def _load_encoder(
 
 
 def _load_images(
-    config: EngineConfig, spec: VisionSpec, source: WeightSource, runner: Runner
+    config: EngineConfig, spec: VisionSpec, source: TensorSource, runner: Runner
 ) -> ImageEncoder:
     if "input_embeddings" not in runner.capabilities:
         raise UnsupportedModel(
@@ -211,7 +206,7 @@ def _file(config: EngineConfig) -> Path | None:
     if given.is_file():
         return given
     try:
-        file = (given if given.is_dir() else resolve_model(source, wanted=(FILE,))) / FILE
+        file = (given if given.is_dir() else resolve_model(source, patterns=(FILE,))) / FILE
     except ModelNotFound as error:
         raise CheckpointError(f"generation_config: {error}") from None
     if not file.is_file():

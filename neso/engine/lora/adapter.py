@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.lora.config import AdapterError
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_roles import layer_shapes
+from neso.engine.specs.decoder_spec import DecoderSpec, layer_shapes
 from neso.generation.request import LoraTensors
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]

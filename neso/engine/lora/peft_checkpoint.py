@@ -13,12 +13,10 @@ import numpy.typing as npt
 
 from neso.engine.lora.adapter import LoraAdapter, LowRank, Target, targets_of
 from neso.engine.lora.config import AdapterError
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_part import TensorPlace
-from neso.engine.weights.dtype import is_float
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.json_file import read_json_object
+from neso.engine.specs.decoder_spec import DecoderSpec, TensorLocation
+from neso.engine.weights.files import read_json_object
 from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.engine.weights.source import CheckpointError, is_float
 
 CONFIG_FILE = "adapter_config.json"
 # Each changes what the adapter computes, and is null, false or empty in plain LoRA.
@@ -141,7 +139,7 @@ def _places(spec: DecoderSpec) -> dict[str, list[tuple[int, Target]]]:
     return places
 
 
-def _part(directory: Path, module: str, change: LowRank, place: TensorPlace) -> LowRank:
+def _part(directory: Path, module: str, change: LowRank, place: TensorLocation) -> LowRank:
     """What a change of a whole module is to the matrix at `place` in it."""
     if isinstance(place, str):
         return change

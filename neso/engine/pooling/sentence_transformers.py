@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.pooling.pooler import DenseLayer, Pooler
-from neso.engine.specs.errors import UnsupportedModel
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.json_file import read_json, read_json_object
+from neso.engine.specs.config_reader import UnsupportedModel
+from neso.engine.weights.files import read_json, read_json_object
 from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.engine.weights.source import CheckpointError
 from neso.generation.pooling import PoolingKind
 
 _MODES: dict[str, PoolingKind] = {

@@ -1,4 +1,4 @@
-"""The contract of a runner: what executes the model's part of an engine step."""
+"""The interface of runners, which execute the model's part of an engine step, and of encoder layer stacks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,31 @@ if TYPE_CHECKING:
     from neso.engine.core.step_plan import StepPlan
     from neso.engine.lora.adapter import LoraAdapter
     from neso.engine.specs.decoder_spec import DecoderSpec
-    from neso.engine.weights.source import WeightSource
+    from neso.engine.specs.encoder_spec import LayerStackSpec
+    from neso.engine.weights.model_tensors import EncoderTensors
+    from neso.engine.weights.source import TensorSource
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
 Capability = Literal[
     "lora", "input_embeddings", "tree_attention", "hidden_states", "attention_sinks", "host_cache"
 ]
-"""What not every runner can do: adapters in a batch; rows that come in place of embedded tokens; drafts as trees;
-the final hidden states beside the logits; first tokens that stay in sight of a sliding window; a second tier of the
-cache in the host's memory."""
+"""Optional features of a runner:
+
+- lora: several adapters in a batch
+- input_embeddings: embedding rows given instead of token ids
+- tree_attention: draft tokens that form a tree
+- hidden_states: final hidden states besides logits
+- attention_sinks: first tokens that stay visible in sliding-window layers
+- host_cache: KV cache blocks offloaded to host memory
+"""
 
 Float32Array = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
 
 
 class RemoteLogits(Protocol):
-    """float32[R, vocab_size] on a device: what is indexed is copied to the host."""
+    """Logits float32[R, vocab_size] on a device. Indexing copies rows to the host."""
 
     def __len__(self) -> int: ...
 
@@ -42,14 +51,14 @@ class RemoteLogits(Protocol):
 
 
 Logits = Float32Array | RemoteLogits
-"""Rows of logits. To change one, read it, change it and write it back."""
+"""Rows of logits. To change a row, read it, change it and write it back."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Shape of the paged key-value cache: `num_blocks` blocks of `block_size` tokens, shared by all layers.
+    """Paged KV cache: `num_blocks` blocks of `block_size` tokens, in each layer.
 
-    `num_host_blocks` in the host's memory beside them, for runners with "host_cache".
+    `num_host_blocks`: additional blocks in host memory, for runners with "host_cache".
     """
 
     num_blocks: int
@@ -59,11 +68,11 @@ class CacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How a runner keeps the weights and what it may use of the machine.
+    """Precision of weights, use of the machine, limits of attention.
 
-    - dtype: of weights and activations; "auto" is that of the checkpoint
-    - quantization: of matrices that the checkpoint has dense; None leaves them so
-    - num_threads: of a runner on the CPU; None is one for each core that the process may use
+    - dtype: of weights and activations; "auto": the checkpoint's
+    - quantization: of matrices that are dense in the checkpoint; None: not quantized
+    - num_threads: of a CPU runner; None: one per available core
     - max_attention_window_size, sink_token_length: see `limit_attention`
     """
 
@@ -78,98 +87,98 @@ DEFAULT_OPTIONS = RunnerOptions()
 
 
 class UnsupportedOption(ValueError):
-    """The runner cannot do what an option asks for."""
+    """The runner does not support an option or its value."""
 
 
 class LaunchedTokens(Protocol):
-    """The tokens of a step that may still be running."""
+    """Sampled tokens of a step that may still be running."""
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """A token for each draw, int32[R], INVALID_TOKEN where a logit was NaN. Raises what the step failed with."""
+        """One token per draw, int32[R]; INVALID_TOKEN for NaN logits. Raises the step's error if it failed."""
 
 
 class PackedAdapter(Protocol):
-    """An adapter as a runner computes with it, in memory of the host."""
+    """A LoRA adapter in a runner's format, in host memory."""
 
     @property
     def num_bytes(self) -> int: ...
 
 
 class Runner(ABC):
-    """Executes a model. One call does a whole step; nothing of a sequence is kept but its cache blocks.
+    """Executes a model, one whole step per call. The only state per sequence is in its KV cache blocks.
 
     - vocab_size: width of the logits
-    - max_position: the longest sequence, in tokens, that the positions are made for
-    - hidden_size: width of what stands for a token; 0 where nothing needs to know
+    - max_position: maximum sequence length in tokens
+    - hidden_size: width of embeddings and hidden states; 0 if not needed
     """
 
     vocab_size: int
     max_position: int
     hidden_size: int = 0
     can_overlap: ClassVar[bool] = False
-    """Whether `launch` comes back before the step is done."""
+    """Whether `launch` returns before the step has finished."""
     capabilities: frozenset[Capability] = frozenset()
-    """What a request may ask for beyond plain decoding; the rest is refused before it runs."""
+    """Optional features; requests that need others are rejected at admission."""
     window: AttentionWindow | None = None
-    """What any layer sees at most; None: all. What has passed out of it loses its place in the cache."""
+    """Largest attention window of any layer, None for full attention. Blocks outside of it are freed."""
 
     @abstractmethod
     def allocate_cache(self, layout: CacheLayout) -> None:
-        """Make the key-value cache; once, before the first step."""
+        """Allocate the KV cache; once, before the first step."""
 
     @abstractmethod
     def cache_bytes_per_block(self, block_size: int) -> int:
-        """Memory of one block over all layers, in bytes; what the cache is sized by."""
+        """Bytes of one KV cache block in all layers."""
 
     @property
     def share_of_free_memory(self) -> float:
-        """What the cache takes if nobody says how much: other processes want some too."""
+        """Default fraction of free memory that the KV cache takes."""
         return 0.25
 
     def free_memory(self) -> int:
-        """Bytes that can be allocated where the cache will be; on the host without swapping."""
+        """Bytes available for the KV cache, on the host without swapping."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def device_memory(self) -> int:
-        """Bytes that this runner has on a device other than the host."""
+        """Bytes allocated on a device other than the host."""
         return 0
 
     @abstractmethod
     def step(self, plan: StepPlan) -> Logits:
         """Compute the new tokens, write their keys and values, return logits float32[R, vocab_size].
 
-        Row i belongs to plan.logits_rows[i]. They are the caller's until the next step: rows may be changed.
+        Row i belongs to plan.logits_rows[i]. The caller may change rows until the next step.
         """
 
     def hidden_states(self) -> Float32Array:
-        """Of the last step, float32[H, hidden_size]: row i is what the last norm gave for plan.hidden_rows[i].
+        """Final hidden states of the last step, float32[H, hidden_size]; row i belongs to plan.hidden_rows[i].
 
-        For runners with the capability "hidden_states". They are the caller's until the next step.
+        For runners with "hidden_states". The caller may change them until the next step.
         """
         raise NotImplementedError
 
     def choose(self, logits: Logits, draws: SamplingBatch) -> npt.NDArray[np.int32]:
-        """A token for each of the first len(draws) rows of what `step` gave, as `token_sampling.choose` does.
+        """Sample a token for each of the first len(draws) rows of `step`'s logits, as `token_sampling.choose` does.
 
-        INVALID_TOKEN where a logit is NaN. A runner that can draw faster does.
+        INVALID_TOKEN for rows with NaN logits. Runners override this with faster implementations.
         """
         return choose(logits[: len(draws)], draws)
 
     def keep_row_states(self) -> None:
-        """Have `row_states` answer after each step; before the first. For runners with "hidden_states"."""
+        """Make `row_states` available after each step. Called before the first step, with "hidden_states" only."""
         raise NotImplementedError
 
     def row_states(self, rows: list[int]) -> Float32Array:
-        """What the last norm gave for logits rows of the last step, float32[len(rows), hidden_size].
+        """Final hidden states of logits rows of the last step, float32[len(rows), hidden_size].
 
-        Unlike `hidden_states`, it costs nothing: these rows are computed for their logits.
+        Cheaper than `hidden_states`, since these rows are computed for their logits anyway.
         """
         raise NotImplementedError
 
     def launch(self, plan: StepPlan, draws: SamplingBatch) -> LaunchedTokens:
-        """Start a step and the choice of its tokens, for a runner that can overlap.
+        """Start a step and the sampling of its tokens, for runners with `can_overlap`.
 
-        A token id -1 - r of the plan stands for the token that row r of the step launched before chose.
+        A token id -1 - r in the plan means the token sampled for row r of the previously launched step.
         """
         raise NotImplementedError
 
@@ -186,18 +195,38 @@ class SpecRunner(Runner):
     @classmethod
     @abstractmethod
     def load(
-        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
+        cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> SpecRunner:
-        """Take the weights.
+        """Load the weights.
 
-        Raises `CheckpointError` when a tensor is missing or has a wrong shape, `UnsupportedOption` for an option
-        that this runner does not have.
+        Raises `CheckpointError` if a tensor is missing or has the wrong shape, `UnsupportedOption` for an
+        unsupported option.
         """
 
     def pack_adapter(self, adapter: LoraAdapter) -> PackedAdapter:
-        """Make an adapter that fits the model ready, for a runner with the capability "lora". In any thread."""
+        """Convert an adapter to the runner's format, for runners with "lora". Thread-safe."""
         raise NotImplementedError
 
     def set_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
-        """From the next step on this is the adapter of a slot (`StepPlan.adapter_slots`), None: none is."""
+        """Set or remove the adapter of a slot (`StepPlan.adapter_slots`) from the next step on."""
         raise NotImplementedError
+
+
+class LayerStack(ABC):
+    """Executes the layers of a `LayerStackSpec`; stateless between calls."""
+
+    spec: LayerStackSpec
+
+    @classmethod
+    @abstractmethod
+    def load(
+        cls, spec: LayerStackSpec, tensors: EncoderTensors, options: RunnerOptions = DEFAULT_OPTIONS
+    ) -> LayerStack:
+        """Load the weights. Raises `CheckpointError` for a missing tensor, `UnsupportedOption`."""
+
+    @abstractmethod
+    def run(self, x: Float32Array, starts: Int32Array) -> Float32Array:
+        """Output of the last layer for x float32[T, hidden], a flat batch without padding. May overwrite x.
+
+        starts int32[S + 1]: sequence s has the tokens starts[s]:starts[s + 1], at least one.
+        """

@@ -1,40 +1,79 @@
-"""Which runners of specs there are."""
+"""Runners by name, and loading a model with one of them."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from neso.engine.runners.base import SpecRunner
-from neso.engine.runners.layer_stack import LayerStack
+from neso.engine.runners.base import LayerStack, Runner, RunnerOptions, SpecRunner, UnsupportedOption
+from neso.engine.specs.config_reader import UnsupportedModel
+from neso.engine.specs.decoder_spec import limit_attention
+from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.source import CheckpointError, TensorSource
 
 logger = logging.getLogger(__name__)
 
-# Name to module and class, best first: "auto" takes the first that this machine is made for and that can be imported.
+# Name to module and class, fastest first: "auto" takes the first that fits the machine and can be imported.
 RUNNERS = {
     "torch": ("neso.engine.runners.torch.runner", "TorchRunner"),
     "native": ("neso.engine.runners.native.runner", "NativeRunner"),
     "reference": ("neso.engine.runners.reference.runner", "ReferenceRunner"),
 }
-
-
-# The same for stacks of encoder layers.
+# The same for encoder layers.
 LAYER_STACKS = {
-    "torch": ("neso.engine.runners.torch.layer_stack", "TorchLayerStack"),
-    "native": ("neso.engine.runners.native.layer_stack", "NativeLayerStack"),
-    "reference": ("neso.engine.runners.reference.layer_stack", "ReferenceLayerStack"),
+    "torch": ("neso.engine.runners.torch.encoder", "TorchLayerStack"),
+    "native": ("neso.engine.runners.native.encoder", "NativeLayerStack"),
+    "reference": ("neso.engine.runners.reference.encoder", "ReferenceLayerStack"),
 }
+
+CheckLength = Callable[[int], int]
+"""From the model's maximum sequence length to the length to serve; may raise."""
 
 
 class UnknownRunner(ValueError):
-    """There is no runner of that name, or it cannot run here."""
+    """There is no runner of that name, or it cannot run on this machine."""
+
+
+def open_model(
+    source: TensorSource,
+    runner: str,
+    options: RunnerOptions,
+    check_length: CheckLength,
+    config: Mapping[str, Any] | None = None,
+) -> Runner:
+    """Load a decoder with the runner of this name.
+
+    `config` describes the language model, if that is only a part of the checkpoint; default: `source.config`.
+
+    "auto" falls back to the transformers runner for a model without a spec. `check_length` is called before the
+    weights are read. Raises what it raises, `UnsupportedModel`, `UnsupportedOption`, `UnknownRunner`,
+    `CheckpointError`.
+    """
+    config = source.config if config is None else config
+    if runner == "transformers":
+        return _open_with_transformers(source, config, options, check_length)
+    try:
+        spec = decoder_spec(config)
+    except UnsupportedModel as unsupported:
+        if runner != "auto":
+            raise
+        try:
+            return _open_with_transformers(source, config, options, check_length)
+        except (UnknownRunner, UnsupportedModel, CheckpointError) as error:
+            raise UnsupportedModel(f"{unsupported}; {error}") from None
+    spec = spec.for_length(check_length(spec.max_position))
+    spec = limit_attention(spec, options.max_attention_window_size, options.sink_token_length)
+    kind = runner_class(runner)
+    if spec.sink_tokens and "attention_sinks" not in kind.capabilities:
+        raise UnsupportedOption(f"sink_token_length: {kind.__name__} has no attention sinks")
+    return kind.load(spec, source, options)
 
 
 def runner_class(name: str = "auto") -> type[SpecRunner]:
-    """The class of a runner; its module is imported only now. Raises `UnknownRunner`."""
+    """The class of a runner, imported on first use. Raises `UnknownRunner`."""
     found: type[SpecRunner] = _find(name, RUNNERS)
     return found
 
@@ -45,9 +84,28 @@ def layer_stack_class(name: str = "auto") -> type[LayerStack]:
     return found
 
 
+def has_nvidia_gpu() -> bool:
+    """Whether an NVIDIA driver is loaded. Does not import torch, which would slow down every start."""
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def _open_with_transformers(
+    source: TensorSource, config: Mapping[str, Any], options: RunnerOptions, check_length: CheckLength
+) -> Runner:
+    try:
+        from neso.engine.runners.transformers_runner import TransformersRunner
+    except ImportError as error:
+        raise UnknownRunner(f"the runner 'transformers' needs `pip install neso[torch]`: {error}") from None
+    if config is not source.config:
+        raise UnsupportedModel(
+            f"{source.directory}: models with a vision tower cannot be run by transformers"
+        )
+    return TransformersRunner.open(source, options, check_length)
+
+
 def _find(name: str, classes: Mapping[str, tuple[str, str]]) -> Any:
     if name == "auto":
-        return _first_that_runs(classes)
+        return _first_importable(classes)
     if name not in classes:
         raise UnknownRunner(
             f"there is no runner {name!r}; there are auto, {', '.join(classes)}, transformers"
@@ -58,20 +116,15 @@ def _find(name: str, classes: Mapping[str, tuple[str, str]]) -> Any:
     return found
 
 
-def _first_that_runs(classes: Mapping[str, tuple[str, str]]) -> type:
-    for name, place in classes.items():
+def _first_importable(classes: Mapping[str, tuple[str, str]]) -> type:
+    for name, path in classes.items():
         if name == "torch" and not has_nvidia_gpu():
             continue
-        found = _import(*place)
+        found = _import(*path)
         if isinstance(found, type):
             return found
-        logger.warning("the runner %s cannot run here, the next one is slower: %s", name, found)
+        logger.warning("the runner %s cannot run here, using a slower one: %s", name, found)
     raise UnknownRunner("no runner can run here")
-
-
-def has_nvidia_gpu() -> bool:
-    """Whether the driver of one is loaded: to ask torch would cost its import on every machine without."""
-    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _import(module: str, class_name: str) -> type | ImportError:

@@ -22,7 +22,7 @@ class DraftLength:
     what a step costs, as a constant and so much for each row. With few sequences a step that reads all the weights
     anyway has room for drafts; with many, each row costs, and drafts that fail are rows for nothing.
 
-    `longest` is the length to start with; `fixed` keeps it. `rows_of[length - 1]`: tokens of a draft of that length, which
+    `longest` is the initial length; `fixed` keeps it. `rows_of[length - 1]`: tokens of a draft of that length, which
     are more in a tree.
     """
 

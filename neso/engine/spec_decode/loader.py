@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.errors import EngineError
 from neso.engine.runners.base import CacheLayout, Runner, SpecRunner
-from neso.engine.runners.open_model import open_model
+from neso.engine.runners.registry import open_model
 from neso.engine.spec_decode.config import MC_SIM_7B_63, SpeculationConfig, paths_of
 from neso.engine.spec_decode.draft_length import DraftLength
 from neso.engine.spec_decode.draft_model import DraftModelProposer
 from neso.engine.spec_decode.medusa import MedusaHeads, MedusaProposer
 from neso.engine.spec_decode.ngram import NgramProposer
 from neso.engine.spec_decode.speculator import Proposer, SpeculativeDecoding
-from neso.engine.specs.errors import UnsupportedModel
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.open_source import open_source
+from neso.engine.specs.config_reader import UnsupportedModel
+from neso.engine.weights.checkpoint import open_source
+from neso.engine.weights.source import CheckpointError
 
 if TYPE_CHECKING:
     from neso.engine.config import EngineConfig

@@ -13,13 +13,12 @@ import numpy.typing as npt
 from neso.engine.core.draft import Draft, DraftTree
 from neso.engine.core.sequence import Sequence
 from neso.engine.runners.base import Runner
-from neso.engine.runners.reference.layers import linear, silu
+from neso.engine.runners.numpy_layers import linear, silu
 from neso.engine.spec_decode.config import TreePath, tree_of
 from neso.engine.spec_decode.speculator import Proposer
 from neso.engine.spec_decode.verification import Verified
-from neso.engine.weights.dtype import copy_as_float32
-from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.engine.weights.source import CheckpointError, copy_as_float32
 
 Float32Array = npt.NDArray[np.float32]
 # "medusa_head.0.0.linear.weight" within a model, "0.0.linear.weight" in a file of its own.

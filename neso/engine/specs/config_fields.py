@@ -1,16 +1,15 @@
-"""Fields of config.json that several families read the same way."""
+"""Fields of config.json that several model families share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypedDict
 
-from neso.engine.specs.config_reader import ConfigReader
+from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
 from neso.engine.specs.decoder_spec import Activation
-from neso.engine.specs.errors import UnsupportedModel
 from neso.engine.specs.rotary_spec import DynamicScaling, RotarySpec
 
-# Hugging Face's names of activations to ours.
+# Hugging Face's activation names.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -24,7 +23,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention heads: counts and width."""
+    """Counts and width of attention heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,7 +31,7 @@ class Heads:
 
 
 def read_heads(config: ConfigReader, kv_heads: int | None = None, head_dim: int | None = None) -> Heads:
-    """The defaults are those of the family; None: as many as query heads, and hidden_size / heads."""
+    """Defaults are the family's; None: as many key-value heads as query heads, head_dim = hidden_size / heads."""
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", kv_heads or num_heads)
@@ -50,7 +49,7 @@ def read_heads(config: ConfigReader, kv_heads: int | None = None, head_dim: int 
 
 
 class Sizes(TypedDict):
-    """Fields of a `DecoderSpec` that most families name alike."""
+    """`DecoderSpec` fields that most families read from the same config fields."""
 
     vocab_size: int
     hidden_size: int
@@ -84,9 +83,9 @@ def read_activation(config: ConfigReader, field: str = "hidden_act", default: st
 
 
 def read_rotary(config: ConfigReader, head_dim: int, default_length: int) -> tuple[RotarySpec, int]:
-    """The rotary embedding, and the longest sequence in tokens: `max_position_embeddings`.
+    """The rotary embedding, and the maximum sequence length in tokens.
 
-    Dynamic scaling alone takes that field as the length before scaling.
+    The length is `max_position_embeddings`, except for dynamic scaling, where that field is the length before scaling.
     """
     max_position = config.integer("max_position_embeddings", default_length)
     rotary = RotarySpec.from_config(config, head_dim, max_position)
@@ -96,7 +95,7 @@ def read_rotary(config: ConfigReader, head_dim: int, default_length: int) -> tup
 
 
 def read_window_layers(config: ConfigReader, num_layers: int, period: int) -> tuple[bool, ...]:
-    """Whether each layer has a window: by `layer_types`, else all but each `period`-th."""
+    """For each layer, whether it has a window: from `layer_types`, else all but every `period`-th layer."""
     if not config.has("layer_types"):
         return tuple((layer + 1) % period != 0 for layer in range(num_layers))
     kinds = config.strings("layer_types", num_layers)
@@ -106,16 +105,16 @@ def read_window_layers(config: ConfigReader, num_layers: int, period: int) -> tu
     return tuple(kind == "sliding_attention" for kind in kinds)
 
 
-def refuse_value(config: ConfigReader, field: str, supported: object) -> None:
-    """Raise `UnsupportedModel` unless the field is absent or has the value that is supported."""
+def require_value(config: ConfigReader, field: str, supported: object) -> None:
+    """Raise `UnsupportedModel` unless the field is absent or has the only supported value."""
     if config.has(field) and config.value(field) != supported:
         raise UnsupportedModel(
             f"config field {field!r}: {config.value(field)!r} is not supported, only {supported!r}"
         )
 
 
-def read_layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Windows of Qwen 2 and 3: by `layer_types` or from a layer onwards; none unless `use_sliding_window`."""
+def read_qwen_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Windows of Qwen 2 and 3, from `layer_types` or `max_window_layers`; none unless `use_sliding_window`."""
     enabled = config.boolean("use_sliding_window", False)
     window = config.integer("sliding_window", 4096) if enabled and _window_given(config) else None
     if not config.has("layer_types"):
@@ -131,19 +130,20 @@ def read_layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | Non
 
 
 def _window_given(config: ConfigReader) -> bool:
-    """An absent `sliding_window` takes the default; an explicit null means none."""
+    """An absent `sliding_window` takes the default; an explicit null disables the window."""
     return config.has("sliding_window") or not config.mentions("sliding_window")
 
 
-READ_METHODS = ("gptq", "awq", "fp8", "compressed-tensors", "fbgemm_fp8")
-"""Quantized checkpoints that the weights' readers take."""
+QUANT_METHODS = ("gptq", "awq", "fp8", "compressed-tensors", "fbgemm_fp8")
+"""Supported values of `quantization_config.quant_method`."""
 
 
-def refuse_quantization(config: ConfigReader) -> None:
+def check_quantization(config: ConfigReader) -> None:
+    """Raise `UnsupportedModel` for a quantization method that cannot be read."""
     if not config.has("quantization_config"):
         return
     method = config.section("quantization_config").value("quant_method")
-    if method not in READ_METHODS:
+    if method not in QUANT_METHODS:
         raise UnsupportedModel(
             f"config field 'quantization_config': checkpoints quantized with {method!r} are not supported"
         )

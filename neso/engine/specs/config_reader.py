@@ -1,4 +1,4 @@
-"""Typed access to a Hugging Face config.json, so that a broken one is refused by the name of its field."""
+"""Typed access to the fields of a Hugging Face config.json, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from neso.engine.specs.errors import InvalidConfig
+
+class SpecError(ValueError):
+    """config.json describes no supported model. The message names the field and is meant for users."""
+
+
+class InvalidConfig(SpecError):
+    """A field is missing, has the wrong type, or contradicts another."""
+
+
+class UnsupportedModel(SpecError):
+    """The config is valid, but the engine does not implement its architecture or one of its features."""
 
 
 class ConfigReader:
     """Reads the fields of one JSON object.
 
-    A field that is absent or null takes the default; without a default it is required. Every method raises
-    `InvalidConfig` when the value does not have the type or lies outside the bounds.
+    An absent or null field takes the default; without a default it is required. Every method raises
+    `InvalidConfig` for a value of another type or outside the bounds.
     """
 
     def __init__(self, values: Mapping[str, Any], within: str = "") -> None:
-        """`within` is prepended to field names in messages, as in "rope_scaling.factor"."""
+        """`within` is prepended to field names in messages, e.g. "rope_scaling."."""
         if not isinstance(values, Mapping):
             raise InvalidConfig(f"config field {within.rstrip('.') or 'config.json'!r} must be a JSON object")
         self._values = values
@@ -25,20 +35,20 @@ class ConfigReader:
 
     @property
     def name(self) -> str:
-        """Where the object is: "rope_scaling"; empty for the config itself."""
+        """Path of the object, e.g. "rope_scaling"; empty for the config itself."""
         return self._within.rstrip(".")
 
     def with_default(self, field: str, value: Any) -> ConfigReader:
-        """The same with a value for a field that is absent or null."""
+        """A copy with a value for a field that is absent or null."""
         return self if self.has(field) else ConfigReader({**self._values, field: value}, self._within)
 
     def without(self, *fields: str) -> ConfigReader:
-        """The same without these fields."""
+        """A copy without these fields."""
         kept = {field: value for field, value in self._values.items() if field not in fields}
         return ConfigReader(kept, self._within)
 
     def renamed(self, names: Mapping[str, str]) -> ConfigReader:
-        """The same with fields under the names that `names` has for them."""
+        """A copy with fields renamed by the mapping old name -> new name."""
         values = {names.get(field, field): value for field, value in self._values.items()}
         return ConfigReader(values, self._within)
 
@@ -46,11 +56,11 @@ class ConfigReader:
         return self._values.get(field) is not None
 
     def mentions(self, field: str) -> bool:
-        """Whether the field is there at all, be it null."""
+        """Whether the field is present, possibly null."""
         return field in self._values
 
     def value(self, field: str) -> Any:
-        """The raw value, None where it is absent."""
+        """The raw value; None if absent."""
         return self._values.get(field)
 
     def nests_objects(self) -> bool:
@@ -58,7 +68,7 @@ class ConfigReader:
         return any(isinstance(value, Mapping) for value in self._values.values())
 
     def invalid(self, field: str, problem: str) -> InvalidConfig:
-        """The error to raise about a field."""
+        """An error about a field, to be raised by the caller."""
         return InvalidConfig(f"config field '{self._within}{field}' {problem}")
 
     def integer(self, field: str, default: int | None = None, minimum: int = 1) -> int:
@@ -72,7 +82,7 @@ class ConfigReader:
         return value
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A finite number above zero."""
+        """A finite positive number."""
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.invalid(field, f"must be a number, not {value!r}")
@@ -113,7 +123,7 @@ class ConfigReader:
         return tuple(value)
 
     def numbers(self, field: str, length: int) -> tuple[float, ...]:
-        """A list of exactly `length` finite numbers above zero."""
+        """A list of exactly `length` finite positive numbers."""
         value = self._get(field, None)
         if not isinstance(value, list) or len(value) != length:
             raise self.invalid(field, f"must be a list of {length} numbers")

@@ -1,46 +1,170 @@
-"""A decoder-only transformer as data: everything that a runner needs to know to execute it."""
+"""A decoder-only transformer as data: the description that runners execute, and the tensors that it consists of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from itertools import cycle
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from neso.engine.core.attention_window import AttentionWindow
-from neso.engine.specs.experts_spec import ExpertsSpec
+from neso.engine.specs.config_reader import InvalidConfig
 from neso.engine.specs.rotary_spec import RotarySpec
-from neso.engine.specs.tensor_part import TensorPlace
-from neso.engine.specs.tensor_roles import NormRole, Role
 
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal["head", "width"]
 
+NormRole = Literal["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"]
+ExpertRole = Literal["expert_gate", "expert_up", "expert_down"]
+
+Role = (
+    Literal[
+        # per model
+        "embedding",
+        "position_embedding",
+        "final_norm",
+        "final_norm_bias",
+        "lm_head",
+        "lm_head_bias",
+        # per layer
+        "attention_norm_bias",
+        "query",
+        "key",
+        "value",
+        "query_bias",
+        "key_bias",
+        "value_bias",
+        "query_norm",
+        "key_norm",
+        "output",
+        "output_bias",
+        "attention_post_norm_bias",
+        "mlp_norm_bias",
+        "gate",
+        "up",
+        "gate_bias",
+        "up_bias",
+        "down",
+        "down_bias",
+        "mlp_post_norm_bias",
+        # per sparse layer
+        "router",
+        "shared_router",
+        "shared_gate",
+        "shared_up",
+        "shared_down",
+    ]
+    | NormRole
+    | ExpertRole
+)
+
+EXPERT_ROLES: tuple[ExpertRole, ...] = get_args(ExpertRole)
+"""Roles that exist once per expert of a sparse layer."""
+
+NORM_BIASES: dict[NormRole, Role] = {
+    "attention_norm": "attention_norm_bias",
+    "attention_post_norm": "attention_post_norm_bias",
+    "mlp_norm": "mlp_norm_bias",
+    "mlp_post_norm": "mlp_post_norm_bias",
+}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """Rows of a fused checkpoint tensor that hold one role.
+
+    The tensor has `outputs` rows in `groups` equal groups; the part is rows `begin` to `end` of each group.
+
+    - name: tensor name; "{layer}" is replaced by the layer index
+    - transposed: the tensor is stored [inputs, outputs] instead of [outputs, inputs]
+    - paired: head_dim, if the checkpoint rotates interleaved pairs (2i, 2i + 1); the rows are reordered to the
+      half-split order (i, i + head_dim / 2) that runners use. 0: no reordering
+    """
+
+    name: str
+    outputs: int
+    begin: int
+    end: int
+    groups: int = 1
+    transposed: bool = False
+    paired: int = 0
+
+    def rows(self) -> slice | npt.NDArray[np.intp]:
+        """Row indices of the part, in order; a slice if they are contiguous."""
+        if self.groups == 1 and not self.paired:
+            return slice(self.begin, self.end)
+        starts = np.arange(self.groups)[:, None] * (self.outputs // self.groups)
+        rows = (starts + np.arange(self.begin, self.end)).reshape(-1)
+        if self.paired:
+            rows = rows.reshape(-1, self.paired // 2, 2).swapaxes(1, 2).reshape(-1)
+        return rows
+
+
+TensorLocation = str | TensorPart
+"""A checkpoint tensor, or a part of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """Mixture-of-experts MLP (arXiv 1701.06538, 2101.03961).
+
+    Expert probabilities are softmax(router(x)) over `count` experts. The output is the sum of the `top_k` most
+    probable experts' outputs, weighted by their probabilities.
+
+    - intermediate_size: width of one expert
+    - normalized: the `top_k` probabilities are divided by their sum
+    - shared_size: width of the shared expert that every token passes through; None: no shared expert
+    - shared_gated: the shared expert's output is multiplied by sigmoid(shared_router(x))
+    - layers: for each layer, whether its MLP is a mixture of experts
+
+    Raises `InvalidConfig` unless 1 <= top_k <= count.
+    """
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    normalized: bool
+    layers: tuple[bool, ...]
+    shared_size: int | None = None
+    shared_gated: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.count:
+            raise InvalidConfig(
+                f"num_experts_per_tok is {self.top_k}: it must be at least 1 and at most the number of experts, "
+                f"{self.count}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Layers of two branches each, attention and MLP, whose results are added to the residual stream x.
+    """A decoder whose layers add two branches, attention and MLP, to the residual stream x.
 
         x += post_norm(attention(norm(x))) * residual_scale      x += post_norm(mlp(norm(x))) * residual_scale
 
-    - `layer_norms`: which of the four norms there are; without "mlp_norm" in a `parallel` decoder, the MLP takes what
-      "attention_norm" gave. `parallel`: both branches read the same x.
-    - Norms: "rms" (arXiv 1910.07467) or "layer" (arXiv 1607.06450), `norm_offset` added to the weights that the
-      checkpoint has, with a bias or not.
-    - Attention: `num_heads` queries of `head_dim` share `num_kv_heads` keys and values (a divisor of it);
-      scores are multiplied by `attention_scale`, and bounded to softcap * tanh(score / softcap) where there is an
-      `attention_softcap`. `qk_norm` is a norm of queries and keys before the rotation: over each head, or over the
-      whole width.
-    - `rotaries`, one per layer; None: the layer does not rotate. `sliding_windows`, one per layer: a token sees
-      itself and the `window - 1` tokens before it; None: all. With `sink_tokens`, so many first tokens of a sequence
-      stay in sight of every layer that has a window.
-    - The MLP is `gated`: down(activation(gate(x)) * up(x)), or plain: down(activation(up(x))). Layers may have
+    - `layer_norms`: which of the four norms exist. `parallel`: both branches read the same x; without "mlp_norm",
+      the MLP of a parallel layer reads the output of "attention_norm".
+    - Norms: "rms" (arXiv 1910.07467) or "layer" (arXiv 1607.06450), optionally with biases. `norm_offset` is added
+      to the norm weights of the checkpoint.
+    - Attention: `num_heads` query heads share `num_kv_heads` key and value heads. Scores are multiplied by
+      `attention_scale`; with `attention_softcap` they become softcap * tanh(score / softcap). `qk_norm` normalizes
+      queries and keys before the rotation, per head or over the whole width.
+    - `rotaries`: rotary embedding of each layer; None: no rotation. `sliding_windows`: for each layer, the number of
+      most recent tokens that a token attends to, itself included; None: all. The first `sink_tokens` tokens of a
+      sequence stay visible in layers with a window.
+    - The MLP is `gated`, down(activation(gate(x)) * up(x)), or plain, down(activation(up(x))). Layers may have
       `experts` instead.
-    - x begins as the token's embedding times `embedding_scale`; `position_offset`: row position + offset of a table
-      of learned positions is added; None: there is no table.
-    - logits = lm_head(norm(x)) * `logit_scale`, bounded like scores where there is a `logit_softcap`.
-    - `max_position`: the longest sequence, in tokens, that the positions are made for.
-    - `tensor_names`: where the checkpoint has each role, "{layer}" and "{expert}" standing for numbers.
+    - x starts as the token embedding times `embedding_scale`. With a `position_offset`, row position + offset of a
+      learned position table is added; None: there is no table.
+    - logits = lm_head(norm(x)) * `logit_scale`, capped like scores if there is a `logit_softcap`.
+    - `max_position`: maximum sequence length in tokens.
+    - `tensor_names`: location of each role in the checkpoint, with placeholders "{layer}" and "{expert}".
     """
 
     family: str
@@ -77,18 +201,18 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    tensor_names: Mapping[Role, TensorPlace] = field(hash=False, repr=False)
+    tensor_names: Mapping[Role, TensorLocation] = field(hash=False, repr=False)
 
     @property
     def widest_window(self) -> AttentionWindow | None:
-        """What any layer sees at most; None where one sees all."""
+        """The largest window of any layer; None if any layer attends to all tokens."""
         windows = [window for window in self.sliding_windows if window is not None]
         if len(windows) < self.num_layers:
             return None
         return AttentionWindow(max(windows), self.sink_tokens)
 
     def for_length(self, length: int) -> DecoderSpec:
-        """The same where no sequence is longer than `length` tokens."""
+        """The spec for sequences of at most `length` tokens; LongRoPE chooses its factors by this."""
         rotaries = tuple(rotary and rotary.for_length(length) for rotary in self.rotaries)
         return replace(self, rotaries=rotaries)
 
@@ -97,7 +221,123 @@ class DecoderSpec:
         return self.experts is not None and self.experts.layers[layer]
 
     def tensor_name(self, role: Role, layer: int | None = None, expert: int | None = None) -> str:
-        """The name of the checkpoint's tensor that holds a role; `layer` for the roles that each layer has."""
-        place = self.tensor_names[role]
-        name = place if isinstance(place, str) else place.name
+        """Name of the checkpoint tensor that holds a role; `layer` and `expert` for roles that repeat."""
+        location = self.tensor_names[role]
+        name = location if isinstance(location, str) else location.name
         return name.format(layer=layer, expert=expert)
+
+
+def model_shapes(spec: DecoderSpec) -> dict[Role, Shape]:
+    """Shapes of the tensors outside the layers. With tied embeddings there is no lm_head."""
+    shapes: dict[Role, Shape] = {
+        "embedding": (spec.vocab_size, spec.hidden_size),
+        "final_norm": (spec.hidden_size,),
+    }
+    if spec.position_offset is not None:
+        shapes["position_embedding"] = (spec.max_position + spec.position_offset, spec.hidden_size)
+    if spec.norm_bias:
+        shapes["final_norm_bias"] = (spec.hidden_size,)
+    if not spec.tied_embeddings:
+        shapes["lm_head"] = (spec.vocab_size, spec.hidden_size)
+    if spec.lm_head_bias:
+        shapes["lm_head_bias"] = (spec.vocab_size,)
+    return shapes
+
+
+def layer_shapes(spec: DecoderSpec, layer: int = 0) -> dict[Role, Shape]:
+    """Shapes of the tensors of a layer, of one expert for expert roles. Matrices are [outputs, inputs]."""
+    hidden = spec.hidden_size
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: dict[Role, Shape] = {
+        "query": (query, hidden),
+        "key": (kv, hidden),
+        "value": (kv, hidden),
+        "output": (hidden, query),
+    }
+    for role in spec.layer_norms:
+        shapes[role] = (hidden,)
+        if spec.norm_bias:
+            shapes[NORM_BIASES[role]] = (hidden,)
+    if spec.qkv_bias:
+        shapes |= {"query_bias": (query,), "key_bias": (kv,), "value_bias": (kv,)}
+    if spec.output_bias:
+        shapes["output_bias"] = (hidden,)
+    if spec.qk_norm == "head":
+        shapes |= {"query_norm": (spec.head_dim,), "key_norm": (spec.head_dim,)}
+    elif spec.qk_norm == "width":
+        shapes |= {"query_norm": (query,), "key_norm": (kv,)}
+    return shapes | (_experts_shapes(spec) if spec.is_sparse(layer) else _mlp_shapes(spec))
+
+
+def _mlp_shapes(spec: DecoderSpec) -> dict[Role, Shape]:
+    hidden, intermediate = spec.hidden_size, spec.intermediate_size
+    shapes: dict[Role, Shape] = {"up": (intermediate, hidden), "down": (hidden, intermediate)}
+    if spec.gated:
+        shapes["gate"] = (intermediate, hidden)
+    if spec.mlp_bias:
+        shapes |= {"up_bias": (intermediate,), "down_bias": (hidden,)}
+        if spec.gated:
+            shapes["gate_bias"] = (intermediate,)
+    return shapes
+
+
+def _experts_shapes(spec: DecoderSpec) -> dict[Role, Shape]:
+    experts, hidden = spec.experts, spec.hidden_size
+    assert experts is not None
+    wide, narrow = (experts.intermediate_size, hidden), (hidden, experts.intermediate_size)
+    shapes: dict[Role, Shape] = {
+        "router": (experts.count, hidden),
+        "expert_gate": wide,
+        "expert_up": wide,
+        "expert_down": narrow,
+    }
+    if experts.shared_size is not None:
+        wide, narrow = (experts.shared_size, hidden), (hidden, experts.shared_size)
+        shapes |= {"shared_gate": wide, "shared_up": wide, "shared_down": narrow}
+        if experts.shared_gated:
+            shapes["shared_router"] = (1, hidden)
+    return shapes
+
+
+def all_tensors(spec: DecoderSpec) -> Iterator[tuple[Role, int | None, int | None, Shape]]:
+    """(role, layer, expert, shape) of every tensor of the model."""
+    for role, shape in model_shapes(spec).items():
+        yield role, None, None, shape
+    for layer in range(spec.num_layers):
+        for role, shape in layer_shapes(spec, layer).items():
+            count = spec.experts.count if spec.experts is not None and role in EXPERT_ROLES else 0
+            for expert in range(count) if count else (None,):
+                yield role, layer, expert, shape
+
+
+def limit_attention(
+    spec: DecoderSpec, max_attention_window_size: int | list[int] | None, sink_token_length: int
+) -> DecoderSpec:
+    """The spec with windows of at most `max_attention_window_size` tokens, and with attention sinks.
+
+    A list gives one size per layer and is repeated if it is shorter. The first `sink_token_length` tokens of a
+    sequence stay visible in layers with a window; positions do not change. Raises `ValueError` for a size below 1,
+    or for sinks without any window.
+    """
+    if max_attention_window_size is not None:
+        sizes = (
+            max_attention_window_size
+            if isinstance(max_attention_window_size, list)
+            else [max_attention_window_size]
+        )
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"max_attention_window_size must be at least 1, got {max_attention_window_size}")
+        windows = tuple(
+            window if size >= (window or spec.max_position) else size
+            for window, size in zip(spec.sliding_windows, cycle(sizes), strict=False)
+        )
+        spec = replace(spec, sliding_windows=windows)
+    if not sink_token_length:
+        return spec
+    if sink_token_length < 0:
+        raise ValueError(f"sink_token_length must be at least 0, got {sink_token_length}")
+    if not any(spec.sliding_windows):
+        raise ValueError(
+            "sink_token_length needs a model with a sliding window, or max_attention_window_size"
+        )
+    return replace(spec, sink_tokens=sink_token_length)

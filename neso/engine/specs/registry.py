@@ -1,69 +1,113 @@
-"""Which architectures there are: config.json to `DecoderSpec`."""
+"""From config.json to the spec of a model, by the names of architectures."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from neso.engine.specs.config_reader import ConfigReader
+from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
 from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.specs.encoder_spec import EncoderSpec
 
-# Architecture (config.json's `architectures`) to the module of its family; imported when asked for.
+# Architecture (config.json's `architectures`) to "module.function" in neso/engine/specs/families; modules are
+# imported on first use. The function's name is the family's `model_type`, if that is not in `_OTHER_MODEL_TYPES`.
 ARCHITECTURES = {
-    "CohereForCausalLM": "cohere",
-    "Cohere2ForCausalLM": "cohere2",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "Gemma3ForConditionalGeneration": "gemma3_multimodal",
-    "GPT2LMHeadModel": "gpt2",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "GraniteForCausalLM": "granite",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Olmo2ForCausalLM": "olmo2",
-    "OlmoeForCausalLM": "olmoe",
-    "OPTForCausalLM": "opt",
-    "PhiForCausalLM": "phi",
-    "Phi3ForCausalLM": "phi3",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "StableLmForCausalLM": "stablelm",
-    "Starcoder2ForCausalLM": "starcoder2",
+    "CohereForCausalLM": "cohere.cohere",
+    "Cohere2ForCausalLM": "cohere.cohere2",
+    "Gemma2ForCausalLM": "gemma.gemma2",
+    "Gemma3ForCausalLM": "gemma.gemma3",
+    "Gemma3ForConditionalGeneration": "gemma.gemma3_multimodal",
+    "GPT2LMHeadModel": "gpt2.gpt2",
+    "GPTNeoXForCausalLM": "gpt_neox.gpt_neox",
+    "GraniteForCausalLM": "granite.granite",
+    "LlamaForCausalLM": "llama.llama",
+    "MistralForCausalLM": "mistral.mistral",
+    "MixtralForCausalLM": "mistral.mixtral",
+    "Olmo2ForCausalLM": "olmo.olmo2",
+    "OlmoeForCausalLM": "olmo.olmoe",
+    "OPTForCausalLM": "opt.opt",
+    "PhiForCausalLM": "phi.phi",
+    "Phi3ForCausalLM": "phi.phi3",
+    "Qwen2ForCausalLM": "qwen.qwen2",
+    "Qwen2MoeForCausalLM": "qwen.qwen2_moe",
+    "Qwen3ForCausalLM": "qwen.qwen3",
+    "Qwen3MoeForCausalLM": "qwen.qwen3_moe",
+    "StableLmForCausalLM": "stablelm.stablelm",
+    "Starcoder2ForCausalLM": "starcoder2.starcoder2",
+}
+_OTHER_MODEL_TYPES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 
-# `model_type`, for a config.json without `architectures`.
-MODEL_TYPES = {
-    family: architecture
-    for architecture, family in ARCHITECTURES.items()
-    if family not in ("gemma3", "gemma3_multimodal")
-} | {"gemma3_text": "Gemma3ForCausalLM", "gemma3": "Gemma3ForConditionalGeneration"}
+# `model_type` to architecture, for a config.json without `architectures`.
+MODEL_TYPES = {path.partition(".")[2]: name for name, path in ARCHITECTURES.items()} | _OTHER_MODEL_TYPES
+
+_ENCODER_FAMILIES = {
+    "Bert": "bert",
+    "Roberta": "roberta",
+    "XLMRoberta": "roberta",
+    "Camembert": "roberta",
+    "DistilBert": "distilbert",
+}
+# The head of a masked language model is ignored: only its layers are used.
+_ENCODER_HEADS = ("Model", "ForSequenceClassification", "ForMaskedLM")
+ENCODER_ARCHITECTURES = {
+    family + head: function for family, function in _ENCODER_FAMILIES.items() for head in _ENCODER_HEADS
+}
+"""Architecture to function in neso/engine/specs/families/bert.py."""
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of the model that a config.json describes.
+    """The spec of the decoder that a config.json describes.
 
-    Raises `UnsupportedModel` for an architecture or feature that is not there, `InvalidConfig` for a broken
-    field.
+    Raises `UnsupportedModel` for an unknown architecture or feature, `InvalidConfig` for an invalid field.
     """
     reader = ConfigReader(config)
-    family = import_module(f"neso.engine.specs.{ARCHITECTURES[_architecture(reader)]}")
-    spec: DecoderSpec = family.decoder_spec(reader)
-    # Without a head there is no other matrix for logits, and nobody asks for them.
+    module, _, function = ARCHITECTURES[_architecture(reader)].partition(".")
+    spec: DecoderSpec = getattr(_family(module), function)(reader)
+    # A checkpoint without LM head has no lm_head tensor; its logits are never used.
     return spec if has_head(config) else replace(spec, tied_embeddings=True)
 
 
+def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec | None:
+    """The spec of the text encoder that a config.json describes; None if it describes another kind of model.
+
+    Raises `UnsupportedModel` for an unsupported feature, `InvalidConfig` for an invalid field.
+    """
+    architectures = config.get("architectures") or []
+    for name in architectures if isinstance(architectures, list) else []:
+        if name in ENCODER_ARCHITECTURES:
+            spec: EncoderSpec = getattr(_family("bert"), ENCODER_ARCHITECTURES[name])(ConfigReader(config))
+            return spec
+    return None
+
+
 def has_head(config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint can give logits: not one of layers only, such as "MistralModel" for embeddings."""
+    """Whether the checkpoint has an LM head; "MistralModel", for example, has layers only, for embeddings."""
     listed = config.get("architectures")
     name = str(listed[0]) if isinstance(listed, list) and listed else ""
-    # "GPT2LMHeadModel" has one.
-    return name in ARCHITECTURES or not name.endswith("Model")
+    return name in ARCHITECTURES or not name.endswith("Model")  # "GPT2LMHeadModel" is in ARCHITECTURES.
+
+
+def is_embedding_model(checkpoint: Path | str) -> bool:
+    """Whether a directory holds an encoder or a decoder without LM head; False if it is no checkpoint directory."""
+    try:
+        config = json.loads((Path(checkpoint) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(config, dict):
+        return False
+    architectures = config.get("architectures") or []
+    return any(name in ENCODER_ARCHITECTURES for name in architectures) or not has_head(config)
+
+
+def _family(module: str) -> Any:
+    return import_module(f"neso.engine.specs.families.{module}")
 
 
 def _architecture(config: ConfigReader) -> str:

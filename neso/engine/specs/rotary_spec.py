@@ -1,12 +1,11 @@
-"""Rotary position embedding as data: base, width and the way frequencies are scaled for long contexts."""
+"""Rotary position embedding as data: base, width and scaling of frequencies for long contexts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-from neso.engine.specs.config_reader import ConfigReader
-from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """The base grows with the sequence once it is longer than `original_max_position` ("dynamic NTK")."""
+    """Dynamic NTK: the base grows with the sequence beyond `original_max_position` tokens."""
 
     factor: float
     original_max_position: int
@@ -26,7 +25,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between them (Llama 3.1)."""
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, a ramp between them."""
 
     factor: float
     low_freq_factor: float
@@ -38,8 +37,8 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071): interpolation by rotations per context.
 
-    Cosines and sines are multiplied by `attention_factor`. `truncate` rounds the ends of the ramp to whole
-    dimensions, as the paper's code does.
+    Cosines and sines are multiplied by `attention_factor`. `truncate` rounds the ramp's ends to whole dimensions,
+    as the paper's code does.
     """
 
     factor: float
@@ -52,11 +51,11 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
-    """LongRoPE (arXiv 2402.13753): the frequency of each pair of dimensions divided by a factor of its own.
+    """LongRoPE (arXiv 2402.13753): the frequency of each pair of dimensions is divided by its own factor.
 
-    There are factors for sequences of at most `original_max_position` tokens, and for longer ones. Keys of the one and
-    queries of the other do not fit together, so that one kind is used for all: `extended`, where longer sequences are
-    served. Cosines and sines are multiplied by `attention_factor`.
+    Short factors are for sequences of at most `original_max_position` tokens, long factors for longer ones. Keys
+    computed with one set do not match queries computed with the other, so all sequences use the same set: the long
+    one if `extended`. Cosines and sines are multiplied by `attention_factor`.
     """
 
     short_factors: tuple[float, ...]
@@ -75,14 +74,14 @@ RotaryScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | L
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Rotation of the first `rotary_dim` dimensions of each head, halves paired (i, i + rotary_dim / 2)."""
+    """Rotation of the first `rotary_dim` dimensions of each head in pairs (i, i + rotary_dim / 2)."""
 
     theta: float
     rotary_dim: int
     scaling: RotaryScaling | None
 
     def for_length(self, length: int) -> RotarySpec:
-        """The same where no sequence is longer than `length` tokens."""
+        """The rotation for sequences of at most `length` tokens: LongRoPE's short factors if they suffice."""
         scaling = self.scaling
         if isinstance(scaling, LongScaling) and length <= scaling.original_max_position:
             return replace(self, scaling=replace(scaling, extended=False))
@@ -90,9 +89,9 @@ class RotarySpec:
 
     @classmethod
     def from_config(cls, config: ConfigReader, head_dim: int, max_position: int) -> RotarySpec:
-        """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before it).
+        """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
 
-        Where both forms are present, `rope_scaling` wins, as it does in transformers.
+        `rope_scaling` takes precedence, as in transformers.
         """
         field = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
         rope = config.section(field) if config.has(field) else ConfigReader({}, f"{field}.")
@@ -102,7 +101,7 @@ class RotarySpec:
     def from_section(
         cls, config: ConfigReader, rope: ConfigReader, head_dim: int, max_position: int
     ) -> RotarySpec:
-        """Read the object `rope`; what it lacks is taken from the config around it."""
+        """Read the object `rope`; fields that it lacks are taken from `config`."""
         if rope.nests_objects() or rope.has("mrope_section"):
             raise UnsupportedModel(
                 f"config field {rope.name!r} asks for several rotary embeddings, which is not supported"
@@ -129,12 +128,12 @@ def _read_scaling(
     if kind == "dynamic":
         if rotary_dim <= 2:
             raise rope.invalid("rope_type", "'dynamic' needs more than two rotary dimensions")
-        return DynamicScaling(_factor_of_growth(rope), max_position)
+        return DynamicScaling(_read_growth_factor(rope), max_position)
     original = config.integer(
         "original_max_position_embeddings",
         rope.integer("original_max_position_embeddings", max_position),
     )
-    # The first versions of Phi 3 called it by other names.
+    # Early Phi 3 configs name LongRoPE "su" or "yarn".
     if kind in ("longrope", "su") or (kind == "yarn" and rope.has("short_factor")):
         return _read_long(rope, original, rotary_dim, max_position)
     if kind == "llama3":
@@ -149,7 +148,7 @@ def _read_scaling(
     )
 
 
-def _factor_of_growth(rope: ConfigReader) -> float:
+def _read_growth_factor(rope: ConfigReader) -> float:
     factor = rope.number("factor")
     if factor < 1.0:
         raise rope.invalid("factor", f"must be at least 1, not {factor}")
@@ -190,12 +189,12 @@ def _read_yarn(rope: ConfigReader, original: int, max_position: int) -> YarnScal
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """Square root of YaRN's 1/t, equation 22; DeepSeek's `mscale` pair changes its slope."""
+    """Square root of 1/t in equation 22 of YaRN; DeepSeek's `mscale` pair changes its slope."""
 
     def slope(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
-    # Zero stands for "not given" here, as in transformers.
+    # Zero means absent, as in transformers.
     if rope.value("mscale") and rope.value("mscale_all_dim"):
         return slope(rope.number("mscale")) / slope(rope.number("mscale_all_dim"))
     return slope(1.0)

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from neso.engine.text.tokenizer_files import TokenizerError, TokenizerFiles
-from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.gguf.file import GGUFFile
 from neso.engine.weights.gguf.metadata import Metadata
+from neso.engine.weights.source import CheckpointError
 
 _PREFIX = "tokenizer.ggml."
 _ROLES = {

@@ -11,13 +11,11 @@ import numpy.typing as npt
 
 from neso.engine.addons.input_embeddings import EmbeddingRows
 from neso.engine.core.request import PromptImage
-from neso.engine.runners.base import RunnerOptions
-from neso.engine.runners.layer_stack import LayerStack
-from neso.engine.runners.reference.layer_stack import ACTIVATIONS
-from neso.engine.runners.reference.layers import layer_norm, linear
-from neso.engine.specs.vision.spec import VisionSpec
-from neso.engine.weights.named_tensors import NamedTensors
-from neso.engine.weights.source import WeightSource
+from neso.engine.runners.base import LayerStack, RunnerOptions
+from neso.engine.runners.numpy_layers import ACTIVATIONS, layer_norm, linear
+from neso.engine.specs.encoder_spec import VisionSpec
+from neso.engine.weights.model_tensors import EncoderTensors
+from neso.engine.weights.source import TensorSource
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -40,13 +38,13 @@ class ImageEncoder:
     def load(
         cls,
         spec: VisionSpec,
-        source: WeightSource,
+        source: TensorSource,
         stack: type[LayerStack],
         options: RunnerOptions,
         normalization: Normalization,
     ) -> ImageEncoder:
         """Raises `CheckpointError` when a tensor is missing or does not fit, `UnsupportedOption`."""
-        tensors = NamedTensors(source, spec.prefixes)
+        tensors = EncoderTensors(source, spec.prefixes)
         layers = stack.load(spec.layers, tensors, options)
         return cls(spec, _Tower.load(spec, tensors), layers, normalization)
 
@@ -127,10 +125,10 @@ class _Tower:
     second_bias: Float32Array | None
 
     @classmethod
-    def load(cls, spec: VisionSpec, tensors: NamedTensors) -> _Tower:
+    def load(cls, spec: VisionSpec, tensors: EncoderTensors) -> _Tower:
         hidden, out, names = spec.layers.hidden_size, spec.output_size, spec.tensor_names
         patch = spec.patch_size
-        projector = NamedTensors(tensors.source, ("multi_modal_projector.", "model.multi_modal_projector."))
+        projector = EncoderTensors(tensors.source, ("multi_modal_projector.", "model.multi_modal_projector."))
 
         def bias(name: str) -> Float32Array | None:
             return projector.bias(name, out) if spec.projector_bias else None

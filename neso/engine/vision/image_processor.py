@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.vision.image_encoder import Normalization
 from neso.generation import InvalidParameter
 

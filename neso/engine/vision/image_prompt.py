@@ -10,7 +10,7 @@ import numpy as np
 
 from neso.engine.core.request import PLACEHOLDER, PromptImage
 from neso.engine.errors import EngineError
-from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.vision.image_processor import ImageProcessor
 from neso.generation import GenerationRequest, InvalidParameter
 

@@ -1,34 +1,44 @@
-"""A Hugging Face checkpoint directory: config.json, generation_config.json and safetensors files."""
+"""Hugging Face checkpoint directories, and opening a model's weights by path."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.weights.dtype import copy_as_float32, is_float
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.formats.registry import checkpoint_format
-from neso.engine.weights.json_file import read_json_object
+from neso.engine.weights.engine_directory import EngineDirectory, is_engine_directory
+from neso.engine.weights.files import read_json_object
+from neso.engine.weights.gguf.checkpoint import GGUFCheckpoint
+from neso.engine.weights.quantized import Matrix
+from neso.engine.weights.quantized_checkpoints import checkpoint_format
 from neso.engine.weights.safetensors_file import SafetensorsFile
-from neso.engine.weights.source import Matrix
+from neso.engine.weights.source import CheckpointError, TensorSource, copy_as_float32, is_float
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-class Checkpoint:
-    """Opens a directory and looks tensors up by name, without copying them.
+def open_source(path: Path | str) -> TensorSource:
+    """Open a Hugging Face checkpoint directory, a GGUF file, or an engine directory written by `neso build`.
 
-    - config: the content of config.json
-    - generation_config: the content of generation_config.json, empty where there is none
+    Raises `CheckpointError` for missing or invalid files.
+    """
+    path = Path(path)
+    if path.is_file():
+        return GGUFCheckpoint(path)
+    return EngineDirectory(path) if is_engine_directory(path) else Checkpoint(path)
 
-    Raises `CheckpointError` at opening for missing or broken files. A context manager; tensors handed
-    out before `close` stay valid.
+
+class Checkpoint(TensorSource):
+    """A directory with config.json, generation_config.json and memory-mapped safetensors files.
+
+    - config: content of config.json
+    - generation_config: content of generation_config.json, empty if there is none
+
+    Raises `CheckpointError` on opening for missing or invalid files.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -42,28 +52,23 @@ class Checkpoint:
         self._files = self._open_files()
 
     def names(self) -> Iterator[str]:
-        """Names of all tensors."""
+        """Names of all stored tensors."""
         return iter(self._files)
 
     def __contains__(self, name: str) -> bool:
-        return self.stores(name) or self._is_quantized(name)
+        return self.has_stored(name) or self._is_quantized(name)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """A read-only view in the dtype of the file. It may be unaligned (`flags.aligned`).
-
-        Raises `CheckpointError` when the tensor is missing, does not have `shape` where that is given, or is
-        quantized.
-        """
         if self._is_quantized(name):
             raise CheckpointError(f"{self.directory}: tensor {name!r} is quantized, but must be dense")
-        return self.stored(name, shape)
+        return self.stored_tensor(name, shape)
 
-    def stores(self, name: str) -> bool:
-        """Whether the files have a tensor of this name, whatever it stands for."""
+    def has_stored(self, name: str) -> bool:
+        """Whether the files have a tensor of this name, be it weights, codes or scales."""
         return name in self._files
 
-    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """As `tensor`, but also what makes up quantized weights: codes, scales."""
+    def stored_tensor(self, name: str, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        """Like `tensor`, but also returns codes and scales of quantized weights."""
         if name not in self._files:
             raise CheckpointError(f"{self.directory}: the checkpoint has no tensor {name!r}")
         file = self._files[name]
@@ -75,16 +80,14 @@ class Checkpoint:
         return file.tensor(name)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
-        """Weights [outputs, inputs] as they are stored. Raises `CheckpointError` as `tensor` does."""
-        if self._format is not None and self._format.holds(self, name):
+        if self._format is not None and self._format.is_quantized(self, name):
             return self._format.read(self, name, shape)
         found = self.tensor(name, shape)
         self._check_float(name, found.dtype)
         return found
 
     def read_float32(self, name: str, target: npt.NDArray[np.float32]) -> None:
-        """Copy a floating-point tensor into `target`. Raises `CheckpointError` as `tensor` does."""
-        if target.ndim == 2 and self._format is not None and self._format.holds(self, name):
+        if target.ndim == 2 and self._format is not None and self._format.is_quantized(self, name):
             outputs, inputs = target.shape
             target[...] = self._format.read(self, name, (outputs, inputs)).dequantize()
             return
@@ -96,16 +99,8 @@ class Checkpoint:
         for file in self._files.values():
             file.close()
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _is_quantized(self, name: str) -> bool:
-        return self._format is not None and self._format.holds(self, name)
+        return self._format is not None and self._format.is_quantized(self, name)
 
     def _check_float(self, name: str, dtype: np.dtype[Any]) -> None:
         if not is_float(dtype):
@@ -115,7 +110,7 @@ class Checkpoint:
             )
 
     def _open_files(self) -> dict[str, SafetensorsFile]:
-        """Tensor name to the file that holds it."""
+        """Tensor name to its file."""
         if (self.directory / INDEX_FILE).exists():
             return self._open_shards()
         path = self.directory / SINGLE_FILE
@@ -131,17 +126,17 @@ class Checkpoint:
         index = self.directory / INDEX_FILE
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: 'weight_map' must be a JSON object with the tensors' files")
+            raise CheckpointError(f"{index}: 'weight_map' must be a JSON object from tensor to file name")
         shards: dict[str, SafetensorsFile] = {}
         for name, shard in weight_map.items():
-            # A plain name: a checkpoint has no business reading files outside its directory.
+            # Reject paths: a checkpoint must not read files outside its directory.
             if (
                 not isinstance(shard, str)
                 or Path(shard).name != shard
                 or Path(shard).suffix != ".safetensors"
             ):
                 raise CheckpointError(
-                    f"{index}: tensor {name!r} is in {shard!r}, no name of a safetensors file"
+                    f"{index}: tensor {name!r} is in {shard!r}, which is not the name of a safetensors file"
                 )
             if shard not in shards:
                 shards[shard] = SafetensorsFile(self.directory / shard)

@@ -1,6 +1,6 @@
-"""An engine directory: weights that `neso build` packed for the native runner, mapped into memory as they are.
+"""Engine directories: weights packed by `neso build` for the native runner and memory-mapped without conversion.
 
-config.json                  the model's own, and in the field "neso_engine" what was built: see `BuildInfo`
+config.json                  the model's config.json, plus a `BuildInfo` in the field "neso_engine"
 rank0.packed.safetensors     packed matrices, each at a multiple of 64 bytes
 rank0.vectors.safetensors    scales, norms and biases
 tokenizer.json ...           copied from the checkpoint
@@ -10,31 +10,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.quantized import Matrix
 from neso.engine.weights.safetensors_file import SafetensorsFile
-from neso.engine.weights.source import Matrix
+from neso.engine.weights.source import CheckpointError, TensorSource
 
 CONFIG_FILE = "config.json"
-MARK = "neso_engine"
-"""The field of config.json that tells an engine directory from a checkpoint."""
+BUILD_FIELD = "neso_engine"
+"""Field of config.json that only engine directories have."""
 
 FORMAT = 1
-"""Version of the layout of packed weights; another one cannot be read."""
+"""Version of the packed layout; only this version can be read."""
 
 
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine was built from and how.
+    """Source and options of a build.
 
-    - dtype: of dense weights; quantization: the scheme that was asked for, None if none was
-    - tensor_parallel: ranks that the weights are split among
-    - matrices: numbers of each packed matrix, by name
+    - dtype: of dense weights; quantization: the requested scheme, None for none
+    - tensor_parallel: number of ranks
+    - matrices: by name, the fields of each packed matrix that are not arrays
     """
 
     format: int
@@ -55,29 +54,30 @@ def vectors_file(rank: int) -> str:
 
 
 def is_engine_directory(path: Path) -> bool:
-    """Whether `neso build` wrote it."""
+    """Whether a directory was written by `neso build`."""
     try:
         config = json.loads((path / CONFIG_FILE).read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and MARK in config
+    return isinstance(config, dict) and BUILD_FIELD in config
 
 
-class EngineDirectory:
-    """Opens what `neso build` wrote, for one rank. A context manager; arrays stay valid after `close`.
+class EngineDirectory(TensorSource):
+    """The packed weights of one rank, which only the native runner can read, through `arrays` and `build`.
 
-    A `WeightSource` whose weights only the native runner can use, by `arrays` and `build`. Raises `CheckpointError`
-    at opening for missing or broken files, and for a build of another format or for several ranks.
+    Raises `CheckpointError` on opening for missing or invalid files, another format version, or several ranks.
     """
 
     def __init__(self, directory: Path | str, rank: int = 0) -> None:
         self.directory = Path(directory)
         try:
             config = json.loads((self.directory / CONFIG_FILE).read_bytes())
-            self.build = msgspec.convert(config[MARK], BuildInfo)
+            self.build = msgspec.convert(config[BUILD_FIELD], BuildInfo)
             self.config: dict[str, Any] = config
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.directory / CONFIG_FILE}: no engine's config: {error}") from error
+            raise CheckpointError(
+                f"{self.directory / CONFIG_FILE}: not the config.json of an engine directory: {error}"
+            ) from error
         if self.build.format != FORMAT:
             raise CheckpointError(
                 f"{self.directory}: the engine has format {self.build.format}, this version reads {FORMAT}; "
@@ -86,7 +86,7 @@ class EngineDirectory:
         if self.build.tensor_parallel != 1:
             raise CheckpointError(
                 f"{self.directory}: the engine is split among {self.build.tensor_parallel} ranks, "
-                "but one process runs a model here; build it with --tensor-parallel 1"
+                "but only one rank is supported; build it with --tensor-parallel 1"
             )
         self._files = [
             SafetensorsFile(self.directory / packed_file(rank)),
@@ -94,7 +94,7 @@ class EngineDirectory:
         ]
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """All arrays by name, read-only views of the files."""
+        """All arrays by name: read-only views of the files."""
         return {name: file.tensor(name) for file in self._files for name in file.names()}
 
     def __contains__(self, name: str) -> bool:
@@ -112,17 +112,9 @@ class EngineDirectory:
     def _packed(self) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: an engine directory holds weights packed for the native runner; "
-            "other runners need the checkpoint that it was built from"
+            "other runners need the original checkpoint"
         )
 
     def close(self) -> None:
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> EngineDirectory:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""From the name of a model to its files on this machine."""
+"""Resolving model names to local files: directories, GGUF files, shipped models, the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from neso.engine.weights.errors import ModelNotFound
 from neso.models import SHIPPED_MODELS
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
-# What the engine reads. Some repositories hold the weights a second time in other layouts, at the top level
-# as "consolidated*" and in folders. Folders with a number in front ("1_Pooling") are modules of
-# sentence-transformers.
-_WANTED = (*TOKENIZER_FILES, "*.safetensors")
-_UNWANTED = ["consolidated*", "[!0-9]*/*"]
+# Some repositories contain the weights a second time in other layouts, as "consolidated*" or in folders. Folders
+# that start with a digit ("1_Pooling") are modules of sentence-transformers.
+_DOWNLOAD_PATTERNS = (*TOKENIZER_FILES, "*.safetensors")
+_IGNORE_PATTERNS = ["consolidated*", "[!0-9]*/*"]
 
 GGUF_SUFFIX = ".gguf"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(
-    name_or_path: str | Path, revision: str | None = None, *, wanted: Sequence[str] = _WANTED
-) -> Path:
-    """The files of a model: a local directory or GGUF file, a model that ships, or the hub's "organization/name".
+class ModelNotFound(Exception):
+    """Neither a local directory nor a model on the Hugging Face hub that can be downloaded."""
 
-    Of the last, the files that fit `wanted` are cached here. A directory that holds a GGUF file and no safetensors
-    stands for that file. Raises `ModelNotFound` when it is none of these, or the hub cannot be reached and the cache
-    does not have it.
+
+def resolve_model(
+    name_or_path: str | Path, revision: str | None = None, *, patterns: Sequence[str] = _DOWNLOAD_PATTERNS
+) -> Path:
+    """Path of a local directory or GGUF file, of a shipped model, or of a hub model "organization/name".
+
+    Files of a hub model that match `patterns` are downloaded to the cache. A directory with a GGUF file and no
+    safetensors files resolves to that file. Raises `ModelNotFound` if nothing matches, or if the model is not cached
+    and the hub cannot be reached.
     """
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name and path.is_dir():
-        return _gguf_within(path) or path
+        return _gguf_in(path) or path
     if path.suffix == GGUF_SUFFIX:
         if not path.is_file():
             raise ModelNotFound(f"{name}: there is no such file")
@@ -42,11 +44,11 @@ def resolve_model(
         return SHIPPED_MODELS[name]
     if not _HUB_NAME.fullmatch(name):
         raise ModelNotFound(f"{name}: there is no such directory")
-    return _download(name, revision, wanted)
+    return _download(name, revision, patterns)
 
 
-def _gguf_within(directory: Path) -> Path | None:
-    """The GGUF file that a directory is about; None for a checkpoint directory."""
+def _gguf_in(directory: Path) -> Path | None:
+    """The only GGUF file of a directory; None for a checkpoint directory."""
     files = sorted(directory.glob(f"*{GGUF_SUFFIX}"))
     if not files or any(directory.glob("*.safetensors")):
         return None
@@ -56,16 +58,18 @@ def _gguf_within(directory: Path) -> Path | None:
     return files[0]
 
 
-def _download(name: str, revision: str | None, wanted: Sequence[str]) -> Path:
+def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=_UNWANTED)
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_IGNORE_PATTERNS
+            )
         )
     except errors.GatedRepoError as error:
         raise ModelNotFound(
-            f"{name}: access to this model is restricted; ask for it on huggingface.co and set HF_TOKEN"
+            f"{name}: access to this model is restricted; request access on huggingface.co and set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelNotFound(f"{name}: the model has no revision {revision!r}") from error

@@ -1,35 +1,34 @@
-"""The tensors of a model by their roles, whatever the checkpoint calls them and whichever lie in one."""
+"""Tensors of a model by their role in a spec, independent of naming variants between checkpoints."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_part import TensorPart
-from neso.engine.specs.tensor_roles import Role, Shape, layer_shapes, model_shapes
-from neso.engine.weights.float8_matrix import Float8Matrix
-from neso.engine.weights.quantized_matrix import QuantizedMatrix
-from neso.engine.weights.source import Matrix, WeightSource, dense
+from neso.engine.specs.decoder_spec import DecoderSpec, Role, Shape, TensorPart, layer_shapes, model_shapes
+from neso.engine.weights.quantized import Matrix, dense, take_rows
+from neso.engine.weights.source import TensorSource
 
 Float32Array = npt.NDArray[np.float32]
-Rows = slice | npt.NDArray[np.intp]
+
+# Norm parameters in old checkpoints of BERT.
+_OLD_NAMES = {"weight": "gamma", "bias": "beta"}
 
 
-class ModelTensors:
-    """Reads what a spec needs from a source; matrices are [outputs, inputs].
+class DecoderTensors:
+    """Reads the tensors of a `DecoderSpec`; matrices are [outputs, inputs].
 
-    `layer` is given for the roles that each layer has, `expert` for those that each expert has. All methods raise
-    `CheckpointError` when a tensor is missing or has another shape than the spec gives it.
+    `layer` is given for roles of a layer, `expert` for roles of an expert. All methods raise `CheckpointError` if a
+    tensor is missing or does not have the spec's shape.
     """
 
-    def __init__(self, spec: DecoderSpec, source: WeightSource) -> None:
+    def __init__(self, spec: DecoderSpec, source: TensorSource) -> None:
         self.spec = spec
         self._source = source
-        # A quantized tensor that several roles have parts of is unpacked once.
+        # The fused tensor read last, so that its parts do not unpack it several times.
         self._last: tuple[str, Matrix] | None = None
 
     def shape(self, role: Role, layer: int | None = None) -> Shape:
@@ -37,25 +36,25 @@ class ModelTensors:
         return shapes[role]
 
     def matrix(self, role: Role, layer: int | None = None, expert: int | None = None) -> Matrix:
-        """As it is stored: dense, maybe unaligned or with strides, or quantized."""
+        """The matrix as stored: dense, possibly unaligned or strided, or quantized."""
         outputs, inputs = self.shape(role, layer)
-        name, place = self._find(role, layer, expert), self.spec.tensor_names[role]
-        if isinstance(place, str):
+        name, location = self._find(role, layer, expert), self.spec.tensor_names[role]
+        if isinstance(location, str):
             return self._source.matrix(name, (outputs, inputs))
         if self._last is None or self._last[0] != name:
-            stored = (inputs, place.outputs) if place.transposed else (place.outputs, inputs)
+            stored = (inputs, location.outputs) if location.transposed else (location.outputs, inputs)
             whole = self._source.matrix(name, stored)
-            self._last = name, dense(whole).T if place.transposed else whole
-        return take_rows(self._last[1], place.rows())
+            self._last = name, dense(whole).T if location.transposed else whole
+        return take_rows(self._last[1], location.rows())
 
     def vector(self, role: Role, layer: int | None = None) -> Float32Array:
-        """A bias, or the weights of a norm with the spec's offset added."""
+        """A bias, or the weights of a norm including the spec's `norm_offset`."""
         shape = self.shape(role, layer)
-        name, place = self._find(role, layer), self.spec.tensor_names[role]
-        if isinstance(place, TensorPart):
-            whole = np.empty(place.outputs, np.float32)
+        name, location = self._find(role, layer), self.spec.tensor_names[role]
+        if isinstance(location, TensorPart):
+            whole = np.empty(location.outputs, np.float32)
             self._source.read_float32(name, whole)
-            values: Float32Array = whole[place.rows()]
+            values: Float32Array = whole[location.rows()]
         else:
             values = np.empty(shape, np.float32)
             self._source.read_float32(name, values)
@@ -75,31 +74,56 @@ class ModelTensors:
             target[...] = dense(self.matrix(role, layer, expert))
 
     def table(self, role: Role) -> npt.NDArray[Any]:
-        """A table of which rows are looked up, in the dtype of the file; quantized values as float32."""
+        """An embedding table, in the dtype of the file."""
         return self._source.tensor(self._find(role), self.shape(role))
 
     def _find(self, role: Role, layer: int | None = None, expert: int | None = None) -> str:
-        """The tensor's name; a checkpoint of a bare model, without its head, leaves out the first part of names."""
+        """The tensor's name in the source; the spec's name if there is none.
+
+        Checkpoints without LM head omit the first component of names ("model."). Checkpoints with a vision tower
+        prepend "language_model." (transformers 4), or insert it after the first component (transformers 5).
+        """
         name = self.spec.tensor_name(role, layer, expert)
-        if name not in self._source:
-            bare = name.partition(".")[2]
-            if bare in self._source:
-                return bare
-        return name
+        bare = name.partition(".")[2]
+        candidates = (name, bare, f"language_model.{name}", f"model.language_model.{bare}")
+        return next((candidate for candidate in candidates if candidate in self._source), name)
 
 
-def take_rows(matrix: Matrix, rows: Rows) -> Matrix:
-    """Some of the outputs; a view where they are a slice."""
-    if isinstance(matrix, QuantizedMatrix):
-        return replace(
-            matrix,
-            codes=matrix.codes[rows],
-            scales=matrix.scales[rows],
-            offsets=None if matrix.offsets is None else matrix.offsets[rows],
-        )
-    if isinstance(matrix, Float8Matrix):
-        scales = matrix.scale_of_outputs()
-        if scales is None:
-            return matrix.dequantize()[rows]
-        return Float8Matrix(matrix.codes[rows], scales[rows, None], (1, matrix.shape[1]))
-    return matrix[rows]
+@dataclass(frozen=True, slots=True)
+class EncoderTensors:
+    """Reads tensors of an encoder by the names in its spec, with or without one of `prefixes`.
+
+    All methods raise `CheckpointError` if a tensor is missing or has another shape.
+    """
+
+    source: TensorSource
+    prefixes: tuple[str, ...] = ()
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Float32Array:
+        """The tensor `name`.weight in float32."""
+        return self._read(self._find(name, "weight"), shape)
+
+    def bias(self, name: str, size: int) -> Float32Array:
+        """The tensor `name`.bias in float32."""
+        return self._read(self._find(name, "bias"), (size,))
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Float32Array:
+        """The tensor `name` in float32."""
+        candidates = [name, *(prefix + name for prefix in self.prefixes)]
+        return self._read(next((found for found in candidates if found in self.source), name), shape)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        """The tensor `name`.weight as stored, [outputs, inputs]."""
+        return self.source.matrix(self._find(name, "weight"), shape)
+
+    def _find(self, name: str, part: str) -> str:
+        for suffix in (part, _OLD_NAMES[part]):
+            for prefix in ("", *self.prefixes):
+                if (found := f"{prefix}{name}.{suffix}") in self.source:
+                    return found
+        return f"{name}.{part}"
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Float32Array:
+        target = np.empty(shape, np.float32)
+        self.source.read_float32(name, target)
+        return target

@@ -1,7 +1,7 @@
-"""A memory-mapped safetensors file: a checked header, and tensors as views without a copy.
+"""Reading and writing of safetensors files.
 
 Format: 8 bytes header length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, the data.
-The library `safetensors` gives numpy no bfloat16 or float8 views, hence a reader of our own.
+The library `safetensors` has no bfloat16 or float8 views for numpy, so files are parsed here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.mapped_tensors import MappedTensors
+from neso.engine.weights.files import MappedTensors
+from neso.engine.weights.source import CheckpointError
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -45,7 +45,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: `start` and `end` count from the first byte after the header."""
+    """Dtype, shape and byte range of a tensor; `start` and `end` are relative to the end of the header."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -54,18 +54,17 @@ class TensorEntry:
 
 
 class SafetensorsFile(MappedTensors[TensorEntry]):
-    """Opens and checks one file. Every defect raises `CheckpointError` at opening, naming file and defect."""
+    """A memory-mapped file. Raises `CheckpointError` on opening for any defect, naming file and defect."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         assert self._buffer is not None
         self._data_start = _LENGTH_BYTES + self._header_length(self._buffer)
         self._entries = self._parse(self._buffer[_LENGTH_BYTES : self._data_start])
-        # The format has the tensors fill the data.
         self._check_layout(len(self._buffer) - self._data_start, gapless=True)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """A read-only view. Raises `CheckpointError` when there is no such tensor or the file is closed."""
+        """A read-only view. Raises `CheckpointError` if there is no such tensor or the file is closed."""
         entry = self.entry(name)
         return self._view(entry, entry.dtype, entry.shape)
 
@@ -122,5 +121,59 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    """Whether this is a list of integers that are not negative."""
+    """Whether this is a list of non-negative integers."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+ALIGNMENT = 64
+"""Alignment of the data in bytes; tensors whose sizes are multiples of it are all aligned."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class SafetensorsWriter:
+    """Writes tensor by tensor, so that not all of them are in memory at once. A context manager.
+
+    `header_bytes` are reserved for the header, which is written last. The file appears under its name only when it
+    is complete; after an error nothing remains.
+    """
+
+    def __init__(self, path: Path, header_bytes: int) -> None:
+        self.path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._data_start = -(-(_LENGTH_BYTES + header_bytes) // ALIGNMENT) * ALIGNMENT
+        self._file = open(self._partial, "wb")  # noqa: SIM115, closed by __exit__
+        self._file.seek(self._data_start)
+        self._header: dict[str, Any] = {}
+        self._end = 0
+
+    def add(self, name: str, array: npt.NDArray[Any]) -> None:
+        """Append a tensor."""
+        contiguous = np.ascontiguousarray(array)
+        self._file.write(contiguous.reshape(-1).view(np.uint8).data)
+        end = self._end + contiguous.nbytes
+        self._header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [self._end, end],
+        }
+        self._end = end
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._file.close()
+            self._partial.unlink()
+            return
+        header = json.dumps(self._header, separators=(",", ":")).encode()
+        room = self._data_start - _LENGTH_BYTES
+        if len(header) > room:
+            raise ValueError(
+                f"{self.path}: the header takes {len(header)} bytes, but only {room} were reserved"
+            )
+        self._file.seek(0)
+        self._file.write(room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room))
+        self._file.close()
+        self._partial.replace(self.path)

@@ -1,6 +1,6 @@
-"""OpenAI's HTTP API over the server's core.
+"""The OpenAI-compatible HTTP API of the server.
 
-Importing this package is cheap; `create_app` brings in FastAPI when it is called.
+Importing this package is cheap; `create_app` imports the rest when it is called.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ from typing import TYPE_CHECKING, Any
 from neso.frontends.openai_options import OpenAIOptions
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from neso.server.core import Core
 
 __all__ = ["OpenAIOptions", "check_model_config", "create_app"]
 
 
-def create_app(core: Core, options: OpenAIOptions | None = None) -> FastAPI:
-    """The ASGI application that serves OpenAI's API for the language models of `core`."""
+def create_app(core: Core, options: OpenAIOptions | None = None) -> Starlette:
+    """The ASGI application that serves the models of `core`.
+
+    Raises `ValueError` for an unknown parser, tokenizer or chat template in `options`.
+    """
     from neso.frontends.openai.app import create_app
 
     return create_app(core, options or OpenAIOptions())
 
 
 def check_model_config(config: Any) -> None:
-    """Raises `InvalidArgument` for a configuration that names parsers which there are not."""
-    from neso.frontends.openai.chat.message_format import check_parsers
+    """Raise `InvalidArgument` if a model configuration names an unknown tool call or reasoning parser."""
+    if not {"tool_call_parser", "reasoning_parser"} & set(config.parameters):
+        return  # before the imports, which take a moment
+    from neso.frontends.openai.chat.message_format import check_parser_parameters
 
-    check_parsers(config)
+    check_parser_parameters(config)

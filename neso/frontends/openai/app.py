@@ -1,201 +1,116 @@
-"""The application: which route leads where."""
+"""The ASGI application of the OpenAI API."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-import neso
 from neso.frontends.openai.access.middleware import add_middleware, limit_rates, restrict
-from neso.frontends.openai.chat.chat_completions import ChatApi
-from neso.frontends.openai.chat.image_fetcher import Media
+from neso.frontends.openai.chat.chat_completions import ChatCompletionsApi
+from neso.frontends.openai.chat.image_fetcher import ImageFetcher
 from neso.frontends.openai.completions import CompletionsApi
-from neso.frontends.openai.errors import ApiError, to_api_error
-from neso.frontends.openai.model_resolver import Targets
-from neso.frontends.openai.models_api import (
-    AdaptersApi,
-    LoadAdapterRequest,
-    ModelsApi,
-    UnloadAdapterRequest,
-    control_routes,
-    metrics_route,
-)
-from neso.frontends.openai.pooling import (
-    EmbeddingRequest,
-    EmbeddingsApi,
-    RerankRequest,
-    ScoreRequest,
-    ScoresApi,
-)
-from neso.frontends.openai.responses import ResponsesApi
-from neso.frontends.openai.responses.api import response_routes
-from neso.frontends.openai.routing import Body, GenerationEndpoint, answer_to_body, error_response
-from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest
-from neso.frontends.openai.tokenization import DetokenizeRequest, TokenizeRequest, TokensApi
-from neso.frontends.openai_options import AccessOptions, OpenAIOptions
+from neso.frontends.openai.errors import ApiError
+from neso.frontends.openai.health import HealthApi
+from neso.frontends.openai.model_resolver import ModelResolver
+from neso.frontends.openai.models_api import LoraAdaptersApi, ModelControlApi, ModelsApi
+from neso.frontends.openai.pooling import PoolingApi
+from neso.frontends.openai.responses.api import ResponsesApi
+from neso.frontends.openai.routing import error_response, routes_of
+from neso.frontends.openai.tokenization import TokenizationApi
+from neso.frontends.openai_options import OpenAIOptions
 
 if TYPE_CHECKING:
     from neso.server.core import Core
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+RESOURCES = (
+    ChatCompletionsApi,
+    CompletionsApi,
+    ResponsesApi,
+    PoolingApi,
+    TokenizationApi,
+    ModelControlApi,
+    ModelsApi,
+    LoraAdaptersApi,
+    HealthApi,
+)
+"""The classes whose operations make up the API, in the order of the OpenAPI document."""
 
 
-def create_app(core: Core, options: OpenAIOptions) -> FastAPI:
-    """The ASGI application. Raises `ValueError` for options that name what there is not.
-
-    The routes are Starlette's, not FastAPI's: those would validate, convert and serialize what is to pass
-    through as it is, and would describe themselves in an OpenAPI document at start. That one is made when
-    somebody reads it.
-    """
-    targets = Targets(core, options)
-    media = Media(options.allowed_media_domains)
-    responses = ResponsesApi(targets, media, options)
+def create_app(core: Core, options: OpenAIOptions) -> Starlette:
+    """The ASGI application. Raises `ValueError` for an unknown parser, tokenizer or chat template in `options`."""
+    resolver = ModelResolver(core, options)
+    images = ImageFetcher(options.allowed_media_domains)
+    responses = ResponsesApi(resolver, images, options)
+    resources = (
+        ChatCompletionsApi(resolver, images, options),
+        CompletionsApi(resolver, options),
+        responses,
+        PoolingApi(resolver),
+        TokenizationApi(resolver),
+        ModelControlApi(core),
+        ModelsApi(resolver),
+        LoraAdaptersApi(resolver),
+        HealthApi(core),
+    )
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await responses.close()
-        await media.close()
+        await images.close()
 
-    app = FastAPI(title="Neso", version=neso.__version__, redirect_slashes=False, lifespan=lifespan)
-    inference = [
-        *_generation_routes(core, targets, media, options),
-        *response_routes(core, responses, options.max_body_size),
-    ]
-    for group, routes in (
-        ("inference", limit_rates(inference, options.access)),
-        ("model-repository", [*control_routes(core, options.max_body_size), *_model_routes(targets)]),
-        ("model-repository", _adapter_routes(targets, options)),
-        ("metrics", [metrics_route(core)] if options.metrics else []),
-        ("health", _health_routes(core)),
-    ):
-        app.router.routes.extend(restrict(routes, group, options))
-    app.openapi = lambda: _description(options.access)  # type: ignore[method-assign]
-    app.add_exception_handler(HTTPException, _on_http_exception)
+    groups: dict[str, list[Route]] = {}
+    for resource in resources:
+        for operation, route in routes_of(resource, core, options.max_body_size):
+            if operation.group != "metrics" or options.metrics:
+                groups.setdefault(operation.group, []).append(route)
+    limit_rates(groups["inference"], options.access)
+    for group, routes in groups.items():
+        restrict(routes, group, options)
+    app = Starlette(
+        routes=[*(route for routes in groups.values() for route in routes), *_document_routes(options)],
+        exception_handlers={HTTPException: _on_http_exception},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
     add_middleware(app, options.access)
     return app
 
 
-def _generation_routes(core: Core, targets: Targets, media: Media, options: OpenAIOptions) -> list[Route]:
-    completions, chat = CompletionsApi(targets, options), ChatApi(targets, media, options)
-    limit = options.max_body_size
-    return [
-        _post("/v1/chat/completions", GenerationEndpoint(core, ChatCompletionRequest, chat.create, limit)),
-        _post("/v1/completions", GenerationEndpoint(core, CompletionRequest, completions.create, limit)),
-        *_pooling_routes(core, targets, options),
-        *_token_routes(targets, options),
-    ]
+def _document_routes(options: OpenAIOptions) -> list[Route]:
+    """`/openapi.json`, `/docs` and `/redoc`. The document is generated on the first request."""
+    document = b""
 
+    async def openapi(request: Request) -> Response:
+        from neso.frontends.openai.openapi import openapi_document
 
-def _pooling_routes(core: Core, targets: Targets, options: OpenAIOptions) -> list[Route]:
-    embeddings, scores = EmbeddingsApi(targets), ScoresApi(targets)
-    limit = options.max_body_size
-    score = GenerationEndpoint(core, ScoreRequest, scores.score, limit)
-    rerank = GenerationEndpoint(core, RerankRequest, scores.rerank, limit)
-    return [
-        _post("/v1/embeddings", GenerationEndpoint(core, EmbeddingRequest, embeddings.create, limit)),
-        _post("/v1/score", score),
-        _post("/score", score),
-        # Jina's and Cohere's clients have their own paths.
-        _post("/v1/rerank", rerank),
-        _post("/v2/rerank", rerank),
-        _post("/rerank", rerank),
-    ]
+        nonlocal document
+        document = document or orjson.dumps(openapi_document(options.access))
+        return Response(document, media_type="application/json")
 
+    async def docs(request: Request) -> Response:
+        from neso.frontends.openai.openapi import docs_page
 
-def _token_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
-    tokens = TokensApi(targets)
-    tokenize = _answering(TokenizeRequest, tokens.tokenize, options)
-    detokenize = _answering(DetokenizeRequest, tokens.detokenize, options)
-    # Under /v1, too, where the base URL of clients ends.
-    return [
-        _post(prefix + path, endpoint)
-        for prefix in ("", "/v1")
-        for path, endpoint in (("/tokenize", tokenize), ("/detokenize", detokenize))
-    ]
+        return HTMLResponse(docs_page())
 
+    async def redoc(request: Request) -> Response:
+        from neso.frontends.openai.openapi import redoc_page
 
-def _model_routes(targets: Targets) -> list[Route]:
-    models = ModelsApi(targets, created=int(time.time()))
+        return HTMLResponse(redoc_page())
 
-    async def list_models(request: Request) -> Response:
-        return _answer(models.list_all)
-
-    async def get_model(request: Request) -> Response:
-        return _answer(lambda: models.one(request.path_params["model"]))
-
-    return [
-        Route("/v1/models", list_models, methods=["GET"]),
-        Route("/v1/models/{model:path}", get_model, methods=["GET"]),
-    ]
-
-
-def _adapter_routes(targets: Targets, options: OpenAIOptions) -> list[Route]:
-    adapters = AdaptersApi(targets)
-    return [
-        _post("/v1/load_lora_adapter", _answering(LoadAdapterRequest, adapters.load, options)),
-        _post("/v1/unload_lora_adapter", _answering(UnloadAdapterRequest, adapters.unload, options)),
-    ]
-
-
-def _health_routes(core: Core) -> list[Route]:
-    async def live(request: Request) -> Response:
-        return Response(status_code=200 if core.live() else 503)
-
-    async def ready(request: Request) -> Response:
-        return Response(status_code=200 if core.ready() else 503)
-
-    async def version(request: Request) -> Response:
-        return _answer(lambda: {"version": neso.__version__})
-
-    return [
-        Route("/health/live", live, methods=["GET"]),
-        Route("/health/ready", ready, methods=["GET"]),
-        Route("/health", ready, methods=["GET"]),
-        Route("/ping", ready, methods=["GET", "POST"]),
-        Route("/version", version, methods=["GET"]),
-    ]
-
-
-def _post(path: str, endpoint: Callable[..., Any]) -> Route:
-    return Route(path, endpoint, methods=["POST"])
-
-
-def _answering(
-    schema: type[Body], do: Callable[[Body], Awaitable[str | dict[str, Any]]], options: OpenAIOptions
-) -> Endpoint:
-    """The endpoint whose body is a `schema`, which `do` answers."""
-
-    async def endpoint(request: Request) -> Response:
-        return await answer_to_body(request, schema, do, options.max_body_size)
-
-    return endpoint
-
-
-def _answer(make: Callable[[], dict[str, Any]]) -> Response:
-    try:
-        return Response(orjson.dumps(make()), media_type="application/json")
-    except Exception as error:
-        return error_response(to_api_error(error))
-
-
-def _description(access: AccessOptions) -> dict[str, Any]:
-    from neso.frontends.openai.description import openapi_document
-
-    return openapi_document(access)
+    return [Route("/openapi.json", openapi), Route("/docs", docs), Route("/redoc", redoc)]
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """A path or a method that there is not, in OpenAI's shape."""
+    """Unknown paths and methods, in OpenAI's error format."""
     assert isinstance(error, HTTPException)
     message = {
         404: f"Unknown request URL: {request.method} {request.url.path}.",

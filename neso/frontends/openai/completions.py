@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
-from neso.frontends.openai.choices import Answer, AnswerKind, Choice, PromptRecord, finish_name
-from neso.frontends.openai.errors import ApiError, invalid, renamed, too_long
+import numpy as np
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from neso.frontends.openai.choices import (
+    Choice,
+    ChoicesResponse,
+    PromptRecord,
+    ResponseKind,
+    finish_reason_name,
+)
+from neso.frontends.openai.errors import ApiError, invalid, invalid_parameter, prompt_too_long
 from neso.frontends.openai.logprobs import CompletionLogprobs
-from neso.frontends.openai.model_resolver import Target, Targets
-from neso.frontends.openai.prompt_embeds import read_vectors
+from neso.frontends.openai.model_resolver import ModelResolver
+from neso.frontends.openai.prompt_embeds import decode_embeddings
 from neso.frontends.openai.request_params import (
     MAX_PROMPTS,
     Prompt,
-    common_values,
-    cut_prompt,
+    guided_decoding_of,
     make_sampling,
-    prompt_text,
-    refuse_what_cannot_be_honoured,
-    wanted_form,
+    reject_unsupported,
+    sampling_values,
+    truncate_prompt,
 )
-from neso.frontends.openai.schemas import CompletionRequest
+from neso.frontends.openai.routing import RequestContext, operation
+from neso.frontends.openai.schemas import (
+    GenerationFields,
+    Integer,
+    PromptLogprobs,
+    ReturnedTokenIds,
+    StopReason,
+    TokenIds,
+    UsageInfo,
+    open_object,
+)
 from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import (
     Completion,
-    GenerationOutput,
     InvalidParameter,
     PromptTooLong,
     SamplingDefaults,
@@ -31,24 +49,223 @@ from neso.generation import (
     TokenizerLike,
 )
 
-if TYPE_CHECKING:
-    from neso.server.tracing import Trace
+KIND = ResponseKind(
+    id_prefix="cmpl",
+    object="text_completion",
+    chunk_object="text_completion",
+    add_special_tokens=True,
+    prompt_fields_in_choices=True,
+)
 
 
-def completion_prompts(request: CompletionRequest) -> list[Prompt]:
-    """The prompts in the order of their choices: first those that are vectors. Raises `ApiError`."""
-    vectors = _vectors(request)
-    if request.prompt is None or (vectors and request.prompt in ("", [])):
-        if not vectors:
+class CompletionRequest(GenerationFields):
+    """The body of `POST /v1/completions`."""
+
+    prompt: (
+        Annotated[
+            str | TokenIds | list[str] | list[TokenIds],
+            Field(union_mode="left_to_right", description="One or several prompts, as text or token ids."),
+        ]
+        | None
+    ) = None
+    prompt_embeds: str | list[str] | None = Field(
+        None,
+        description="Extension: prompt embeddings, each a tensor saved by `torch.save` or `numpy.save`, in base64.",
+    )
+    echo: bool | None = None
+    logprobs: Annotated[Integer, Field(ge=-1)] | None = None
+    suffix: str | None = Field(None, description="Rejected: fill-in-the-middle is not supported.")
+
+
+@open_object
+class CompletionLogprobsObject(TypedDict):
+    """Log probabilities of a choice's tokens; lists of equal length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+@open_object
+class CompletionResponseChoice(TypedDict):
+    """A completion of a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobsObject | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: StopReason
+    token_ids: NotRequired[ReturnedTokenIds]
+    prompt_token_ids: NotRequired[ReturnedTokenIds]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+@open_object
+class CompletionStreamResponse(TypedDict):
+    """A chunk of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionResponseChoice]
+    usage: NotRequired[UsageInfo | None]
+
+
+@open_object
+class CompletionResponse(TypedDict):
+    """The response of `POST /v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionResponseChoice]
+    usage: UsageInfo
+
+
+class CompletionsApi:
+    """Text completions."""
+
+    def __init__(self, resolver: ModelResolver, options: OpenAIOptions) -> None:
+        self._resolver = resolver
+        self._options = options
+
+    @operation(
+        "POST",
+        "/v1/completions",
+        tag="Generation",
+        request=CompletionRequest,
+        response=CompletionResponse,
+        events=CompletionStreamResponse,
+        examples={"prompt": {"model": "neso-pilot", "prompt": "What is TTFT?", "max_tokens": 16}},
+        cancellable=True,
+    )
+    async def create(self, request: CompletionRequest, context: RequestContext) -> Any:
+        """Create a completion."""
+        reject_unsupported(request)
+        if request.suffix:
+            raise invalid("suffix", "'suffix' is not supported.", "unsupported_parameter")
+        if request.max_tokens == 0 and request.min_tokens:
+            raise invalid("min_tokens", "'min_tokens' is more than 'max_tokens'.")
+        model = await self._resolver.find(request.model)
+        tokenizer = model.tokenizer
+        sampling = _sampling(request, model.language_model.default_sampling, self._options)
+        prompts = [
+            await truncate_prompt(
+                prompt,
+                tokenizer,
+                request.truncate_prompt_tokens,
+                model.language_model.max_model_len,
+                add_special_tokens=request.add_special_tokens is not False,
+            )
+            for prompt in _prompts(request)
+        ]
+        records = [
+            PromptRecord(request, _prompt_text(prompt, tokenizer) if request.echo else "")
+            for prompt in prompts
+        ]
+        n = request.n or 1
+        choices = [
+            CompletionChoice(number * n + i, request, record, tokenizer)
+            for number, record in enumerate(records)
+            for i in range(n)
+        ]
+        response = ChoicesResponse(
+            KIND,
+            request,
+            model,
+            records,
+            choices,
+            lambda error: _client_error(error, request),
+            count_completion=request.max_tokens != 0,
+        )
+        return await response.generate(prompts, sampling, context.trace)
+
+
+class CompletionChoice(Choice):
+    """Its text is the prompt with `echo`, then the generated text unless `max_tokens` is 0."""
+
+    def __init__(
+        self, index: int, request: CompletionRequest, prompt: PromptRecord, tokenizer: TokenizerLike
+    ) -> None:
+        self._index = index
+        self._request = request
+        self._prompt = prompt
+        self._prompt_only = request.max_tokens == 0
+        self._logprobs: CompletionLogprobs | None = None
+        if request.logprobs is not None:
+            as_ids = bool(request.return_tokens_as_token_ids)
+            self._logprobs = CompletionLogprobs(tokenizer, request.logprobs, as_ids=as_ids)
+        self._started = False
+        self._prompt_fields_sent = False
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._stop_reason: str | int | None = None
+
+    def stream(self, completion: Completion) -> list[dict[str, Any]]:
+        self.add(completion)
+        has_news = any(self._text) or (self._logprobs is not None and not self._logprobs.is_empty)
+        if not has_news and self.finish_reason is None:
+            return []  # part of a character, or of a possible stop string
+        return [self.whole()]
+
+    def add(self, completion: Completion) -> None:
+        if not self._started:
+            self._started = True
+            if self._request.echo:
+                self._text.append(self._prompt.echo)
+                if self._logprobs is not None:
+                    prompt = self._prompt
+                    self._logprobs.add_prompt(prompt.logprobs, prompt.token_ids, prompt.echo)
+        if completion.finish_reason is not None:
+            reason = finish_reason_name(completion.finish_reason)
+            self.finish_reason = "length" if self._prompt_only else reason
+            self._stop_reason = None if self._prompt_only else completion.stop_reason
+        if self._prompt_only:
+            return
+        self._text.append(completion.text)
+        if self._request.return_token_ids:
+            self._token_ids += completion.token_ids
+        if self._logprobs is not None:
+            final = completion.finish_reason is not None
+            self._logprobs.add(completion.logprobs or [], completion.text, final=final)
+
+    def whole(self) -> dict[str, Any]:
+        """What was added since the last call."""
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "text": "".join(self._text),
+            "logprobs": None if self._logprobs is None else self._logprobs.take(),
+            "finish_reason": self.finish_reason,
+            "stop_reason": self._stop_reason,
+        }
+        self._text.clear()
+        if self._request.return_token_ids:
+            choice["token_ids"], self._token_ids = self._token_ids, []
+        if not self._prompt_fields_sent:
+            self._prompt_fields_sent = True
+            choice |= self._prompt.fields()
+        return choice
+
+
+def _prompts(request: CompletionRequest) -> list[Prompt]:
+    """The prompts in the order of their choices, prompt embeddings first. Raises `ApiError`."""
+    embeddings = _prompt_embeddings(request)
+    if request.prompt is None or (embeddings and request.prompt in ("", [])):
+        if not embeddings:
             raise invalid("prompt", "'prompt' is missing.", "missing_required_parameter")
-        return vectors
-    prompts = [*vectors, *_texts(request.prompt)]
+        return embeddings
+    prompts = [*embeddings, *_text_prompts(request.prompt)]
     if len(prompts) > MAX_PROMPTS:
         raise invalid("prompt", f"'prompt' holds {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed.")
     return prompts
 
 
-def _vectors(request: CompletionRequest) -> list[Prompt]:
+def _prompt_embeddings(request: CompletionRequest) -> list[Prompt]:
     given = request.prompt_embeds
     if not given:
         return []
@@ -59,12 +276,12 @@ def _vectors(request: CompletionRequest) -> list[Prompt]:
     if len(texts) > MAX_PROMPTS:
         raise invalid("prompt_embeds", f"At most {MAX_PROMPTS} prompts are allowed.")
     try:
-        return [read_vectors(text) for text in texts]
+        return [decode_embeddings(text) for text in texts]
     except ValueError as error:
         raise invalid("prompt_embeds", f"Invalid 'prompt_embeds': {error}.") from None
 
 
-def _texts(given: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
+def _text_prompts(given: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
     prompts: list[Prompt]
     if isinstance(given, str):
         prompts = [given]
@@ -77,157 +294,38 @@ def _texts(given: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]
     return prompts
 
 
-def completion_names(request: CompletionRequest) -> dict[str, str]:
-    """Fields of the engine as the client of a completion knows them: the echo's `logprobs` are of the prompt."""
+def _prompt_text(prompt: Prompt, tokenizer: TokenizerLike) -> str:
+    """The text that `echo` returns."""
+    if isinstance(prompt, str):
+        return prompt
+    return "" if isinstance(prompt, np.ndarray) else tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _sampling(
+    request: CompletionRequest, defaults: SamplingDefaults, options: OpenAIOptions
+) -> SamplingParams:
+    """Sampling parameters of a completion; `defaults` are the model's. Raises `ApiError`.
+
+    As in vLLM, the model's `max_new_tokens` is an upper limit, not a default. With `max_tokens` 0 one token is
+    generated and discarded, because the engine always generates at least one.
+    """
+    max_tokens = options.default_max_tokens if request.max_tokens is None else request.max_tokens
+    values = sampling_values(request, defaults)
+    values["max_tokens"] = defaults.max_tokens(max_tokens) or 1
+    values["logprobs"] = request.logprobs
+    values["guided_decoding"] = guided_decoding_of(request)
+    if request.echo and request.logprobs is not None:
+        top = max(request.logprobs, request.prompt_logprobs or 0)
+        values["prompt_logprobs"] = request.logprobs if request.logprobs < 0 else top
+    return make_sampling(values, _client_names(request))
+
+
+def _client_names(request: CompletionRequest) -> dict[str, str]:
+    """With `echo`, `logprobs` also sets the engine's `prompt_logprobs`."""
     return {"prompt_logprobs": "logprobs"} if request.prompt_logprobs is None else {}
 
 
-def completion_sampling(
-    request: CompletionRequest, defaults: SamplingDefaults, options: OpenAIOptions
-) -> SamplingParams:
-    """The sampling parameters of a completion; `defaults` are the model's. Raises `ApiError`.
-
-    As in vLLM, their `max_new_tokens` is no default here, but may be a limit.
-    `max_tokens` 0 asks for nothing beyond the prompt. One token is generated all the same and thrown away: the
-    engine has no request that generates none.
-    """
-    asked = options.default_max_tokens if request.max_tokens is None else request.max_tokens
-    values = common_values(request, defaults)
-    values["max_tokens"] = defaults.max_tokens(asked) or 1
-    values["logprobs"] = request.logprobs
-    values["guided_decoding"] = wanted_form(request)
-    if request.echo and request.logprobs is not None:
-        most = max(request.logprobs, request.prompt_logprobs or 0)
-        values["prompt_logprobs"] = request.logprobs if request.logprobs < 0 else most
-    return make_sampling(values, completion_names(request))
-
-
-class CompletionChoice(Choice):
-    """A choice shows its echo, then what was generated; with `max_tokens` 0 not the latter."""
-
-    def __init__(
-        self, index: int, request: CompletionRequest, prompt: PromptRecord, text: TokenizerLike
-    ) -> None:
-        self._index = index
-        self._request = request
-        self._prompt = prompt
-        self._mute = request.max_tokens == 0
-        self._logprobs: CompletionLogprobs | None = None
-        if request.logprobs is not None:
-            by_number = bool(request.return_tokens_as_token_ids)
-            self._logprobs = CompletionLogprobs(text, request.logprobs, by_number=by_number)
-        self._begun = False
-        self._told_prompt = False
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._finish_reason: str | None = None
-        self._stop_reason: str | int | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        return self._finish_reason is not None
-
-    def stream(self, output: GenerationOutput, delta: Completion) -> list[dict[str, Any]]:
-        self.gather(output, delta)
-        nothing_new = not any(self._text) and (self._logprobs is None or self._logprobs.is_empty)
-        if nothing_new and self._finish_reason is None:
-            return []  # a part of a character, or of what may become a stop string
-        return [self.gathered()]
-
-    def gather(self, output: GenerationOutput, delta: Completion) -> None:
-        self._prompt.note(output)
-        if not self._begun:
-            self._begun = True
-            self._begin()
-        if delta.finish_reason is not None:
-            reason = finish_name(delta.finish_reason)
-            self._finish_reason = "length" if self._mute else reason
-            self._stop_reason = None if self._mute else delta.stop_reason
-        if self._mute:
-            return
-        self._text.append(delta.text)
-        if self._request.return_token_ids:
-            self._token_ids += delta.token_ids
-        if self._logprobs is not None:
-            self._logprobs.add(delta.logprobs or [], delta.text, final=delta.finish_reason is not None)
-
-    def gathered(self) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": self._index,
-            "text": "".join(self._text),
-            "logprobs": None if self._logprobs is None else self._logprobs.take(),
-            "finish_reason": self._finish_reason,
-            "stop_reason": self._stop_reason,
-        }
-        self._text.clear()
-        if self._request.return_token_ids:
-            choice["token_ids"], self._token_ids = self._token_ids, []
-        if not self._told_prompt:
-            self._told_prompt = True
-            choice |= self._prompt.about()
-        return choice
-
-    def _begin(self) -> None:
-        if not self._request.echo:
-            return
-        self._text.append(self._prompt.echo)
-        if self._logprobs is not None:
-            self._logprobs.add_prompt(self._prompt.logprobs, self._prompt.token_ids, self._prompt.echo)
-
-
-KIND = AnswerKind(
-    id_prefix="cmpl", whole="text_completion", chunk="text_completion", adds_special_tokens=True
-)
-
-
-class CompletionsApi:
-    """Completes prompts."""
-
-    def __init__(self, targets: Targets, options: OpenAIOptions) -> None:
-        self._targets = targets
-        self._options = options
-
-    async def create(self, request: CompletionRequest, trace: Trace | None = None) -> Any:
-        """The response, an ASGI application. Raises `ApiError` and what the core raises."""
-        refuse_what_cannot_be_honoured(request)
-        target = await self._targets.find(request.model)
-        sampling = completion_sampling(request, target.language_model.default_sampling, self._options)
-        prompts = [
-            await cut_prompt(
-                prompt,
-                target.text,
-                request.truncate_prompt_tokens,
-                target.language_model.max_model_len,
-                add_special_tokens=request.add_special_tokens is not False,
-            )
-            for prompt in completion_prompts(request)
-        ]
-        answer = Answer(
-            KIND,
-            request,
-            target,
-            self._choices(request, target, prompts),
-            lambda error: _explain(error, request),
-            count_completion=request.max_tokens != 0,
-        )
-        return await answer.respond(prompts, sampling, trace)
-
-    def _choices(
-        self, request: CompletionRequest, target: Target, prompts: list[Prompt]
-    ) -> list[CompletionChoice]:
-        n = request.n or 1
-        text = target.text
-        records = [
-            PromptRecord(request, prompt_text(prompt, text) if request.echo else "") for prompt in prompts
-        ]
-        return [
-            CompletionChoice(number * n + i, request, record, text)
-            for number, record in enumerate(records)
-            for i in range(n)
-        ]
-
-
-def _explain(error: InvalidParameter, request: CompletionRequest) -> ApiError:
+def _client_error(error: InvalidParameter, request: CompletionRequest) -> ApiError:
     if isinstance(error, PromptTooLong):
-        return too_long("prompt", error)
-    return renamed(error, completion_names(request))
+        return prompt_too_long("prompt", error)
+    return invalid_parameter(error, _client_names(request))

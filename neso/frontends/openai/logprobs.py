@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes of OpenAI's API."""
+"""Log probabilities in the formats of the OpenAI API, and the alignment of tokens with text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 from neso.generation import TokenizerLike, TokenLogprobs
 from neso.generation.language_model import TokenBytes
 
+_MIN_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have; the same number as in other servers."""
 _LOOK_AHEAD = 16
-"""Bytes of the text that may be none of its tokens', as where a tokenizer normalizes."""
+"""Maximum bytes of text between two tokens, such as where the tokenizer normalizes text."""
 
 
-class PlacedToken(NamedTuple):
-    """A token, its log probabilities (None for the first of a prompt), and the character that it begins with."""
+class AlignedToken(NamedTuple):
+    """A token with its log probabilities (None for the first of a prompt) and its character offset in the text."""
 
     text: str
     token_id: int
@@ -23,53 +25,54 @@ class PlacedToken(NamedTuple):
     offset: int
 
 
-class TokenPlaces:
-    """Finds the tokens of a text in it while it grows.
+class TokenAligner:
+    """Finds the character offset of each token while the text grows.
 
-    A token is placed when the text has it. Tokens whose text is held back, because it may become a stop string or is a
-    part of a character, wait for it. Special tokens, which the text does not show, are placed where they would be.
+    A token is aligned once its text is known. Tokens whose text is held back, as part of a character or of a possible
+    stop string, stay pending. Special tokens, which have no text, get the offset where they would be.
     """
 
-    def __init__(self, tools: TokenizerLike, offset: int = 0) -> None:
+    def __init__(self, tokenizer: TokenizerLike, offset: int = 0) -> None:
         """`offset`: characters before this text."""
-        self._tools = tools
+        self._tokenizer = tokenizer
         self._offset = offset
-        self._text = b""  # as far as it is known and not dropped
-        self._position = 0  # in it, behind the tokens placed
-        self._waiting: deque[tuple[str, int, TokenLogprobs | None]] = deque()
+        self._text = b""  # not yet dropped
+        self._position = 0  # in `_text`, after the last aligned token
+        self._pending: deque[tuple[str, int, TokenLogprobs | None]] = deque()
 
     def add_text(self, text: str) -> None:
-        """More of the text."""
+        """Append text."""
         self._text = self._text[self._position :] + text.encode("utf-8", "surrogatepass")
         self._position = 0
 
     def add_token(self, text: str, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """One more token; `text` is how it is shown by itself."""
-        self._waiting.append((text, token_id, logprobs))
+        """Append a token; `text` is its text when decoded alone."""
+        self._pending.append((text, token_id, logprobs))
 
-    def placed(self, *, final: bool) -> list[PlacedToken]:
-        """The tokens that have found their place since the last call; all that are left if the text is `final`."""
-        found = []
-        while self._waiting:
-            text, token_id, logprobs = self._waiting[0]
-            before, length = self._match(self._bytes(text, token_id), final=final)
+    def take(self, *, final: bool) -> list[AlignedToken]:
+        """The tokens that can be aligned now; all pending ones if the text is `final`."""
+        aligned = []
+        while self._pending:
+            text, token_id, logprobs = self._pending[0]
+            encoded = token_bytes(self._tokenizer, text, token_id) or text.encode("utf-8", "surrogatepass")
+            skipped, length = self._match(encoded, final=final)
             if length < 0:
                 break
-            self._pass(before)
-            found.append(PlacedToken(text, token_id, logprobs, self._here()))
-            self._pass(length)
-            self._waiting.popleft()
-        return found
+            self._advance(skipped)
+            aligned.append(AlignedToken(text, token_id, logprobs, self._character()))
+            self._advance(length)
+            self._pending.popleft()
+        return aligned
 
     @property
     def is_exact(self) -> bool:
-        """Whether the tokens placed make up the text."""
+        """Whether the aligned tokens cover the text exactly."""
         return self._position == len(self._text)
 
     def _match(self, token: bytes, *, final: bool) -> tuple[int, int]:
-        """Bytes to pass over and bytes of the token that come then; (0, -1) where that cannot be told yet."""
+        """Bytes to skip before the token and bytes of the token; (0, -1) if more text is needed."""
         start = self._position
-        for shown in (token, token.lstrip(b" ")):  # the space before a text's first word may be left out
+        for shown in (token, token.lstrip(b" ")):  # decoding may drop the space before the first word
             here = self._text[start : start + len(shown)]
             if here == shown:
                 return 0, len(shown)
@@ -78,43 +81,36 @@ class TokenPlaces:
         found = self._text.find(token, start, start + len(token) + _LOOK_AHEAD)
         return (found - start, len(token)) if found > start else (0, 0)
 
-    def _pass(self, length: int) -> None:
+    def _advance(self, length: int) -> None:
         start, self._position = self._position, self._position + length
         self._offset += sum(byte & 0xC0 != 0x80 for byte in self._text[start : self._position])
 
-    def _here(self) -> int:
-        """The character at this place: within one, that one."""
+    def _character(self) -> int:
+        """Offset of the character that the current position is at or within."""
         inside = not self.is_exact and self._text[self._position] & 0xC0 == 0x80
         return self._offset - inside
 
-    def _bytes(self, text: str, token_id: int) -> bytes:
-        return token_bytes(self._tools, text, token_id) or text.encode("utf-8", "surrogatepass")
 
-
-def token_bytes(tools: TokenizerLike, text: str, token_id: int) -> bytes | None:
-    """Bytes of a token that is shown as `text`. None if it is a part of a character, and nothing says which."""
+def token_bytes(tokenizer: TokenizerLike, text: str, token_id: int) -> bytes | None:
+    """Bytes of a token that decodes to `text`; None for an unknown part of a character."""
     if "\ufffd" not in text:
         return text.encode("utf-8", "surrogatepass")
-    return tools.token_bytes(token_id) if isinstance(tools, TokenBytes) else None
-
-
-_LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say; the same number as in other servers."""
+    return tokenizer.token_bytes(token_id) if isinstance(tokenizer, TokenBytes) else None
 
 
 class CompletionLogprobs:
-    """The `logprobs` object of a text completion, gathered over any number of deltas.
+    """The `logprobs` object of a text completion, built incrementally.
 
-    `text_offset` counts characters of the choice's whole text, its echoed prompt included, so in a stream it
-    goes on from chunk to chunk. A token comes with the chunk that has its text.
+    `text_offset` counts characters of the choice's whole text, including the echoed prompt, across chunks. A token is
+    reported in the chunk that has its text.
     """
 
-    def __init__(self, tools: TokenizerLike, top: int, *, by_number: bool) -> None:
-        """`top` entries a token, -1 for all there are; `by_number` tells tokens by their ids."""
-        self._tools = tools
-        self._top_number = top
-        self._by_number = by_number
-        self._places = TokenPlaces(tools)
+    def __init__(self, tokenizer: TokenizerLike, top: int, *, as_ids: bool) -> None:
+        """`top`: entries per token, -1 for all; `as_ids`: name tokens `token_id:N`."""
+        self._tokenizer = tokenizer
+        self._num_top = top
+        self._as_ids = as_ids
+        self._aligner = TokenAligner(tokenizer)
         self._clear()
 
     def _clear(self) -> None:
@@ -126,22 +122,21 @@ class CompletionLogprobs:
     def add_prompt(
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], text: str
     ) -> None:
-        """Begin with the echoed prompt, whose first token has no probability."""
-        placed = self._placed_prompt(logprobs, token_ids, text)
-        for token in placed:
+        """Add the echoed prompt, whose first token has no log probability."""
+        for token in self._align_prompt(logprobs, token_ids, text):
             self._append(token)
-        self._places = TokenPlaces(self._tools, len(text))
+        self._aligner = TokenAligner(self._tokenizer, len(text))
 
     def add(self, logprobs: Sequence[TokenLogprobs], text: str, *, final: bool) -> None:
-        """Add generated tokens, and the text that has become known with them."""
+        """Add generated tokens and text."""
         for entry in logprobs:
-            self._places.add_token(entry.token, entry.token_id, entry)
-        self._places.add_text(text)
-        for token in self._places.placed(final=final):
+            self._aligner.add_token(entry.token, entry.token_id, entry)
+        self._aligner.add_text(text)
+        for token in self._aligner.take(final=final):
             self._append(token)
 
     def take(self) -> dict[str, Any]:
-        """What was gathered since the last call."""
+        """The object for the tokens added since the last call."""
         taken = {
             "tokens": self._tokens,
             "token_logprobs": self._token_logprobs,
@@ -153,29 +148,30 @@ class CompletionLogprobs:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was gathered since the last `take`."""
+        """Whether no token was added since the last `take`."""
         return not self._tokens
 
-    def _placed_prompt(
+    def _align_prompt(
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], text: str
-    ) -> list[PlacedToken]:
-        places = TokenPlaces(self._tools)
-        for entry, token_id in zip(logprobs, token_ids, strict=False):  # not every model tells them
+    ) -> list[AlignedToken]:
+        aligner = TokenAligner(self._tokenizer)
+        for entry, token_id in zip(logprobs, token_ids, strict=False):  # some models do not report them
             shown = (
-                self._tools.decode([token_id], skip_special_tokens=False) if entry is None else entry.token
+                self._tokenizer.decode([token_id], skip_special_tokens=False)
+                if entry is None
+                else entry.token
             )
-            places.add_token(shown, token_id, entry)
-        places.add_text(text)
-        placed = places.placed(final=True)
-        if places.is_exact:
-            return placed
-        offsets = accumulate(
-            (len(token.text) for token in placed), initial=0
-        )  # the text is not that of the tokens
-        return [token._replace(offset=offset) for token, offset in zip(placed, offsets, strict=False)]
+            aligner.add_token(shown, token_id, entry)
+        aligner.add_text(text)
+        tokens = aligner.take(final=True)
+        if aligner.is_exact:
+            return tokens
+        # The text is not that of the tokens: count the tokens' own characters.
+        offsets = accumulate((len(token.text) for token in tokens), initial=0)
+        return [token._replace(offset=offset) for token, offset in zip(tokens, offsets, strict=False)]
 
-    def _append(self, token: PlacedToken) -> None:
-        name = f"token_id:{token.token_id}" if self._by_number else token.text
+    def _append(self, token: AlignedToken) -> None:
+        name = f"token_id:{token.token_id}" if self._as_ids else token.text
         self._tokens.append(name)
         self._offsets.append(token.offset)
         entry = token.logprobs
@@ -186,19 +182,19 @@ class CompletionLogprobs:
         own = _finite(entry.logprob)
         self._token_logprobs.append(own)
         top: dict[str, float] = {}
-        likeliest = entry.top if self._top_number < 0 else entry.top[: self._top_number]
-        for token_id, logprob, text in likeliest:  # of tokens with the same text the likeliest counts
-            top.setdefault(f"token_id:{token_id}" if self._by_number else text, _finite(logprob))
+        likeliest = entry.top if self._num_top < 0 else entry.top[: self._num_top]
+        for token_id, logprob, text in likeliest:  # of tokens with the same text, keep the most likely
+            top.setdefault(f"token_id:{token_id}" if self._as_ids else text, _finite(logprob))
         top.setdefault(name, own)
         self._top.append(top)
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], top: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token those of it and of the `top` most likely, by their ids."""
-    return [None if entry is None else _by_id(entry, top) for entry in logprobs]
+    """vLLM's `prompt_logprobs`: per prompt token, its entry and those of the `top` most likely, by token id."""
+    return [None if entry is None else _by_token_id(entry, top) for entry in logprobs]
 
 
-def _by_id(entry: TokenLogprobs, top: int) -> dict[str, Any]:
+def _by_token_id(entry: TokenLogprobs, top: int) -> dict[str, Any]:
     ranked = [(entry.token_id, entry.logprob, entry.token, entry.rank)]
     ranked += [(*likely, rank) for rank, likely in enumerate(entry.top[:top], start=1)]
     found: dict[str, Any] = {}
@@ -208,14 +204,14 @@ def _by_id(entry: TokenLogprobs, top: int) -> dict[str, Any]:
 
 
 def chat_logprobs(
-    logprobs: Sequence[TokenLogprobs], tools: TokenizerLike, *, by_number: bool = False
+    logprobs: Sequence[TokenLogprobs], tokenizer: TokenizerLike, *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """The entries of `logprobs.content` of a chat. `tools` know the bytes of tokens that are parts of characters."""
+    """The entries of a chat completion's `logprobs.content`."""
 
     def entry(token_id: int, logprob: float, text: str) -> dict[str, Any]:
-        encoded = token_bytes(tools, text, token_id)
+        encoded = token_bytes(tokenizer, text, token_id)
         return {
-            "token": f"token_id:{token_id}" if by_number else text,
+            "token": f"token_id:{token_id}" if as_ids else text,
             "logprob": _finite(logprob),
             "bytes": None if encoded is None else list(encoded),
         }
@@ -230,4 +226,4 @@ def chat_logprobs(
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+    return max(logprob, _MIN_LOGPROB)

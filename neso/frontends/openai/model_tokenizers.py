@@ -1,4 +1,4 @@
-"""The tokenizers of models that have none of their own face: where they are, and how long a prompt may be."""
+"""Tokenizers and chat templates of models that have none, such as ensembles and Python models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 from neso.engine.text.tokenizer import NO_TOKENIZER, NoTokenizer
-from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
+from neso.frontends.openai.tensor_models.language_model import UNLIMITED_LENGTH
 from neso.generation import InvalidParameter, TokenizerLike
 from neso.generation.language_model import TokenBytes
 from neso.server.config.model_config import string_parameter
@@ -25,25 +25,93 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_PARAMETER = "tokenizer_dir"
+_LENGTH_PARAMETERS = ("max_model_len", "max_seq_len")
+_CALLED_MODEL_PARAMETER = "tensorrt_llm_model_name"
+"""Names the model that a BLS model of TensorRT-LLM's layout calls, besides `preprocessing`."""
+_PREPROCESSING = "preprocessing"
 
-class TemplatedText:
-    """The `TokenizerLike` of a model with another chat template."""
+
+class ModelTokenizers:
+    """Finds tokenizers by the configurations of a model and of the models that it calls. `default`: for all others."""
+
+    def __init__(self, core: Core, default: TokenizerLike | None) -> None:
+        self._core = core
+        self._default = default
+        self._found: WeakKeyDictionary[Model, TokenizerLike] = WeakKeyDictionary()
+        self._failed: WeakSet[Model] = WeakSet()
+
+    async def find(self, model: Model) -> TokenizerLike | None:
+        """The tokenizer in `tokenizer_dir` of the model or of a model that it calls, else the default."""
+        found = self._found.get(model)
+        if found is None:
+            found = await self._find(model) or self._default
+            if found is not None:
+                self._found[model] = found
+        return found
+
+    def max_model_len(self, model: Model) -> int:
+        """Maximum tokens of prompt and output together; `UNLIMITED_LENGTH` if unknown."""
+        for related in self._related(model):
+            for name in _LENGTH_PARAMETERS:
+                limit = string_parameter(related.config, name)
+                if limit.isdecimal():
+                    return int(limit)
+            if related.language_model is not None:
+                return related.language_model.max_model_len
+        return UNLIMITED_LENGTH
+
+    async def _find(self, model: Model) -> TokenizerLike | None:
+        related = list(self._related(model))
+        for other in related:
+            directory = string_parameter(other.config, _TOKENIZER_PARAMETER)
+            if directory and not directory.startswith("${"):  # an unfilled template
+                return None if other in self._failed else await self._load(other, directory)
+        for other in related:
+            language_model = other.language_model
+            if language_model is not None and language_model.text is not NO_TOKENIZER:
+                return language_model.text
+        return None
+
+    async def _load(self, model: Model, directory: str) -> TokenizerLike | None:
+        try:
+            return await asyncio.to_thread(open_tokenizer, directory, model.directory)
+        except ValueError as error:
+            logger.error("model '%s': its %s cannot be used: %s", model.name, _TOKENIZER_PARAMETER, error)
+            self._failed.add(model)
+            return None
+
+    def _related(self, model: Model) -> Iterator[Model]:
+        """The model and, breadth first, the models that it calls according to its configuration."""
+        pending, seen = [model], {model.name}
+        while pending:
+            model = pending.pop(0)
+            yield model
+            for name in _called_models(model):
+                if name not in seen:
+                    seen.add(name)
+                    with suppress(ServerError):  # not loaded
+                        pending.append(self._core.model(name))
+
+
+class ChatTemplateOverride:
+    """A `TokenizerLike` with another chat template."""
 
     has_chat_template = True
 
-    def __init__(self, tools: TokenizerLike, source: str) -> None:
-        self._tools = tools
+    def __init__(self, tokenizer: TokenizerLike, source: str) -> None:
+        self._tokenizer = tokenizer
         self.chat_template_source = source
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._tools.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._tools.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """See `TokenBytes`."""
-        return self._tools.token_bytes(token_id) if isinstance(self._tools, TokenBytes) else None
+        return self._tokenizer.token_bytes(token_id) if isinstance(self._tokenizer, TokenBytes) else None
 
     def apply_chat_template(
         self,
@@ -54,23 +122,16 @@ class TemplatedText:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        special_tokens = getattr(self._tools, "special_tokens", None)
+        special_tokens = getattr(self._tokenizer, "special_tokens", None)
         texts = special_tokens.texts if special_tokens else {}
-        return _template(self.chat_template_source, tuple(sorted(texts.items()))).render(
+        template = _compile_template(self.chat_template_source, tuple(sorted(texts.items())))
+        return template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
 
 
-@lru_cache(32)
-def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
-    """The template, which is compiled once for all requests."""
-    from neso.engine.text.chat_template import ChatTemplate
-
-    return ChatTemplate(source, dict(special_tokens))
-
-
-class UnknownText(NoTokenizer):
-    """The `TokenizerLike` of a model whose tokenizer nobody knows."""
+class MissingTokenizer(NoTokenizer):
+    """The `TokenizerLike` of a model with an unknown tokenizer; every use raises `InvalidParameter`."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         self._reject()
@@ -79,105 +140,41 @@ class UnknownText(NoTokenizer):
         raise InvalidParameter("model", "no tokenizer is known for it, so it takes a prompt of text only")
 
 
-UNKNOWN_TEXT = UnknownText()
+MISSING_TOKENIZER = MissingTokenizer()
 
 
-def read_chat_template(given: str) -> str:
-    """The template in a file, or the one that is given itself. Raises `ValueError`."""
-    if "{{" in given or "{%" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the chat template '{given}' cannot be read: {error}") from None
-
-
-_TOKENIZER = "tokenizer_dir"
-_LIMITS = ("max_model_len", "max_seq_len")
-_SCRIPTED = "tensorrt_llm_model_name"
-"""The parameter that business logic in TensorRT-LLM's layout names its model by; it calls `preprocessing` as well."""
-_PREPROCESSING = "preprocessing"
-
-
-class ModelTexts:
-    """Looks at a model's configuration, and at the models that it calls. `default` is for models without."""
-
-    def __init__(self, core: Core, default: TokenizerLike | None) -> None:
-        self._core = core
-        self._default = default
-        self._found: WeakKeyDictionary[Model, TokenizerLike] = WeakKeyDictionary()
-        self._failed: WeakSet[Model] = WeakSet()
-
-    async def tokenizer(self, model: Model) -> TokenizerLike | None:
-        """The model's own (`tokenizer_dir` of it or of a model that it calls), else the default one, if any."""
-        found = self._found.get(model)
-        if found is None:
-            found = await self._find(model) or self._default
-            if found is not None:
-                self._found[model] = found
-        return found
-
-    def max_model_len(self, model: Model) -> int:
-        """Most tokens of prompt and answer together; `NO_LIMIT` where nobody tells."""
-        for related in self._related(model):
-            for name in _LIMITS:
-                limit = string_parameter(related.config, name)
-                if limit.isdecimal():
-                    return int(limit)
-            if related.language_model is not None:
-                return related.language_model.max_model_len
-        return NO_LIMIT
-
-    async def _find(self, model: Model) -> TokenizerLike | None:
-        related = list(self._related(model))
-        for other in related:
-            directory = string_parameter(other.config, _TOKENIZER)
-            if directory and not directory.startswith("${"):  # a template that nobody has filled in
-                return None if other in self._failed else await self._load(other, directory)
-        for other in related:
-            face = other.language_model
-            if face is not None and face.text is not NO_TOKENIZER:
-                return face.text
-        return None
-
-    async def _load(self, model: Model, directory: str) -> TokenizerLike | None:
-        try:
-            return await asyncio.to_thread(open_tokenizer, directory, model.directory)
-        except ValueError as error:
-            logger.error("model '%s': its %s cannot be used: %s", model.name, _TOKENIZER, error)
-            self._failed.add(model)
-            return None
-
-    def _related(self, model: Model) -> Iterator[Model]:
-        """The model, and those that it calls, as far as its configuration tells."""
-        pending, seen = [model], {model.name}
-        while pending:
-            model = pending.pop(0)
-            yield model
-            for name in _called(model):
-                if name not in seen:
-                    seen.add(name)
-                    with suppress(ServerError):  # it is not loaded
-                        pending.append(self._core.model(name))
-
-
-def open_tokenizer(name: str, near: Path | None = None) -> TokenizerLike:
-    """The tokenizer in a directory, which may be relative to `near`, or of a name on the hub. Raises `ValueError`."""
+def open_tokenizer(name: str, relative_to: Path | None = None) -> TokenizerLike:
+    """The tokenizer in a directory, or of a model on the hub. Raises `ValueError`."""
     from neso.engine.text.tokenizer import Tokenizer
-    from neso.engine.weights.errors import ModelNotFound
-    from neso.engine.weights.hub import TOKENIZER_FILES, resolve_model
+    from neso.engine.weights.hub import TOKENIZER_FILES, ModelNotFound, resolve_model
 
-    local = Path(name) if near is None else near / name
+    local = Path(name) if relative_to is None else relative_to / name
     try:
-        directory = local if local.is_dir() else resolve_model(name, wanted=TOKENIZER_FILES)
+        directory = local if local.is_dir() else resolve_model(name, patterns=TOKENIZER_FILES)
     except ModelNotFound as error:
         raise ValueError(f"no tokenizer: {error}") from None
     return Tokenizer.from_model(directory)
 
 
-def _called(model: Model) -> list[str]:
-    """The names of the models that a model calls itself."""
+def read_chat_template(value: str) -> str:
+    """`value` if it is a Jinja2 template, else the content of the file that it names. Raises `ValueError`."""
+    if "{{" in value or "{%" in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the chat template '{value}' cannot be read: {error}") from None
+
+
+@lru_cache(32)
+def _compile_template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    from neso.engine.text.chat_template import ChatTemplate
+
+    return ChatTemplate(source, dict(special_tokens))
+
+
+def _called_models(model: Model) -> list[str]:
     called = [step.model_name for step in model.config.ensemble_scheduling.step]
-    if scripted := string_parameter(model.config, _SCRIPTED):
-        called += [_PREPROCESSING, scripted]
+    if name := string_parameter(model.config, _CALLED_MODEL_PARAMETER):
+        called += [_PREPROCESSING, name]
     return called

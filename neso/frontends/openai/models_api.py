@@ -1,23 +1,20 @@
-"""Routes for those who run the server: loading models, metrics."""
+"""`/v1/models`: list, load and unload models; load and unload LoRA adapters."""
 
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from typing_extensions import NotRequired, TypedDict
 
 from neso.frontends.openai.errors import ApiError, invalid
-from neso.frontends.openai.model_resolver import Adapter, Targets
-from neso.frontends.openai.routing import answer_to_body
+from neso.frontends.openai.model_resolver import Adapter, ModelResolver
+from neso.frontends.openai.routing import TEXT, Parameter, RequestContext, operation
+from neso.frontends.openai.schemas import open_object
 from neso.generation import LoraRequest, SupportsLora
 from neso.server.errors import ErrorCode, ServerError
-from neso.server.metrics.text import CONTENT_TYPE
 from neso.server.options import ModelControlMode
 from neso.server.repository.names import check_model_name
 
@@ -25,49 +22,136 @@ if TYPE_CHECKING:
     from neso.server.core import Core
     from neso.server.model import Model
 
+_TAG = "Models"
+_GROUP = "model-repository"
+_MODEL = Parameter("model", "path", {"type": "string"}, "Name of a model or of an adapter.")
+
+
+@open_object
+class ModelCard(TypedDict):
+    """A model, or a LoRA adapter."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: NotRequired[
+        Annotated[int | None, Field(description="Extension: maximum tokens of prompt and output together.")]
+    ]
+    root: NotRequired[str | None]
+    parent: NotRequired[Annotated[str | None, Field(description="Extension: the base model of an adapter.")]]
+    permission: NotRequired[list[dict[str, Any]]]
+
+
+@open_object
+class ModelList(TypedDict):
+    """The models that accept text, and their adapters."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class LoadModelRequest(BaseModel):
+    """The optional body of a load."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config: dict[str, Any] | str | None = Field(
+        None, description="Replaces the repository's config.pbtxt, as an object or as JSON text."
+    )
+
+
+@open_object
+class LoadModelResponse(TypedDict):
+    """A model was loaded."""
+
+    status: Literal["success"]
+    model: str
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class UnloadModelRequest(BaseModel):
+    """The optional body of an unload."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    unload_dependents: bool = Field(False, description="Also unload the composing models of an ensemble.")
+
+
+@open_object
+class UnloadModelResponse(TypedDict):
+    """A model was unloaded."""
+
+    status: Literal["success"]
+    model: str
+
+
+class LoadLoraAdapterRequest(BaseModel):
+    """The body of `POST /v1/load_lora_adapter`."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    model: str | None = None
+
+
+class UnloadLoraAdapterRequest(BaseModel):
+    """The body of `POST /v1/unload_lora_adapter`."""
+
+    model_config = ConfigDict(protected_namespaces=(), extra="allow")
+
+    lora_name: str
+    model: str | None = None
+
 
 class ModelsApi:
     """`GET /v1/models` and `GET /v1/models/{model}`."""
 
-    def __init__(self, targets: Targets, created: int) -> None:
-        self._targets = targets
-        self._created = created
+    def __init__(self, resolver: ModelResolver) -> None:
+        self._resolver = resolver
+        self._created = int(time.time())
 
-    def list_all(self) -> dict[str, Any]:
-        """Every model that takes text, and every adapter by its shortest name."""
-        cards = [self._card(model) for model in self._targets.text_models()]
-        known = self._targets.adapters()
-        for name, adapter in known.items():
+    @operation("GET", "/v1/models", tag=_TAG, response=ModelList, errors=(500,), group=_GROUP)
+    async def list_models(self, context: RequestContext) -> ModelList:
+        """List the models that accept text."""
+        cards = [self._card(model) for model in self._resolver.text_models()]
+        known = self._resolver.adapters()
+        for name, adapter in known.items():  # under its own name if that is unambiguous
             if name == adapter.name or adapter.name not in known:
                 cards.append(self._adapter_card(name, adapter))
         return {"object": "list", "data": cards}
 
-    def one(self, name: str) -> dict[str, Any]:
-        """One model. Raises `ApiError`."""
-        adapter = self._targets.adapter(name)
+    @operation(
+        "GET",
+        "/v1/models/{model:path}",
+        tag=_TAG,
+        response=ModelCard,
+        parameters=(_MODEL,),
+        errors=(400, 404, 500, 503),
+        group=_GROUP,
+    )
+    async def get_model(self, context: RequestContext) -> ModelCard:
+        """Get a model."""
+        name = context.path_params["model"]
+        adapter = self._resolver.adapter(name)
         if adapter is not None:
             return self._adapter_card(name, adapter)
-        return self._card(self._targets.find_text_model(name))
+        return self._card(self._resolver.find_text_model(name))
 
-    def _adapter_card(self, name: str, adapter: Adapter) -> dict[str, Any]:
-        return {**self._card(adapter.model), "id": name, "root": adapter.name, "parent": adapter.model.name}
+    def _adapter_card(self, name: str, adapter: Adapter) -> ModelCard:
+        card = self._card(adapter.model)
+        card["id"], card["root"], card["parent"] = name, adapter.name, adapter.model.name
+        return card
 
-    def _card(self, model: Model) -> dict[str, Any]:
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "neso",
-            "max_model_len": self._targets.told_limit(model),
-            "root": model.name,
-            "parent": None,
-            "permission": [self._permission(model.name)],
-        }
-
-    def _permission(self, name: str) -> dict[str, Any]:
-        """What clients of OpenAI's first API look for: that everybody may use the model."""
-        return {
-            "id": f"modelperm-{name}",
+    def _card(self, model: Model) -> ModelCard:
+        # OpenAI's first clients look for a permission that allows sampling.
+        permission = {
+            "id": f"modelperm-{model.name}",
             "object": "model_permission",
             "created": self._created,
             "allow_create_engine": False,
@@ -80,36 +164,43 @@ class ModelsApi:
             "group": None,
             "is_blocking": False,
         }
-
-
-class LoadModelRequest(BaseModel):
-    """The body of a load, which may be left out."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    config: dict[str, Any] | str | None = Field(
-        None, description="In place of the repository's config.pbtxt, as an object or its text."
-    )
-
-
-class UnloadModelRequest(BaseModel):
-    """The body of an unload, which may be left out."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    unload_dependents: bool = Field(False, description="The models of an ensemble's steps go with it.")
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "neso",
+            "max_model_len": self._resolver.max_model_len(model),
+            "root": model.name,
+            "parent": None,
+            "permission": [permission],
+        }
 
 
 class ModelControlApi:
-    """Loads models of the repository, and unloads them. `created` is what the answers say."""
+    """`POST /v1/models/{model}/load` and `/unload`, in model control mode explicit."""
 
-    def __init__(self, core: Core, created: int) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
-        self._created = created
+        self._created = int(time.time())
         self._loading: set[str] = set()
 
-    async def load(self, name: str, request: LoadModelRequest) -> dict[str, Any]:
-        """Load a model; one that is loaded, only with another configuration. Raises `ApiError` and `ServerError`."""
+    @operation(
+        "POST",
+        "/v1/models/{model:path}/load",
+        tag=_TAG,
+        request=LoadModelRequest,
+        response=LoadModelResponse,
+        parameters=(_MODEL,),
+        errors=(400, 404, 409, 413, 415, 500, 503),
+        body_required=False,
+        group=_GROUP,
+    )
+    async def load(self, request: LoadModelRequest, context: RequestContext) -> LoadModelResponse:
+        """Load a model of the repository, in model control mode explicit.
+
+        A loaded model can be loaded again only with another configuration.
+        """
+        name = context.path_params["model"]
         self._check(name)
         if name in self._loading or (request.config is None and self._core.model_ready(name)):
             raise invalid("model", f"The model '{name}' is already loaded.")
@@ -120,14 +211,35 @@ class ModelControlApi:
                 name, orjson.dumps(config).decode() if isinstance(config, dict) else config
             )
         except ServerError as error:
-            raise self._explain(name, error) from None
+            raise self._load_error(name, error) from None
         finally:
             self._loading.discard(name)
-        card = {"id": name, "object": "model", "created": self._created, "owned_by": "neso"}
-        return {"status": "success", "model": name, **card}
+        return {
+            "status": "success",
+            "model": name,
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "neso",
+        }
 
-    async def unload(self, name: str, request: UnloadModelRequest) -> dict[str, Any]:
-        """Unload a model once its requests in flight have ended. Raises as `load`."""
+    @operation(
+        "POST",
+        "/v1/models/{model:path}/unload",
+        tag=_TAG,
+        request=UnloadModelRequest,
+        response=UnloadModelResponse,
+        parameters=(_MODEL,),
+        errors=(400, 404, 413, 415, 500, 503),
+        body_required=False,
+        group=_GROUP,
+    )
+    async def unload(self, request: UnloadModelRequest, context: RequestContext) -> UnloadModelResponse:
+        """Unload a model, in model control mode explicit.
+
+        Waits for its requests in flight.
+        """
+        name = context.path_params["model"]
         self._check(name)
         if not self._core.model_ready(name):
             raise invalid("model", f"Unknown model: '{name}' is not loaded.")
@@ -142,8 +254,8 @@ class ModelControlApi:
         except ServerError as error:
             raise invalid("model", error.message) from None
 
-    def _explain(self, name: str, error: ServerError) -> Exception:
-        """The core says of a model that is nowhere what Triton's does: that something inside went wrong."""
+    def _load_error(self, name: str, error: ServerError) -> Exception:
+        """As in Triton, the core reports unknown models and failed loads as internal errors: make them 404 and 400."""
         known = any(entry.name == name for entry in self._core.repository_index())
         if error.code is ErrorCode.INTERNAL and not known:
             return ApiError(
@@ -157,36 +269,25 @@ class ModelControlApi:
         return error
 
 
-class LoadAdapterRequest(BaseModel):
-    """The body of `POST /v1/load_lora_adapter`."""
+class LoraAdaptersApi:
+    """`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM's server."""
 
-    model_config = ConfigDict(protected_namespaces=())
+    def __init__(self, resolver: ModelResolver) -> None:
+        self._resolver = resolver
 
-    lora_name: str
-    lora_path: str
-    load_inplace: bool = False
-    model: str | None = None
-
-
-class UnloadAdapterRequest(BaseModel):
-    """The body of `POST /v1/unload_lora_adapter`."""
-
-    model_config = ConfigDict(protected_namespaces=(), extra="allow")
-
-    lora_name: str
-    model: str | None = None
-
-
-class AdaptersApi:
-    """`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, for models that allow it."""
-
-    def __init__(self, targets: Targets) -> None:
-        self._targets = targets
-
-    async def load(self, request: LoadAdapterRequest) -> str:
-        """Raises `ApiError` and `ServerError`."""
+    @operation(
+        "POST",
+        "/v1/load_lora_adapter",
+        tag=_TAG,
+        request=LoadLoraAdapterRequest,
+        response=TEXT,
+        errors=(400, 403, 404, 409, 413, 415, 500, 503),
+        group=_GROUP,
+    )
+    async def load(self, request: LoadLoraAdapterRequest, context: RequestContext) -> str:
+        """Load a LoRA adapter."""
         name = request.lora_name
-        model = self._model(request.model)
+        model = self._find_model(request.model)
         if name in model.list_loras() and not request.load_inplace:
             raise invalid(
                 "lora_name",
@@ -195,55 +296,37 @@ class AdaptersApi:
         await model.load_lora(LoraRequest(name=name, path=request.lora_path))
         return f"Success: LoRA adapter '{name}' added successfully."
 
-    async def unload(self, request: UnloadAdapterRequest) -> str:
-        """Raises `ApiError` and `ServerError`."""
+    @operation(
+        "POST",
+        "/v1/unload_lora_adapter",
+        tag=_TAG,
+        request=UnloadLoraAdapterRequest,
+        response=TEXT,
+        errors=(400, 403, 404, 413, 415, 500, 503),
+        group=_GROUP,
+    )
+    async def unload(self, request: UnloadLoraAdapterRequest, context: RequestContext) -> str:
+        """Unload a LoRA adapter."""
         name = request.lora_name
-        model = self._model(request.model)
+        model = self._find_model(request.model)
         if name not in model.list_loras():
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.", param="lora_name")
         await model.unload_lora(name)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
-    def _model(self, name: str | None) -> SupportsLora:
-        """The model of that name, or the only one that allows it."""
+    def _find_model(self, name: str | None) -> SupportsLora:
+        """The model of that name, by default the only one that allows loading at runtime. Raises `ApiError`."""
         allowed: dict[str, SupportsLora] = {}
-        for model in self._targets.text_models():
-            face = model.language_model
-            if isinstance(face, SupportsLora) and face.allows_runtime_lora:
-                allowed[model.name] = face
+        for model in self._resolver.text_models():
+            language_model = model.language_model
+            if isinstance(language_model, SupportsLora) and language_model.allows_runtime_lora:
+                allowed[model.name] = language_model
         if name is None and len(allowed) == 1:
             return next(iter(allowed.values()))
         if name is None and allowed:
-            raise invalid("model", f"'model' must say which one is meant of {', '.join(sorted(allowed))}.")
+            raise invalid("model", f"'model' must name one of: {', '.join(sorted(allowed))}.")
         if name not in allowed:
             raise ApiError(
                 403, "No adapters can be loaded or unloaded here: see the option allow_runtime_lora."
             )
         return allowed[name]
-
-
-def control_routes(core: Core, max_body_size: int) -> list[Route]:
-    """`POST /v1/models/{model}/load` and `/unload`."""
-    api = ModelControlApi(core, created=int(time.time()))
-
-    async def load(request: Request) -> Response:
-        change = partial(api.load, request.path_params["model"])
-        return await answer_to_body(request, LoadModelRequest, change, max_body_size, empty=b"{}")
-
-    async def unload(request: Request) -> Response:
-        change = partial(api.unload, request.path_params["model"])
-        return await answer_to_body(request, UnloadModelRequest, change, max_body_size, empty=b"{}")
-
-    return [
-        Route("/v1/models/{model:path}/load", load, methods=["POST"]),
-        Route("/v1/models/{model:path}/unload", unload, methods=["POST"]),
-    ]
-
-
-def metrics_route(core: Core) -> Route:
-    """`GET /metrics`, as on the port of the metrics."""
-
-    async def metrics(request: Request) -> Response:
-        return Response(await core.render_metrics(), headers={"content-type": CONTENT_TYPE})
-
-    return Route("/metrics", metrics, methods=["GET"])

@@ -1,39 +1,38 @@
-"""`POST /v1/score` and `POST /v1/rerank`: how well texts go together."""
+"""`POST /v1/embeddings`, `/v1/score` and `/v1/rerank`."""
 
 from __future__ import annotations
 
 import base64
 import time
 import uuid
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-import orjson
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response
+from typing_extensions import NotRequired, TypedDict
 
 from neso.frontends.openai.errors import invalid, to_api_error
-from neso.frontends.openai.model_resolver import Targets
+from neso.frontends.openai.model_resolver import ModelResolver
 from neso.frontends.openai.request_params import MAX_PROMPTS
-from neso.frontends.openai.schemas import Integer, TokenIds
+from neso.frontends.openai.routing import RequestContext, operation
+from neso.frontends.openai.schemas import Integer, TokenIds, open_object
 from neso.generation import InvalidParameter, PooledOutput, PoolingParams, PoolingRequest
 from neso.generation.pooling import Float32Array, Scoring
 
-if TYPE_CHECKING:
-    from neso.server.tracing import Trace
+_TAG = "Embeddings and scores"
 
 
 class PoolingFields(BaseModel):
-    """What all of them have in common. A field that is null is as one left out."""
+    """Fields shared by all pooling requests. A null field is the same as an omitted one."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str
     user: str | None = Field(None, description="Accepted, not used.")
     truncate_prompt_tokens: Integer | None = Field(
-        None, description="Extension: keep so many tokens; -1: as many as the model takes."
+        None, description="Extension: maximum tokens per text; -1: the model's context length."
     )
-    priority: Integer | None = Field(None, description="Extension: lower is served first.")
+    priority: Integer | None = Field(None, description="Extension: lower is scheduled first.")
 
 
 class EmbeddingRequest(PoolingFields):
@@ -41,28 +40,32 @@ class EmbeddingRequest(PoolingFields):
 
     input: Annotated[
         str | TokenIds | list[str] | list[TokenIds],
-        Field(union_mode="left_to_right", description="One text or several, as text or as token ids."),
+        Field(union_mode="left_to_right", description="One or several texts, as text or token ids."),
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Integer | None = Field(
-        None, description="Only the first so many, for models trained for that."
+        None, description="Truncate the embeddings, for models trained for it (Matryoshka)."
     )
     normalize: bool | None = Field(
-        None, description="Extension: to length 1; what the model says unless given."
+        None, description="Extension: scale to unit length; default: the model's setting."
     )
-    add_special_tokens: bool | None = Field(None, description="Extension: those of the tokenizer.")
+    add_special_tokens: bool | None = Field(
+        None, description="Extension: add the tokenizer's special tokens."
+    )
 
 
 class ScoreRequest(PoolingFields):
-    """The body of `POST /v1/score`: one text against one or several, or pairs of two lists of one length."""
+    """The body of `POST /v1/score`: a text and one or several others, or two lists of equal length."""
 
     text_1: str | list[str]
     text_2: str | list[str]
-    activation: bool | None = Field(None, description="Extension: false gives logits of a cross-encoder.")
+    activation: bool | None = Field(
+        None, description="Extension: false returns the logits of a cross-encoder."
+    )
 
 
-class Document(BaseModel):
-    """A document as Jina's and Cohere's clients may write it."""
+class RerankDocument(BaseModel):
+    """A document as an object, as Jina's and Cohere's clients may send it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -73,46 +76,104 @@ class RerankRequest(PoolingFields):
     """The body of `POST /v1/rerank`."""
 
     query: str
-    documents: list[str | Document] = Field(min_length=1)
-    top_n: Annotated[Integer, Field(ge=0)] | None = Field(None, description="The best so many; 0 is all.")
-    return_documents: bool | None = Field(None, description="True unless given.")
-
-    @property
-    def texts(self) -> list[str]:
-        """The documents as texts."""
-        return [document if isinstance(document, str) else document.text for document in self.documents]
+    documents: list[str | RerankDocument] = Field(min_length=1)
+    top_n: Annotated[Integer, Field(ge=0)] | None = Field(
+        None, description="Number of documents to return; 0: all."
+    )
+    return_documents: bool | None = Field(None, description="Default: true.")
 
 
-def as_document(text: str) -> dict[str, Any]:
-    """A document as answers give it back."""
-    return {"text": text}
+@open_object
+class PoolingUsage(TypedDict):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: None
 
 
-def pooling_usage(pooled: list[PooledOutput]) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    tokens = sum(output.num_prompt_tokens for output in pooled)
-    return {
-        "prompt_tokens": tokens,
-        "total_tokens": tokens,
-        "completion_tokens": 0,
-        "prompt_tokens_details": None,
-    }
+@open_object
+class EmbeddingObject(TypedDict):
+    """The embedding of one text."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: Annotated[list[float] | str, Field(description="Numbers, or little-endian float32 in base64.")]
 
 
-def json_response(body: dict[str, Any]) -> Response:
-    """An object that may hold numpy arrays."""
-    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+@open_object
+class EmbeddingResponse(TypedDict):
+    """The response of `POST /v1/embeddings`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingObject]
+    usage: PoolingUsage
 
 
-class EmbeddingsApi:
-    """Embeds texts."""
+@open_object
+class ScoreObject(TypedDict):
+    """The score of one pair of texts."""
 
-    def __init__(self, targets: Targets) -> None:
-        self._targets = targets
+    object: Literal["score"]
+    index: int
+    score: float
 
-    async def create(self, request: EmbeddingRequest, trace: Trace | None = None) -> Response:
-        """The response. Raises `ApiError` and what the core raises."""
-        target = self._targets.find_pooling(request.model)
+
+@open_object
+class ScoreResponse(TypedDict):
+    """The response of `POST /v1/score`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreObject]
+    usage: PoolingUsage
+
+
+@open_object
+class RerankResult(TypedDict):
+    """The score of one document."""
+
+    index: Annotated[int, Field(description="Index of the document in the request.")]
+    relevance_score: float
+    document: NotRequired[dict[str, Any]]
+
+
+@open_object
+class RerankResponse(TypedDict):
+    """The response of `POST /v1/rerank`: documents in order of decreasing relevance."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: list[RerankResult]
+
+
+class PoolingApi:
+    """Embeddings, and scores of text pairs by a cross-encoder or by cosine similarity."""
+
+    def __init__(self, resolver: ModelResolver) -> None:
+        self._resolver = resolver
+
+    @operation(
+        "POST",
+        "/v1/embeddings",
+        tag=_TAG,
+        request=EmbeddingRequest,
+        response=EmbeddingResponse,
+        examples={"texts": {"model": "an-embedder", "input": ["One text.", "Another."]}},
+        cancellable=True,
+    )
+    async def create_embeddings(
+        self, request: EmbeddingRequest, context: RequestContext
+    ) -> EmbeddingResponse:
+        """Create embeddings."""
+        model = self._resolver.find_pooling(request.model)
         params = PoolingParams(dimensions=request.dimensions, normalize=request.normalize)
         requests = [
             PoolingRequest(
@@ -125,24 +186,121 @@ class EmbeddingsApi:
             for prompt in _inputs(request)
         ]
         try:
-            pooled = await target.pool(requests)
+            pooled = await model.pool(requests)
         except InvalidParameter as error:
-            if error.field == "prompt":  # which is the client's input
+            if error.field == "prompt":
                 raise invalid("input", f"Invalid 'input': {error.message}") from None
             raise to_api_error(error) from None
         as_base64 = request.encoding_format == "base64"
-        body = {
+        return {
             "id": f"embd-{uuid.uuid4().hex}",
             "object": "list",
             "created": int(time.time()),
             "model": request.model,
             "data": [
-                {"object": "embedding", "index": index, "embedding": _encoded(output, as_base64=as_base64)}
+                {"object": "embedding", "index": index, "embedding": _encode(output, as_base64=as_base64)}
                 for index, output in enumerate(pooled)
             ],
-            "usage": pooling_usage(pooled),
+            "usage": _usage(pooled),
         }
-        return json_response(body)
+
+    @operation(
+        "POST",
+        "/v1/score",
+        "/score",
+        tag=_TAG,
+        request=ScoreRequest,
+        response=ScoreResponse,
+        examples={
+            "one to many": {
+                "model": "a-reranker",
+                "text_1": "What is a GPU?",
+                "text_2": ["A chip.", "A fish."],
+            }
+        },
+        cancellable=True,
+    )
+    async def score(self, request: ScoreRequest, context: RequestContext) -> ScoreResponse:
+        """Score pairs of texts."""
+        scores, pooled = await self._scores(
+            request, request.text_1, request.text_2, "text_2", activation=request.activation is not False
+        )
+        return {
+            "id": f"score-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": request.model,
+            "data": [
+                {"object": "score", "index": index, "score": score}
+                for index, score in enumerate(scores.tolist())
+            ],
+            "usage": _usage(pooled),
+        }
+
+    @operation(
+        "POST",
+        "/v1/rerank",
+        "/v2/rerank",  # Cohere's path
+        "/rerank",  # Jina's path
+        tag=_TAG,
+        request=RerankRequest,
+        response=RerankResponse,
+        examples={
+            "three": {
+                "model": "a-reranker",
+                "query": "What is a GPU?",
+                "documents": ["A chip.", "A fish.", "A bird."],
+            }
+        },
+        cancellable=True,
+    )
+    async def rerank(self, request: RerankRequest, context: RequestContext) -> RerankResponse:
+        """Rank documents by relevance to a query."""
+        texts = [document if isinstance(document, str) else document.text for document in request.documents]
+        scores, pooled = await self._scores(request, request.query, texts, "documents")
+        results: list[RerankResult] = []
+        for index in np.argsort(-scores, kind="stable").tolist()[: request.top_n or None]:
+            result: RerankResult = {"index": index, "relevance_score": scores[index].item()}
+            if request.return_documents is not False:
+                result["document"] = {"text": texts[index]}
+            results.append(result)
+        return {
+            "id": f"rerank-{uuid.uuid4().hex}",
+            "model": request.model,
+            "usage": _usage(pooled),
+            "results": results,
+        }
+
+    async def _scores(
+        self,
+        request: PoolingFields,
+        queries: str | list[str],
+        documents: str | list[str],
+        field: str,
+        *,
+        activation: bool = True,
+    ) -> tuple[Float32Array, list[PooledOutput]]:
+        """Scores float32[pairs]; `field` is the request field of `documents`. Raises `ApiError`."""
+        if not isinstance(documents, str) and not 0 < len(documents) <= MAX_PROMPTS:
+            raise invalid(field, f"'{field}' must hold between 1 and {MAX_PROMPTS} texts.")
+        model = self._resolver.find_pooling(request.model)
+        try:
+            scoring = Scoring.of(model.pooling_model.pooling, queries, documents, activation=activation)
+            requests = [
+                PoolingRequest(
+                    prompt,
+                    scoring.params,
+                    priority=request.priority or 0,
+                    truncate_prompt_tokens=request.truncate_prompt_tokens,
+                )
+                for prompt in scoring.prompts
+            ]
+            pooled = await model.pool(requests)
+        except InvalidParameter as error:
+            if error.field in ("prompt", "documents"):
+                raise invalid(field, f"Invalid '{field}': {error.message}") from None
+            raise to_api_error(error) from None
+        return scoring.scores(pooled), pooled
 
 
 def _inputs(request: EmbeddingRequest) -> list[str | list[int]]:
@@ -159,82 +317,18 @@ def _inputs(request: EmbeddingRequest) -> list[str | list[int]]:
     return inputs
 
 
-def _encoded(output: PooledOutput, *, as_base64: bool) -> Any:
-    """float32, little-endian, as the client's base64; else numbers."""
+def _encode(output: PooledOutput, *, as_base64: bool) -> Any:
+    """The embedding as base64, or as an array for the JSON encoder."""
     if as_base64:
         return base64.b64encode(output.values.astype("<f4").tobytes()).decode()
     return np.ascontiguousarray(output.values, np.float32)
 
 
-class ScoresApi:
-    """Scores pairs, by a cross-encoder or by the cosine of embeddings."""
-
-    def __init__(self, targets: Targets) -> None:
-        self._targets = targets
-
-    async def score(self, request: ScoreRequest, trace: Trace | None = None) -> Response:
-        """The response. Raises `ApiError` and what the core raises."""
-        scores, pooled = await self._scores(
-            request, request.text_1, request.text_2, "text_2", activation=request.activation is not False
-        )
-        data = [
-            {"object": "score", "index": index, "score": score} for index, score in enumerate(scores.tolist())
-        ]
-        body = {
-            "id": f"score-{uuid.uuid4().hex}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": request.model,
-            "data": data,
-            "usage": pooling_usage(pooled),
-        }
-        return json_response(body)
-
-    async def rerank(self, request: RerankRequest, trace: Trace | None = None) -> Response:
-        """The response: the documents, best first. Raises as `score`."""
-        texts = request.texts
-        scores, pooled = await self._scores(request, request.query, texts, "documents")
-        order = np.argsort(-scores, kind="stable").tolist()
-        results = []
-        for index in order[: request.top_n or None]:
-            result: dict[str, Any] = {"index": index, "relevance_score": scores[index].item()}
-            if request.return_documents is not False:
-                result["document"] = as_document(texts[index])
-            results.append(result)
-        body = {
-            "id": f"rerank-{uuid.uuid4().hex}",
-            "model": request.model,
-            "usage": pooling_usage(pooled),
-            "results": results,
-        }
-        return json_response(body)
-
-    async def _scores(
-        self,
-        request: PoolingFields,
-        queries: str | list[str],
-        documents: str | list[str],
-        field: str,
-        *,
-        activation: bool = True,
-    ) -> tuple[Float32Array, list[PooledOutput]]:
-        if not isinstance(documents, str) and not 0 < len(documents) <= MAX_PROMPTS:
-            raise invalid(field, f"'{field}' must hold between 1 and {MAX_PROMPTS} texts.")
-        target = self._targets.find_pooling(request.model)
-        try:
-            scoring = Scoring.of(target.pooling_model.pooling, queries, documents, activation=activation)
-            requests = [
-                PoolingRequest(
-                    prompt,
-                    scoring.params,
-                    priority=request.priority or 0,
-                    truncate_prompt_tokens=request.truncate_prompt_tokens,
-                )
-                for prompt in scoring.prompts
-            ]
-            pooled = await target.pool(requests)
-        except InvalidParameter as error:
-            if error.field in ("prompt", "documents"):
-                raise invalid(field, f"Invalid '{field}': {error.message}") from None
-            raise to_api_error(error) from None
-        return scoring.scores(pooled), pooled
+def _usage(pooled: list[PooledOutput]) -> PoolingUsage:
+    tokens = sum(output.num_prompt_tokens for output in pooled)
+    return {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": None,
+    }

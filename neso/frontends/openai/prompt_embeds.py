@@ -1,4 +1,4 @@
-"""Prompts that come as vectors in a JSON body."""
+"""Decoding of prompt embeddings in JSON bodies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from neso.frontends.openai.request_params import Vectors
+from neso.frontends.openai.request_params import Embeddings
 
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
@@ -22,13 +22,13 @@ _STORAGES = {
     "DoubleStorage": np.dtype(np.float64),
 }
 _MAX_PICKLE = 65536
-"""Bytes of the description of one tensor, which takes a few hundred."""
+"""Maximum bytes of the pickled metadata; that of one tensor is a few hundred."""
 
 
-def read_vectors(text: str) -> Vectors:
-    """The tensor that `text` holds in base64: a file of `torch.save` or of `numpy.save`.
+def decode_embeddings(text: str) -> Embeddings:
+    """The float tensor in a base64 file of `torch.save` or `numpy.save`.
 
-    Reads the first without torch, and runs nothing that a file may hold. Raises `ValueError`.
+    torch files are read without torch and without executing pickled code. Raises `ValueError`.
     """
     try:
         data = base64.b64decode(text, validate=True)
@@ -44,22 +44,22 @@ def read_vectors(text: str) -> Vectors:
         raise ValueError(f"holds no tensor of torch.save: {error}") from None
 
 
-def _read_numpy(data: bytes) -> Vectors:
+def _read_numpy(data: bytes) -> Embeddings:
     try:
-        loaded: Vectors = np.load(io.BytesIO(data), allow_pickle=False)
+        loaded: Embeddings = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"holds no array of numpy.save: {error}") from None
     return loaded
 
 
-def _read_torch(data: bytes) -> Vectors:
+def _read_torch(data: bytes) -> Embeddings:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise ValueError("is compressed, which files of torch.save are not")
-        description = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
-        if description is None or archive.getinfo(description).file_size > _MAX_PICKLE:
+            raise ValueError("is compressed, unlike files of torch.save")
+        metadata = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+        if metadata is None or archive.getinfo(metadata).file_size > _MAX_PICKLE:
             raise ValueError("holds no tensor of torch.save")
-        folder = description.removesuffix("data.pkl")
+        folder = metadata.removesuffix("data.pkl")
         tensor = _Unpickler(archive, folder).load()
     if not isinstance(tensor, np.ndarray):
         raise ValueError(f"holds a {type(tensor).__name__}, not a tensor")
@@ -67,7 +67,7 @@ def _read_torch(data: bytes) -> Vectors:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what a dense tensor is described by, and nothing else."""
+    """Unpickles a dense float tensor; rejects any other class."""
 
     def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(io.BytesIO(archive.read(folder + "data.pkl")))
@@ -83,7 +83,7 @@ class _Unpickler(pickle.Unpickler):
             return OrderedDict
         raise pickle.UnpicklingError(f"{module}.{name} is not of a dense float tensor")
 
-    def persistent_load(self, pid: Any) -> Vectors:
+    def persistent_load(self, pid: Any) -> Embeddings:
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, np.dtype):
             raise pickle.UnpicklingError("a storage is expected")
@@ -92,12 +92,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _rebuild(
-    storage: Vectors, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *ignored: Any
-) -> Vectors:
-    """The tensor in its storage, by `torch._utils._rebuild_tensor_v2`'s arguments; copied."""
+    storage: Embeddings, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *ignored: Any
+) -> Embeddings:
+    """`torch._utils._rebuild_tensor_v2` for numpy; returns a copy."""
     numbers = (offset, *shape, *strides)
     if len(shape) != len(strides) or any(type(number) is not int or number < 0 for number in numbers):
-        raise pickle.UnpicklingError("a tensor has a shape that cannot be")
+        raise pickle.UnpicklingError("a tensor has an invalid shape")
     size = int(np.prod(shape, dtype=object))
     last = offset + sum((rows - 1) * stride for rows, stride in zip(shape, strides, strict=True))
     if size > len(storage) or (size and last >= len(storage)):

@@ -1,4 +1,4 @@
-"""Fields that would change the answer and that the server cannot honour: better refused than ignored."""
+"""From the fields that all generation requests share to the engine's request: prompt, sampling, output format."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.frontends.openai.errors import invalid, renamed, to_api_error
-from neso.frontends.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from neso.frontends.openai.errors import invalid, invalid_parameter, to_api_error
+from neso.frontends.openai.schemas import GenerationFields
 from neso.generation import (
+    GenerationRequest,
     GuidedDecoding,
     InvalidParameter,
+    LoraRequest,
     SamplingDefaults,
     SamplingParams,
     TokenizerLike,
@@ -22,51 +24,14 @@ from neso.generation.guided_decoding import NAMES, read_guided_decoding
 
 logger = logging.getLogger(__name__)
 
-
-def wanted_form(request: GenerationFields) -> GuidedDecoding | None:
-    """What `response_format`, `structured_outputs` and `guided_*` ask for. Raises `ApiError`."""
-    fields = {name: value for name, value in (request.model_extra or {}).items() if name in NAMES}
-    if request.response_format is not None:
-        fields["response_format"] = request.response_format.model_dump(exclude_unset=True)
-    try:
-        return read_guided_decoding(fields)
-    except InvalidParameter as error:
-        raise to_api_error(error) from None
-
-
 MAX_PROMPTS = 2048
-"""As with OpenAI. Each prompt is a request to the engine, so one body must not bring any number of them."""
+"""Per request, as with OpenAI."""
 
-Vectors = npt.NDArray[Any]
-Prompt = str | list[int] | Vectors
-"""Text, token ids, or vectors float[tokens, hidden_size]."""
+Embeddings = npt.NDArray[Any]
+Prompt = str | list[int] | Embeddings
+"""Text, token ids, or prompt embeddings float[tokens, hidden_size]."""
 
-
-async def cut_prompt(
-    prompt: Prompt, text: TokenizerLike, keep: int | None, max_model_len: int, *, add_special_tokens: bool
-) -> Prompt:
-    """The prompt, or its last `keep` tokens; of -1, as many as leave room for one more. Raises `ApiError`."""
-    if keep is None or isinstance(prompt, np.ndarray):
-        return prompt
-    if keep == 0 or keep >= max_model_len:
-        raise invalid(
-            "truncate_prompt_tokens",
-            f"'truncate_prompt_tokens' must be -1 or from 1 to {max_model_len - 1}, got {keep}.",
-        )
-    ids = prompt
-    if isinstance(prompt, str):
-        ids = await encode_text(text, prompt, add_special_tokens=add_special_tokens)
-    return ids[-(max_model_len - 1 if keep < 0 else keep) :]
-
-
-def prompt_text(prompt: Prompt, text: TokenizerLike) -> str:
-    """The prompt as `echo` gives it back."""
-    if isinstance(prompt, str):
-        return prompt
-    return "" if isinstance(prompt, np.ndarray) else text.decode(prompt, skip_special_tokens=False)
-
-
-_SAME_NAME = (
+_SAMPLING_FIELDS = (
     "n",
     "temperature",
     "top_k",
@@ -92,56 +57,21 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
+"""Request fields with the same name and meaning in `SamplingParams`."""
 
-
-def common_values(request: GenerationFields, defaults: SamplingDefaults) -> dict[str, Any]:
-    """The parameters that completions and chats have in common; `defaults` are the model's."""
-    has_beams = request.use_beam_search or (request.beam_width or 1) > 1
-    values = {} if has_beams else defaults.given()  # the scores of beams are the model's own
-    values |= {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
-    values["stop"] = request.stop_strings
-    values["stop_token_ids"] = tuple(request.stop_token_ids or ())
-    values["stop_words"] = tuple(map(tuple, request.stop_words or ()))
-    values["bad_words"] = tuple(
-        word if isinstance(word, str) else tuple(word) for word in request.bad_words or ()
-    )
-    if request.allowed_token_ids is not None:
-        values["allowed_token_ids"] = tuple(request.allowed_token_ids)
-    if request.embedding_bias is not None:
-        values["embedding_bias"] = np.asarray(request.embedding_bias, np.float32).tobytes()
-    if request.best_of == (request.n or 1):
-        del values["best_of"]  # which says nothing, and not every model can be told
-    if request.use_beam_search:
-        values |= _beams(request)
-    return values
-
-
-def _beams(request: GenerationFields) -> dict[str, Any]:
-    """vLLM's beam search: as many beams as choices, or `best_of`. One beam takes the likeliest token each time."""
-    width = request.beam_width or request.best_of or request.n or 1
-    return {"beam_width": width, "best_of": None, **({"temperature": 0.0} if width == 1 else {})}
-
-
-def make_sampling(values: dict[str, Any], client_names: dict[str, str]) -> SamplingParams:
-    """Raises `ApiError` about the field as the client knows it."""
-    try:
-        return SamplingParams(**values)
-    except InvalidParameter as error:
-        raise renamed(error, client_names) from None
-
-
-_NOT_HONOURED = {
+_UNSUPPORTED_SAMPLER = "unsupported sampler"
+_UNSUPPORTED = {
     "chat_template": "the model's own chat template is used",
     "functions": "use 'tools' instead",
     "function_call": "use 'tool_choice' instead",
-    "audio": "the models of this server answer with text only",
+    "audio": "models of this server generate text only",
     "web_search_options": "the server does not search the web",
     "logits_processors": "use 'logit_bias', 'allowed_token_ids' or guided decoding",
-    "kv_transfer_params": "caches are not sent to other servers",
-    "vllm_xargs": "it is vLLM's own",
-    "return_context_logits": "ask for it over the tensor protocols",
-    "return_generation_logits": "ask for it over the tensor protocols",
-    # What other servers call what there is, and ways to sample that there are not.
+    "kv_transfer_params": "the KV cache is not transferred to other servers",
+    "vllm_xargs": "it is specific to vLLM",
+    "return_context_logits": "use the KServe protocol",
+    "return_generation_logits": "use the KServe protocol",
+    # Names that other servers use for supported parameters.
     "max_new_tokens": "use 'max_tokens'",
     "num_predict": "use 'max_tokens'",
     "max_length": "use 'max_tokens'",
@@ -156,80 +86,127 @@ _NOT_HONOURED = {
     "ebnf": "use 'guided_grammar'",
     "json_schema": "use 'response_format' or 'guided_json'",
     "grammar": "use 'guided_grammar'",
-    "top_a": "it is no way to sample here",
-    "tfs_z": "it is no way to sample here",
-    "typical_p": "it is no way to sample here",
-    "mirostat": "it is no way to sample here",
-    "mirostat_mode": "it is no way to sample here",
-    "dry_multiplier": "it is no way to sample here",
-    "xtc_probability": "it is no way to sample here",
-    "dynatemp_range": "it is no way to sample here",
+    "top_a": _UNSUPPORTED_SAMPLER,
+    "tfs_z": _UNSUPPORTED_SAMPLER,
+    "typical_p": _UNSUPPORTED_SAMPLER,
+    "mirostat": _UNSUPPORTED_SAMPLER,
+    "mirostat_mode": _UNSUPPORTED_SAMPLER,
+    "dry_multiplier": _UNSUPPORTED_SAMPLER,
+    "xtc_probability": _UNSUPPORTED_SAMPLER,
+    "dynatemp_range": _UNSUPPORTED_SAMPLER,
 }
-_ignored_before: set[str] = set()
+_logged_fields: set[str] = set()
 
 
-def refuse_what_cannot_be_honoured(request: GenerationFields) -> None:
-    """Raise `ApiError` for the first field that asks for what is not there."""
+def reject_unsupported(request: GenerationFields) -> None:
+    """Raise `ApiError` for the first field that is unsupported, and for invalid combinations of shared fields."""
     for name, value in (request.model_extra or {}).items():
-        if name in _NOT_HONOURED and value:
-            raise invalid(name, f"'{name}' is not supported: {_NOT_HONOURED[name]}.", "unsupported_parameter")
-        if name not in _ignored_before and len(_ignored_before) < 1000 and len(name) < 100:
-            _ignored_before.add(name)
-            logger.debug("requests have a field %r, which is ignored", name)
+        if name in _UNSUPPORTED and value:
+            raise invalid(name, f"'{name}' is not supported: {_UNSUPPORTED[name]}.", "unsupported_parameter")
+        if name not in _logged_fields and len(_logged_fields) < 1000 and len(name) < 100:
+            _logged_fields.add(name)
+            logger.debug("ignoring the unknown request field %r", name)
     if request.stream and request.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "'prompt_logprobs' is not available in a stream.")
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options", "'stream_options' is only allowed when 'stream' is true.")
-    if isinstance(request, CompletionRequest):
-        _refuse_in_completion(request)
-    elif isinstance(request, ChatCompletionRequest):
-        _refuse_in_chat(request)
 
 
-def _refuse_in_completion(request: CompletionRequest) -> None:
-    if request.suffix:
-        raise invalid("suffix", "'suffix' is not supported.", "unsupported_parameter")
-    if request.max_tokens == 0 and request.min_tokens:
-        raise invalid("min_tokens", "'min_tokens' is more than 'max_tokens'.")
+def guided_decoding_of(request: GenerationFields) -> GuidedDecoding | None:
+    """The output format set by `response_format`, `structured_outputs` or `guided_*`. Raises `ApiError`."""
+    fields = {name: value for name, value in (request.model_extra or {}).items() if name in NAMES}
+    if request.response_format is not None:
+        fields["response_format"] = request.response_format.model_dump(exclude_unset=True)
+    try:
+        return read_guided_decoding(fields)
+    except InvalidParameter as error:
+        raise to_api_error(error) from None
 
 
-def _refuse_in_chat(request: ChatCompletionRequest) -> None:
-    _refuse_media(request)
-    if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
-    if (request.model_extra or {}).get("echo"):
-        raise invalid("echo", "'echo' is for completions.", "unsupported_parameter")
-    if request.tool_choice not in (None, "none") and not request.tools:
-        raise invalid("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
-
-
-_MEDIA = {
-    "input_audio": "sound",
-    "audio": "sound",
-    "audio_url": "sound",
-    "video": "video",
-    "video_url": "video",
-    "file": "files",
-    "input_file": "files",
-}
-
-
-def _refuse_media(request: ChatCompletionRequest) -> None:
-    """Parts of messages, and of the answer, that are neither text nor images."""
-    modalities = (request.model_extra or {}).get("modalities")
-    if modalities and modalities != ["text"]:
-        raise invalid(
-            "modalities",
-            "'modalities' may hold 'text' only: the models of this server answer with text.",
-            "unsupported_parameter",
+def sampling_values(request: GenerationFields, defaults: SamplingDefaults) -> dict[str, Any]:
+    """Sampling parameters from the shared fields; `defaults` are the model's."""
+    uses_beams = request.use_beam_search or (request.beam_width or 1) > 1
+    values = {} if uses_beams else defaults.given()  # beams are scored by unmodified logits
+    for name in _SAMPLING_FIELDS:
+        if (value := getattr(request, name)) is not None:
+            values[name] = value
+    values["stop"] = request.stop_strings
+    values["stop_token_ids"] = tuple(request.stop_token_ids or ())
+    values["stop_words"] = tuple(map(tuple, request.stop_words or ()))
+    if request.bad_words:
+        values["bad_words"] = tuple(
+            word if isinstance(word, str) else tuple(word) for word in request.bad_words
         )
-    for index, message in enumerate(request.messages):
-        for number, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            what = _MEDIA.get(str(part.get("type")))
-            if what is not None:
-                raise invalid(
-                    f"messages[{index}].content[{number}]",
-                    f"Invalid 'messages[{index}].content[{number}]': {what} of type '{part['type']}' cannot be read, "
-                    "only text and images.",
-                    "unsupported_value",
-                )
+    if request.allowed_token_ids is not None:
+        values["allowed_token_ids"] = tuple(request.allowed_token_ids)
+    if request.embedding_bias is not None:
+        values["embedding_bias"] = np.asarray(request.embedding_bias, np.float32).tobytes()
+    if request.best_of == (request.n or 1):
+        del values["best_of"]  # no effect, and not every model supports it
+    if request.use_beam_search:
+        # vLLM's beam search: `best_of` or `n` beams; one beam is greedy decoding.
+        width = request.beam_width or request.best_of or request.n or 1
+        values |= {"beam_width": width, "best_of": None}
+        if width == 1:
+            values["temperature"] = 0.0
+    return values
+
+
+def make_sampling(values: dict[str, Any], client_names: dict[str, str]) -> SamplingParams:
+    """`SamplingParams` of `values`. Raises `ApiError`; `client_names` as in `invalid_parameter`."""
+    try:
+        return SamplingParams(**values)
+    except InvalidParameter as error:
+        raise invalid_parameter(error, client_names) from None
+
+
+async def truncate_prompt(
+    prompt: Prompt,
+    tokenizer: TokenizerLike,
+    num_tokens: int | None,
+    max_model_len: int,
+    *,
+    add_special_tokens: bool,
+) -> Prompt:
+    """The last `num_tokens` of the prompt; with -1 as many as leave room for one output token; with None all.
+
+    Raises `ApiError`.
+    """
+    if num_tokens is None or isinstance(prompt, np.ndarray):
+        return prompt
+    if num_tokens == 0 or num_tokens >= max_model_len:
+        raise invalid(
+            "truncate_prompt_tokens",
+            f"'truncate_prompt_tokens' must be -1 or from 1 to {max_model_len - 1}, got {num_tokens}.",
+        )
+    ids = prompt
+    if isinstance(prompt, str):
+        ids = await encode_text(tokenizer, prompt, add_special_tokens=add_special_tokens)
+    return ids[-(max_model_len - 1 if num_tokens < 0 else num_tokens) :]
+
+
+def generation_request(
+    request: GenerationFields,
+    prompt: Prompt,
+    sampling: SamplingParams,
+    request_id: str,
+    *,
+    lora_name: str,
+    add_special_tokens: bool,
+    images: tuple[Any, ...] = (),
+) -> GenerationRequest:
+    """The engine's request for one prompt. `add_special_tokens` applies if the client does not set it."""
+    special = request.add_special_tokens
+    is_embeddings = isinstance(prompt, np.ndarray)
+    return GenerationRequest(
+        prompt=[] if is_embeddings else prompt,  # type: ignore[arg-type]
+        prompt_embeds=prompt if is_embeddings else None,  # type: ignore[arg-type]
+        sampling=sampling,
+        request_id=request_id,
+        priority=request.priority or 0,
+        add_special_tokens=add_special_tokens if special is None else special,
+        cache_salt=request.cache_salt or "",
+        images=images,
+        stream=bool(request.stream),
+        lora=LoraRequest(name=lora_name) if lora_name else None,
+    )

@@ -1,42 +1,222 @@
-"""An ASGI endpoint that generates text: reads the request, answers, and stops when the client has gone."""
+"""Declaration and dispatch of the API's operations.
+
+A handler is declared with `@operation(...)`: method, paths, and the types of its request and response. `routes_of`
+makes its ASGI routes from the declaration, and `openapi.openapi_document` its description.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.datastructures import Headers, QueryParams
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from neso.frontends.openai.access.api_keys import request_key
 from neso.frontends.openai.errors import ApiError, to_api_error, validation_error
-from neso.server.tracing import Trace
 
 if TYPE_CHECKING:
     from neso.server.core import Core
-
+    from neso.server.tracing import Trace
 
 Body = TypeVar("Body", bound=BaseModel)
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+
+TEXT = "text/plain"
+_CANCELS_ON_DISCONNECT = "neso.cancels_on_disconnect"
+"""ASGI extension of servers that cancel the application's task when the client disconnects."""
 
 
-class ClientGone(Exception):
-    """The client hung up before its request was complete."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A path or query parameter. `schema` is its JSON schema."""
+
+    name: str
+    place: Literal["path", "query"]
+    schema: dict[str, Any]
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of the API.
+
+    request: pydantic model of the JSON body; None for no body.
+    response: type of the JSON response, a media type for text, or None for no body.
+    events: type of the stream's events, if the response may be a stream.
+    errors: documented error statuses besides 401 and 403.
+    group: group of routes in `--openai-restricted-api`; the group `inference` is rate limited.
+    cancellable: cancel the handler when the client disconnects.
+    open_group: group in `OPEN_GROUPS` that the path belongs to.
+    """
+
+    method: str
+    paths: tuple[str, ...]
+    tag: str
+    summary: str
+    request: type[BaseModel] | None = None
+    response: Any = None
+    events: Any = None
+    parameters: Sequence[Parameter] = ()
+    examples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    errors: Sequence[int] = (400, 404, 413, 415, 429, 499, 500, 503)
+    body_required: bool = True
+    group: str = "inference"
+    cancellable: bool = False
+    open_group: str = ""
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """A request besides its body. `trace` is set for sampled requests of cancellable operations."""
+
+    scope: Scope
+    trace: Trace | None = None
+
+    @property
+    def path_params(self) -> dict[str, str]:
+        return self.scope["path_params"]  # type: ignore[no-any-return]
+
+    @property
+    def query(self) -> QueryParams:
+        return QueryParams(self.scope["query_string"])
+
+    @property
+    def owner(self) -> str:
+        """`ApiKey.owner` of the request's key; "" without keys."""
+        key = request_key(self.scope)
+        return "" if key is None else key.owner
+
+
+def operation(method: str, *paths: str, tag: str, **declaration: Any) -> Callable[[Handler], Handler]:
+    """Declare a handler `(self, body, context)`, or `(self, context)` if `request` is None.
+
+    The handler returns an object that is sent as JSON, a string that is sent as text, or an ASGI application. The first
+    line of its docstring is the summary. `declaration`: further fields of `Operation`.
+    """
+
+    def declare(handler: Handler) -> Handler:
+        summary = (handler.__doc__ or "").strip().splitlines()[0].rstrip(".")
+        handler.operation = Operation(method, paths, tag, summary, **declaration)  # type: ignore[attr-defined]
+        return handler
+
+    return declare
+
+
+def operations_of(resource: type) -> Iterator[tuple[str, Operation]]:
+    """The names of a class's handlers, and their operations, in the order of their definition."""
+    for name, member in vars(resource).items():
+        if (declared := getattr(member, "operation", None)) is not None:
+            yield name, declared
+
+
+def routes_of(resource: Any, core: Core, max_body_size: int) -> list[tuple[Operation, Route]]:
+    """The routes of `resource`'s operations."""
+    return [
+        (declared, Route(path, endpoint, methods=[declared.method]))
+        for name, declared in operations_of(type(resource))
+        for endpoint in [Endpoint(declared, getattr(resource, name), core, max_body_size)]
+        for path in declared.paths
+    ]
+
+
+class Endpoint:
+    """The ASGI application of an operation: reads the body, calls the handler, sends the response."""
+
+    def __init__(
+        self, operation: Operation, handler: Callable[..., Awaitable[Any]], core: Core, max_body_size: int
+    ) -> None:
+        self._operation = operation
+        self._handler = handler
+        self._core = core
+        self._max_body_size = max_body_size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic_ns()
+        operation = self._operation
+        context = RequestContext(scope)
+        arguments: tuple[Any, ...] = (context,)
+        if operation.request is not None:
+            try:
+                data = await read_body(scope, receive, self._max_body_size)
+                body = parse_body(data if data or operation.body_required else b"{}", operation.request)
+            except ClientDisconnected:
+                return
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            arguments = (body, context)
+            if self._core.tracing.enabled and operation.cancellable:
+                context.trace = self._start_trace(body, scope, started)
+        response = self._respond(arguments, context, scope, receive, send)
+        try:
+            if operation.cancellable and _CANCELS_ON_DISCONNECT not in scope.get("extensions", ()):
+                await while_connected(receive, response)
+            else:
+                await response
+        finally:
+            if context.trace is not None:
+                context.trace.sent("HTTP")
+
+    async def _respond(
+        self, arguments: tuple[Any, ...], context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        try:
+            result = await self._handler(*arguments)
+            if isinstance(result, dict):
+                result = json_response(result)
+            elif isinstance(result, str):
+                result = Response(result, media_type=TEXT)
+        except Exception as error:
+            result = error_response(to_api_error(error))
+        if context.trace is not None:
+            context.trace.sending("HTTP")
+        await result(scope, receive, send)
+
+    def _start_trace(self, body: BaseModel, scope: Scope, started: int) -> Trace | None:
+        model: str = body.model  # type: ignore[attr-defined]  # all requests of cancellable operations have it
+        if not self._core.model_ready(model):
+            return None
+        trace = self._core.tracing.sample(model, Headers(scope=scope).get, started)
+        if trace is not None:
+            trace.stamp("HTTP_RECV_START", trace.started)
+            trace.stamp("HTTP_RECV_END")
+        return trace
+
+
+def error_response(error: ApiError) -> Response:
+    """The response of an error."""
+    return Response(error.body(), error.status, media_type="application/json")
+
+
+def json_response(body: Mapping[str, Any]) -> Response:
+    """A JSON response; `body` may contain numpy arrays."""
+    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `ApiError`: 413 for more than `limit` bytes, 415 if compressed; and `ClientGone`."""
+    """Read the whole body.
+
+    Raises `ApiError`: 413 above `limit` bytes, 415 for a compressed body; and `ClientDisconnected`.
+    """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
-            raise _too_large(limit)
+            raise _body_too_large(limit)
         if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise ApiError(
                 415,
-                f"Bodies in the encoding '{value.decode('latin-1')}' are not read: send them as they are.",
+                f"Content encoding '{value.decode('latin-1')}' is not supported; send the body uncompressed.",
                 code="unsupported_content_encoding",
             )
     parts: list[bytes] = []
@@ -44,18 +224,18 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise _too_large(limit)
+            raise _body_too_large(limit)
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def parse_body(body: bytes, schema: type[Body]) -> Body:
-    """The body as a `schema`. Raises `ApiError` 400 that names the field at fault."""
+    """Validate a JSON body. Raises `ApiError` 400 that names the invalid field."""
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -63,10 +243,9 @@ def parse_body(body: bytes, schema: type[Body]) -> Body:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`, but cancel it when the client goes away or this task is cancelled.
+    """Run `work`, and cancel it when the client disconnects or the current task is cancelled.
 
-    Returns after the work's clean-up has run, so whatever it had asked of an engine is aborted by then. Servers
-    differ in whether they cancel the task of a client that hung up; all of them deliver `http.disconnect`.
+    Returns after `work` has cleaned up, so its engine requests are aborted by then.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_disconnected(receive))
@@ -86,85 +265,9 @@ async def _until_disconnected(receive: Receive) -> None:
         pass
 
 
-def _too_large(limit: int) -> ApiError:
+def _body_too_large(limit: int) -> ApiError:
     return ApiError(
         413,
         f"The request body is larger than {limit} bytes, the limit that --http-max-input-size sets.",
         code="content_too_large",
     )
-
-
-Create = Callable[[Body, Trace | None], Awaitable[Any]]
-
-
-class GenerationEndpoint(Generic[Body]):
-    """Hands the body, checked against `schema`, to `create`, whose result is an ASGI application."""
-
-    def __init__(self, core: Core, schema: type[Body], create: Create[Body], max_body_size: int) -> None:
-        self._core = core
-        self._schema = schema
-        self._create = create
-        self._max_body_size = max_body_size
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = time.monotonic_ns()
-        try:
-            request = parse_body(await read_body(scope, receive, self._max_body_size), self._schema)
-        except ClientGone:
-            return
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
-            return
-        trace = self._begin_trace(request, scope, began) if self._core.tracing.enabled else None
-        try:
-            await while_connected(receive, self._answer(request, trace, scope, receive, send))
-        finally:
-            if trace is not None:
-                trace.sent("HTTP")
-
-    async def _answer(
-        self, request: Body, trace: Trace | None, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        try:
-            response = await self._create(request, trace)
-        except Exception as error:
-            response = error_response(to_api_error(error))
-        if trace is not None:
-            trace.sending("HTTP")
-        await response(scope, receive, send)
-
-    def _begin_trace(self, request: Body, scope: Scope, began: int) -> Trace | None:
-        model: str = request.model  # type: ignore[attr-defined]  # every schema of these has it
-        if not self._core.model_ready(model):
-            return None
-        trace = self._core.tracing.sample(model, Headers(scope=scope).get, began)
-        if trace is not None:
-            trace.stamp("HTTP_RECV_START", trace.started)
-            trace.stamp("HTTP_RECV_END")
-        return trace
-
-
-def error_response(error: ApiError) -> Response:
-    """The error as a response."""
-    return Response(error.body(), error.status, media_type="application/json")
-
-
-async def answer_to_body(
-    request: Request,
-    schema: type[Body],
-    do: Callable[[Body], Awaitable[str | dict[str, Any]]],
-    max_body_size: int,
-    *,
-    empty: bytes = b"",
-) -> Response:
-    """Do what a body asks for; the answer is a line of text, or an object. `empty` stands for a body of nothing."""
-    try:
-        body = parse_body(await read_body(request.scope, request.receive, max_body_size) or empty, schema)
-        answer = await do(body)
-    except ClientGone:
-        return Response()
-    except Exception as error:
-        return error_response(to_api_error(error))
-    if isinstance(answer, str):
-        return Response(answer, media_type="text/plain")
-    return Response(orjson.dumps(answer), media_type="application/json")

@@ -1,15 +1,18 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM's server has them."""
+"""`POST /tokenize` and `POST /detokenize`, as in vLLM's server."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
 
 from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
+from neso.frontends.openai.chat.schemas import ChatCompletionRequest, ChatMessage, Tool
 from neso.frontends.openai.errors import ApiError, invalid, to_api_error, validation_error
-from neso.frontends.openai.model_resolver import Targets
-from neso.frontends.openai.schemas import ChatCompletionRequest, ChatMessage, Integer, TokenId, Tool
+from neso.frontends.openai.model_resolver import ModelResolver
+from neso.frontends.openai.routing import RequestContext, operation
+from neso.frontends.openai.schemas import TokenId
 from neso.generation import InvalidParameter, TokenizerLike, encode_text
 
 if TYPE_CHECKING:
@@ -17,21 +20,19 @@ if TYPE_CHECKING:
 
 
 class TokenizeRequest(BaseModel):
-    """The body of `POST /tokenize`: a `prompt`, or `messages` and what else a chat template is given."""
+    """The body of `POST /tokenize`: a `prompt`, or `messages` with the fields of a chat template."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
-    model: str | None = Field(None, description="May be left out where there is one only.")
+    model: str | None = Field(None, description="Optional if the server has one model.")
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     tools: list[Tool] | None = None
-    add_special_tokens: bool | None = Field(
-        None, description="True unless given for a prompt, false for a chat."
-    )
-    add_generation_prompt: bool | None = Field(None, description="True unless given.")
+    add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for a chat.")
+    add_generation_prompt: bool | None = Field(None, description="Default: true.")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = Field(None, description="The text of each token, too.")
+    return_token_strs: bool | None = Field(None, description="Also return the text of each token.")
 
 
 class DetokenizeRequest(BaseModel):
@@ -39,34 +40,43 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
-    model: str | None = Field(None, description="May be left out where there is one only.")
+    model: str | None = Field(None, description="Optional if the server has one model.")
     tokens: list[TokenId]
 
 
-class TokenizeResponse(BaseModel):
+class TokenizeResponse(TypedDict):
     """The tokens of a text."""
 
     count: int
-    max_model_len: Integer | None
+    max_model_len: int | None
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class DetokenizeResponse(BaseModel):
+class DetokenizeResponse(TypedDict):
     """The text of tokens."""
 
     prompt: str
 
 
-class TokensApi:
-    """Text to tokens and back, by the tokenizer of any model that takes text."""
+class TokenizationApi:
+    """Encodes and decodes text with a model's tokenizer."""
 
-    def __init__(self, targets: Targets) -> None:
-        self._targets = targets
+    def __init__(self, resolver: ModelResolver) -> None:
+        self._resolver = resolver
 
-    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
-        """Raises `ApiError` and `ServerError`."""
-        model, text = await self._find(request.model)
+    @operation(
+        "POST",
+        "/tokenize",
+        "/v1/tokenize",
+        tag="Tokens",
+        request=TokenizeRequest,
+        response=TokenizeResponse,
+        examples={"text": {"model": "neso-pilot", "prompt": "Hello"}},
+    )
+    async def tokenize(self, request: TokenizeRequest, context: RequestContext) -> TokenizeResponse:
+        """Tokenize a text or a chat."""
+        model, tokenizer = await self._find(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "Either 'prompt' or 'messages' must be given.")
         special = request.add_special_tokens
@@ -74,46 +84,53 @@ class TokensApi:
             if request.prompt is not None:
                 prompt, special = request.prompt, special is not False
             else:
-                prompt, special = _chat_text(request, request.model or model.name, text), bool(special)
-            tokens = await encode_text(text, prompt, add_special_tokens=special)
-            shown = None
+                prompt, special = _render_chat(request, request.model or model.name, tokenizer), bool(special)
+            tokens = await encode_text(tokenizer, prompt, add_special_tokens=special)
+            texts = None
             if request.return_token_strs:
-                shown = [text.decode([token], skip_special_tokens=False) for token in tokens]
+                texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
         except InvalidParameter as error:
             raise to_api_error(error) from None
         return {
             "count": len(tokens),
-            "max_model_len": self._targets.told_limit(model),
+            "max_model_len": self._resolver.max_model_len(model),
             "tokens": tokens,
-            "token_strs": shown,
+            "token_strs": texts,
         }
 
-    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
-        """Raises `ApiError` and `ServerError`."""
-        _, text = await self._find(request.model)
+    @operation(
+        "POST",
+        "/detokenize",
+        "/v1/detokenize",
+        tag="Tokens",
+        request=DetokenizeRequest,
+        response=DetokenizeResponse,
+        examples={"tokens": {"model": "neso-pilot", "tokens": [300, 301]}},
+    )
+    async def detokenize(self, request: DetokenizeRequest, context: RequestContext) -> DetokenizeResponse:
+        """Convert tokens to text."""
+        _, tokenizer = await self._find(request.model)
         try:
-            return {"prompt": text.decode(request.tokens, skip_special_tokens=False)}
+            return {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}
         except InvalidParameter as error:
             raise to_api_error(error) from None
 
     async def _find(self, name: str | None) -> tuple[Model, TokenizerLike]:
-        """The model and its tokenizer."""
+        """The model, by default the only one, and its tokenizer. Raises `ApiError` and `ServerError`."""
         if name is None:
-            known = [model.name for model in self._targets.text_models()]
+            known = [model.name for model in self._resolver.text_models()]
             if len(known) != 1:
-                raise invalid(
-                    "model", f"'model' must say which one is meant of {', '.join(known) or 'none'}."
-                )
+                raise invalid("model", f"'model' must name one of: {', '.join(known) or '(none)'}.")
             name = known[0]
-        if self._targets.adapter(name) is None:
-            model = self._targets.find_text_model(name)
+        if self._resolver.adapter(name) is None:
+            model = self._resolver.find_text_model(name)
             if model.language_model is None and model.pooling_model is not None:
                 return model, model.pooling_model.text
-        target = await self._targets.find(name)
-        return target.model, target.text
+        resolved = await self._resolver.find(name)
+        return resolved.model, resolved.tokenizer
 
 
-def _chat_text(request: TokenizeRequest, name: str, text: TokenizerLike) -> str:
+def _render_chat(request: TokenizeRequest, name: str, tokenizer: TokenizerLike) -> str:
     fields = request.model_dump(
         include={
             "messages",
@@ -128,7 +145,7 @@ def _chat_text(request: TokenizeRequest, name: str, text: TokenizerLike) -> str:
         chat = ChatCompletionRequest.model_validate({"model": name, **fields})
     except ValidationError as error:
         raise validation_error(error) from None
-    prompt, images = chat_prompt(chat, ToolUse.of_chat(chat), text)
+    prompt, images = chat_prompt(chat, ToolUse.of_chat(chat), tokenizer)
     if images:
-        raise ApiError(400, "Images have no tokens that could be told.", param="messages")
+        raise ApiError(400, "Chats with images cannot be tokenized.", param="messages")
     return prompt

@@ -1,8 +1,5 @@
 """The server in the process that uses it: a synchronous and an asynchronous face of the core."""
 
-from neso.server.custom_metrics import CustomFamily as MetricFamily
-from neso.server.custom_metrics import CustomMetric as Metric
-from neso.server.custom_metrics import MetricKind
 from neso.server.inprocess.model import Model, Models
 from neso.server.inprocess.requests import (
     AsyncResponseIterator,
@@ -12,6 +9,9 @@ from neso.server.inprocess.requests import (
 )
 from neso.server.inprocess.server import Server
 from neso.server.inprocess.tensor import MemoryBuffer, MemoryType, Tensor
+from neso.server.metrics.custom import CustomFamily as MetricFamily
+from neso.server.metrics.custom import CustomMetric as Metric
+from neso.server.metrics.custom import MetricKind
 from neso.server.options import ServerOptions as Options
 
 __all__ = [

@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from neso.server.core import Core
-from neso.server.custom_metrics import CustomFamily as MetricFamily
-from neso.server.custom_metrics import MetricKind
 from neso.server.errors import Unavailable
 from neso.server.inprocess.model import Model, Models
 from neso.server.inprocess.requests import InFlightRequest
 from neso.server.metadata import IndexEntry, ServerMetadata
+from neso.server.metrics.custom import CustomFamily as MetricFamily
+from neso.server.metrics.custom import MetricKind
 from neso.server.options import ServerOptions
 
 

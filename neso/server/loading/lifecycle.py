@@ -17,7 +17,7 @@ from neso.server.loading.loader import ModelPlan, plan_model, warm_up
 from neso.server.loading.model_table import UNLOADED, LoadOrder, ModelRecord, ModelTable, VersionSlot
 from neso.server.memory import release_memory
 from neso.server.metadata import ModelState
-from neso.server.metrics.model_latencies import ModelLatencies, first_response_histogram
+from neso.server.metrics.latency import ModelLatencies, first_response_histogram
 from neso.server.model import Model
 from neso.server.options import ServerOptions
 from neso.server.rate_limiter.limiter import LimitedInstances
@@ -261,7 +261,7 @@ class ModelLifecycle:
         statistics = ModelStatistics(
             plan.source.name,
             str(version),
-            ModelLatencies.of(metrics),
+            ModelLatencies.from_config(metrics),
             first_response_histogram(metrics, config),
         )
         context = ModelContext(

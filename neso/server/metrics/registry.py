@@ -1,113 +1,151 @@
-"""All metric families of a server: those that it reads when scraped, and those that backends make."""
+"""Declaration of metric families, their registry, and the text exposition format.
+
+A metric is declared once, as a `Family`. Its values come from
+
+- a counter, gauge or histogram of prometheus-client: `MetricsRegistry.counter` and so on
+- a function that is called at each scrape: `MetricsRegistry.watch`
+- a `Collector` that reads existing state at each scrape, such as `ModelCollector`
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from neso.server.errors import AlreadyExists
-from neso.server.metrics.description import FamilyDescription
-from neso.server.metrics.model_families import MODEL_FAMILIES
-from neso.server.metrics.read_counter import ReadCounter
-from neso.server.metrics.text import metric_lines
 
-_LINES_A_TURN = 500  # some 2 ms of work
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Family = TypeVar("Family", Counter, Gauge, Histogram)
+_LAST_LABELS = ("le", "quantile")
+_LINES_PER_TURN = 500  # about 2 ms of work
+
+Kind = TypeVar("Kind", bound=Collector)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A metric family as /metrics shows it.
+
+    `kind`: counter, gauge, histogram or summary. `labels` are those of every sample, without `le` and `quantile`.
+    `buckets`: upper bounds of a histogram, without the infinite one.
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ("model", "version")
+    buckets: tuple[float, ...] = ()
+
+
+class LabelSet(dict[str, str]):
+    """Labels that do not change; their text is formatted once."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        super().__init__(labels)
+        self.text = _format_labels(labels)
+
+
+class _WatchedFamily(Collector):
+    """A gauge or counter whose values are read at each scrape, by values of the labels."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._reads: dict[tuple[str, ...], tuple[LabelSet, Callable[[], float]]] = {}
+
+    def add(self, values: tuple[str, ...], read: Callable[[], float]) -> None:
+        self._reads[values] = (LabelSet(dict(zip(self._family.labels, values, strict=True))), read)
+
+    def remove(self, values: tuple[str, ...], read: Callable[[], float]) -> None:
+        """Remove the function, unless another one has replaced it."""
+        if values in self._reads and self._reads[values][1] is read:
+            del self._reads[values]
+
+    def collect(self) -> Iterator[Metric]:
+        name = self._family.name
+        metric = Metric(name, self._family.help, self._family.kind)
+        metric.samples = [Sample(name, labels, float(read())) for labels, read in list(self._reads.values())]
+        yield metric
 
 
 class MetricsRegistry(CollectorRegistry):
-    """All metric families of a server."""
+    """All metric families of a server. `reserved`: names of families that collectors provide."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: Collection[str] = ()) -> None:
         super().__init__(auto_describe=False)
-        self._families: dict[str, Counter | Gauge | Histogram] = {}
-        self._watched: dict[tuple[str, tuple[str, ...]], Callable[[], float]] = {}
+        self._reserved = reserved
+        self._families: dict[str, tuple[Family, Collector]] = {}
 
-    def counter(self, name: str, help: str, labels: Sequence[str] = ("model", "version")) -> Counter:
-        """A counter that several models may share: the first who asks makes it, the others get the same."""
-        return self._share(Counter, name, labels, lambda: Counter(name, help, labels, registry=self))
-
-    def gauge(self, name: str, help: str, labels: Sequence[str] = ("model", "version")) -> Gauge:
-        """A gauge, shared like a `counter`."""
-        return self._share(Gauge, name, labels, lambda: Gauge(name, help, labels, registry=self))
-
-    def _read_counter(self, name: str, help: str, labels: Sequence[str]) -> Gauge:
-        return self._share(ReadCounter, name, labels, lambda: ReadCounter(name, help, labels, registry=self))
-
-    def histogram(
-        self,
-        name: str,
-        help: str,
-        labels: Sequence[str] = ("model", "version"),
-        buckets: Sequence[float] = Histogram.DEFAULT_BUCKETS,
-    ) -> Histogram:
-        """A histogram, shared like a `counter`; the first who asks decides the buckets."""
-        return self._share(
-            Histogram, name, labels, lambda: Histogram(name, help, labels, buckets=buckets, registry=self)
+    def counter(self, family: Family) -> Counter:
+        """The counter of a family. Models share it: the first call creates it. Raises `AlreadyExists`."""
+        return self._shared(
+            family, Counter, lambda: Counter(family.name, family.help, family.labels, registry=self)
         )
 
-    def watch(
-        self, name: str, help: str, model: str, version: str, read: Callable[[], float], **further: str
-    ) -> Callable[[], None]:
-        """Have a gauge, or a counter if its name ends in "_total", call `read` when it is scraped.
+    def gauge(self, family: Family) -> Gauge:
+        """The gauge of a family, shared like a `counter`."""
+        return self._shared(
+            family, Gauge, lambda: Gauge(family.name, family.help, family.labels, registry=self)
+        )
 
-        Returns what ends that. `further` are labels.
+    def histogram(self, family: Family) -> Histogram:
+        """The histogram of a family, shared like a `counter`; the first declaration sets the buckets."""
+        return self._shared(
+            family,
+            Histogram,
+            lambda: Histogram(family.name, family.help, family.labels, buckets=family.buckets, registry=self),
+        )
 
-        When a model is replaced, the new one watches before the old one ends: the last who came counts.
+    def watch(self, family: Family, values: tuple[str, ...], read: Callable[[], float]) -> Callable[[], None]:
+        """Call `read` at each scrape for the value of a gauge or counter. `values` are those of the labels.
+
+        Returns a function that ends it. The last `watch` with the same labels replaces the others: when a model is
+        reloaded, the new one watches before the old one ends. Raises `AlreadyExists`.
         """
-        family_labels = ("model", "version", *further)
-        counts = name.endswith("_total")
-        family = (
-            self._read_counter(name, help, family_labels) if counts else self.gauge(name, help, family_labels)
-        )
-        labels = (model, version, *further.values())
-        family.labels(*labels).set_function(read)
-        self._watched[name, labels] = read
 
-        def unwatch() -> None:
-            if self._watched.get((name, labels)) is read:
-                del self._watched[name, labels]
-                family.remove(*labels)
+        def make() -> _WatchedFamily:
+            watched = _WatchedFamily(family)
+            self.register(watched)
+            return watched
 
-        return unwatch
+        watched = self._shared(family, _WatchedFamily, make)
+        watched.add(values, read)
+        return lambda: watched.remove(values, read)
 
     def taken(self, name: str) -> bool:
         """Whether a family of the server or of a backend has that name."""
-        return name in self._families or name in MODEL_FAMILIES
+        return name in self._families or f"{name}_total" in self._families or name in self._reserved
 
-    def describe(self) -> list[FamilyDescription]:
-        """The families that backends have made, in their order."""
-        return [
-            FamilyDescription(
-                f"{metric.name}_total" if metric.type == "counter" else metric.name,
-                metric.type,
-                metric.documentation,
-                family._labelnames,
-            )
-            for family in self._families.values()
-            for metric in family.describe()
-        ]
+    def describe(self) -> list[Family]:
+        """The families of backends, in order of registration."""
+        return [family for family, _ in self._families.values()]
 
     def samples(self, name: str) -> list[Sample]:
-        """Those of one family of a backend."""
-        family = self._families.get(name)
-        return [sample for metric in family.collect() for sample in metric.samples] if family else []
+        """The samples of one family of a backend."""
+        if name not in self._families:
+            return []
+        return [sample for metric in self._families[name][1].collect() for sample in metric.samples]
 
     def render(self) -> bytes:
-        """The text exposition format, with the names that the families were given."""
+        """All metrics in the text exposition format."""
         return "".join(self._lines()).encode()
 
     async def render_in_turns(self) -> bytes:
-        """What `render` gives; the event loop sees to others on the way, however much there is to write."""
+        """Same as `render`, without blocking the event loop when there are many metrics."""
         lines: list[str] = []
         for line in self._lines():
             lines.append(line)
-            if len(lines) % _LINES_A_TURN == 0:
+            if len(lines) % _LINES_PER_TURN == 0:
                 await asyncio.sleep(0)
         return "".join(lines).encode()
 
@@ -115,12 +153,50 @@ class MetricsRegistry(CollectorRegistry):
         for metric in self.collect():
             yield from metric_lines(metric)
 
-    def _share(
-        self, kind: type[Family], name: str, labels: Sequence[str], make: Callable[[], Family]
-    ) -> Family:
-        found = self._families.get(name)
-        if found is None:
-            found = self._families[name] = make()
-        if not isinstance(found, kind) or found._labelnames != tuple(labels):
+    def _shared(self, family: Family, kind: type[Kind], make: Callable[[], Kind]) -> Kind:
+        name = family.name
+        if name not in self._families:
+            self._families[name] = (family, make())
+        known, collector = self._families[name]
+        if not isinstance(collector, kind) or known.labels != family.labels:
             raise AlreadyExists(f"metric '{name}' exists already with another kind or other labels")
-        return found
+        return collector
+
+
+def metric_lines(metric: Metric) -> Iterator[str]:
+    """Text of a family, about one line at a time; none for a family without samples.
+
+    The writer of prometheus-client appends `_total` to every counter; Triton's counters have no suffix.
+    """
+    name, total, created = metric.name, f"{metric.name}_total", f"{metric.name}_created"
+    has_header = False
+    for sample in metric.samples:
+        if sample.name == created:
+            continue
+        if not has_header:
+            has_header = True
+            if sample.name == total:
+                name = total
+            yield f"# HELP {name} {_escape(metric.documentation)}\n# TYPE {name} {metric.type}\n"
+        labels = sample.labels
+        text = labels.text if isinstance(labels, LabelSet) else _format_labels(labels)
+        yield f"{sample.name}{text} {format_number(sample.value)}\n"
+
+
+def format_number(value: float) -> str:
+    """A value as text; whole numbers have no decimal point."""
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value)):
+        return str(int(value))
+    return str(floatToGoString(value))  # type: ignore[no-untyped-call]
+
+
+def _format_labels(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    names = sorted(labels, key=lambda name: (name in _LAST_LABELS, name))
+    return "{" + ",".join(f'{name}="{_escape(labels[name], quote=True)}"' for name in names) + "}"
+
+
+def _escape(text: str, *, quote: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quote else text

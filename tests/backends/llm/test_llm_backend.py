@@ -14,7 +14,7 @@ from neso.models import SHIPPED_MODELS
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.metrics.config import MetricsConfig
-from neso.server.metrics.kv_cache import KvCacheLoad
+from neso.server.metrics.model_metrics import KvCacheLoad
 from neso.server.options import ModelControlMode, ServerOptions
 from neso.server.tensor import Tensor
 

@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "server" / "tracing"))
 
 from otlp_collector import Collector, collecting
 
-from neso.frontends.kserve_grpc import GrpcOptions, KServeGrpc
-from neso.frontends.kserve_http import HttpOptions, KServeHttp
+from neso.frontends.frontend_options import GrpcOptions, HttpOptions
+from neso.frontends.kserve.grpc_frontend import KServeGrpc
+from neso.frontends.kserve.http_frontend import KServeHttp
 from neso.frontends.openai import OpenAIOptions, create_app
 from neso.server.core import Core
 from neso.server.options import ServerOptions

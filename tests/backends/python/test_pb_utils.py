@@ -147,7 +147,9 @@ def test_a_request_of_ones_own():
     )
     assert (request.model_name(), request.requested_output_names()) == ("other", ["O"])
     assert not request.is_cancelled()
-    with pytest.raises(pb_utils.TritonModelException, match="which server to ask"):
+    with pytest.raises(
+        pb_utils.TritonModelException, match="can only be called in the threads that run the model"
+    ):
         request.exec()
     with pytest.raises(pb_utils.TritonModelException):
         request.get_response_sender()

@@ -138,7 +138,7 @@ async def test_outputs_that_are_not_declared_are_dropped(serve, caplog):
     for _ in range(2):
         (response,) = await collect(ask_slow(model))
         assert [(t.name, t.datatype.value) for t in response.outputs] == [("OUT", "INT64")]
-    assert caplog.text.count("is INT64, its configuration says FP32") == 1
+    assert caplog.text.count("has datatype INT64, but the configuration declares FP32") == 1
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ async def test_outputs_that_are_not_declared_are_dropped(serve, caplog):
         ("return [answer(1), answer(2)]", "InferenceResponse(s) size is:2"),
         ("return None", "Expected a list in the execute return, found type 'NoneType'"),
         ("return ['x']", "found type 'str'"),
-        ("return [None]", "let go of a request without a final response"),
+        ("return [None]", "released a request without a final response"),
         ("return [pb_utils.InferenceResponse([3])]", "must hold pb_utils.Tensor objects, got int"),
         ("return [pb_utils.InferenceResponse(error='x')]", "must be a pb_utils.TritonError"),
         ("requests[0].set_release_flags(2)", "iterative_sequence: true"),

@@ -14,7 +14,9 @@ def settings(parameters: dict[str, str] | None = None, **backend_config: str) ->
     config = ModelConfig(name="m")
     for key, value in (parameters or {}).items():
         text_format.Parse(f"parameters {{ key: '{key}' value {{ string_value: '{value}' }} }}", config)
-    return PythonSettings.of(config, {key.replace("_", "-"): value for key, value in backend_config.items()})
+    return PythonSettings.from_config(
+        config, {key.replace("_", "-"): value for key, value in backend_config.items()}
+    )
 
 
 def test_defaults():

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from fake_engine import expected_tokens, make_core, make_request
 
-from neso.engine.ipc.engine_loop import EngineLoop
+from neso.engine.ipc.engine_process import EngineLoop
 from neso.engine.ipc.messages import (
     Abort,
     Add,

@@ -17,7 +17,7 @@ from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.lora.manager import LoraManager
-from neso.engine.runners.native.pack import INT4, INT8, Packer
+from neso.engine.runners.native.packing import INT4, INT8, Packer
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
 
 MAX_TOKENS = 12

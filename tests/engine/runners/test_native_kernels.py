@@ -11,11 +11,10 @@ import numpy.typing as npt
 import pytest
 
 import neso._native as _native
-from neso.engine.runners.native.pack import INT4, INT8, Packer
-from neso.engine.runners.native.packed_matrix import Kind, PackedMatrix
+from neso.engine.runners.native.packing import INT4, INT8, Kind, PackedMatrix, Packer
 from neso.engine.runners.reference.layers import ACTIVATIONS, layer_norm
 from neso.engine.runners.reference.layers import rms_norm as reference_norm
-from neso.engine.weights.quantized_matrix import QuantizedMatrix
+from neso.engine.weights.quantized import QuantizedMatrix
 
 ALL_ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]
 DTYPES: dict[Kind, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}

@@ -113,7 +113,7 @@ def arguments_of(runner: NativeRunner, plan: StepPlan) -> dict[str, Any]:
     return {
         **{name: getattr(plan, name) for name in (*names, *further)},
         "wanted_rows": plan.logits_rows,
-        "rotary": [(cos[:, 0], sin[:, 0]) for cos, sin in tables],
+        "rotary": list(tables),
         "logits": float32(len(plan.logits_rows), runner.vocab_size),
         "hidden": float32(0, runner.hidden_size),
     }

@@ -21,7 +21,7 @@ from neso.engine.runners.reference.runner import ReferenceRunner
 from neso.engine.runners.registry import runner_class
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.source import CheckpointError
 
 Factory = Callable[..., Path]
 Load = Callable[[Path], Runner]

@@ -18,8 +18,8 @@ from neso.engine.core.request import EngineRequest
 from neso.engine.errors import EngineError
 from neso.engine.load.loader import load_engine
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
-from neso.engine.runners.transformers.runner import TransformersRunner
-from neso.engine.specs.errors import UnsupportedModel
+from neso.engine.runners.transformers_runner import TransformersRunner
+from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
 

@@ -13,7 +13,7 @@ from neso.engine.core.draft import DraftTree
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import RunnerOptions, SpecRunner
 from neso.engine.runners.registry import runner_class
-from neso.engine.runners.torch.kernels.operations import TritonOperations
+from neso.engine.runners.torch.triton_operations import TritonOperations
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 

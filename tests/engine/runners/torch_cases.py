@@ -22,17 +22,16 @@ from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import RunnerOptions
+from neso.engine.runners.torch import triton_attention as attention_kernels
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
-from neso.engine.runners.torch.device_logits import DeviceLogits
-from neso.engine.runners.torch.kernels import attention as attention_kernels
-from neso.engine.runners.torch.kernels.float8 import round_rows
-from neso.engine.runners.torch.kernels.operations import TritonOperations
+from neso.engine.runners.torch.device_runner import DeviceLogits
 from neso.engine.runners.torch.kv_cache import KVCache, LayerCache
-from neso.engine.runners.torch.linear import round_to_float8
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.sampling import choose as choose_on_device
 from neso.engine.runners.torch.step_inputs import TILE_QUERIES, step_inputs
+from neso.engine.runners.torch.triton_operations import TritonOperations, round_rows
+from neso.engine.runners.torch.weights import round_to_float8
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, SamplingBatch, choose
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint

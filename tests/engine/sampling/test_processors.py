@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from neso.engine.core.request import EngineRequest
 from neso.engine.runners.base import Runner
 from neso.engine.runners.native.runner import NativeRunner
-from neso.engine.runners.torch.device_logits import DeviceLogits
+from neso.engine.runners.torch.device_runner import DeviceLogits
 from neso.engine.runners.torch.sampling import choose as choose_in_torch
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState, adjust

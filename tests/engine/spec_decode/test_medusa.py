@@ -22,7 +22,7 @@ from neso.engine.spec_decode.config import MC_SIM_7B_63, paths_of, tree_of
 from neso.engine.spec_decode.medusa import MedusaHeads
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.source import CheckpointError
 from neso.generation import SamplingParams
 
 MAX_TOKENS = 30

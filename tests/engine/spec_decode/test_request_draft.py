@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from neso.engine.client.request_arrays import MAX_DRAFT_TOKENS, checked_draft
 from neso.engine.core.request import EngineRequest, RequestDraft
 from neso.engine.spec_decode import request_draft
-from neso.engine.spec_decode.request_draft import MAX_DRAFT_TOKENS, checked_draft, draft_of
+from neso.engine.spec_decode.request_draft import draft_of
 from neso.generation import DraftTokens, GenerationRequest, InvalidParameter, SamplingParams
 
 VOCAB = 7

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from checkpoints import ARCHITECTURES as ARCHITECTURES_OF_TESTS
 
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.errors import InvalidConfig, SpecError, UnsupportedModel
+from neso.engine.specs.config_reader import InvalidConfig, SpecError, UnsupportedModel
+from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, all_tensors, layer_shapes
 from neso.engine.specs.registry import ARCHITECTURES, decoder_spec
 from neso.engine.specs.rotary_spec import LinearScaling
-from neso.engine.specs.tensor_part import TensorPart
-from neso.engine.specs.tensor_roles import all_tensors, layer_shapes
 
 # As written before transformers 5.
 OLD_LLAMA: dict[str, Any] = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from neso.engine.weights.checkpoint import Checkpoint
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.source import CheckpointError
 
 Factory = Callable[..., Path]
 

@@ -23,8 +23,8 @@ from neso.engine.load.build import build_engine
 from neso.engine.load.loader import load_engine
 from neso.engine.runners.base import RunnerOptions
 from neso.engine.weights.checkpoint import Checkpoint
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.float8_matrix import Float8Matrix
+from neso.engine.weights.quantized import Float8Matrix
+from neso.engine.weights.source import CheckpointError
 from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]

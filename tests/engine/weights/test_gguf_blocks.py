@@ -8,8 +8,8 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf_files import random_blocks
 
-from neso.engine.weights.gguf.quantized_rows import dequantize, quantized_matrix
-from neso.engine.weights.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES
+from neso.engine.weights.gguf.blocks import dequantize, quantized_matrix
+from neso.engine.weights.gguf.file import OTHER_TYPES, TENSOR_TYPES
 
 QUANTIZED = [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K]
 ROWS, INPUTS = 300, 1024  # more than are converted at a time

@@ -19,12 +19,10 @@ from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.reference.runner import ReferenceRunner
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
-from neso.engine.weights.checkpoint import Checkpoint
-from neso.engine.weights.errors import CheckpointError
+from neso.engine.weights.checkpoint import Checkpoint, open_source
 from neso.engine.weights.gguf.checkpoint import GGUFCheckpoint
-from neso.engine.weights.open_source import open_source
-from neso.engine.weights.quantized_matrix import QuantizedMatrix
-from neso.engine.weights.source import WeightSource
+from neso.engine.weights.quantized import QuantizedMatrix
+from neso.engine.weights.source import CheckpointError, TensorSource
 
 Factory = Callable[..., Path]
 
@@ -52,7 +50,7 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
 
 
-def logits(source: WeightSource) -> np.ndarray:
+def logits(source: TensorSource) -> np.ndarray:
     """Of 30 tokens, with the reference runner."""
     runner = ReferenceRunner.load(decoder_spec(source.config), source)
     runner.allocate_cache(CacheLayout(num_blocks=4, block_size=16))
@@ -70,7 +68,7 @@ def logits(source: WeightSource) -> np.ndarray:
     )
 
 
-def float32_of(source: WeightSource, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def float32_of(source: TensorSource, name: str, shape: tuple[int, ...]) -> np.ndarray:
     target = np.full(shape, np.nan, np.float32)
     source.read_float32(name, target)
     return target

@@ -14,8 +14,8 @@ from gguf_files import finish
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.gguf.file import GGUFFile
+from neso.engine.weights.source import CheckpointError
 
 TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
 

@@ -16,8 +16,7 @@ from gguf_files import convert
 from neso.backends.llm.engine_backend import engine_config
 from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.weights.errors import ModelNotFound
-from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]

@@ -9,8 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from neso.engine.weights.errors import ModelNotFound
-from neso.engine.weights.hub import _UNWANTED, _WANTED, resolve_model
+from neso.engine.weights.hub import _DOWNLOAD_PATTERNS, _IGNORE_PATTERNS, ModelNotFound, resolve_model
 
 
 def test_local_directory(tmp_path: Path) -> None:
@@ -60,5 +59,5 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, message: 
 def test_folders_of_sentence_transformers_are_wanted_and_copies_of_the_weights_are_not() -> None:
     files = ["model.safetensors", "1_Pooling/config.json", "2_Dense/model.safetensors", "onnx/config.json"]
     files += ["consolidated.safetensors", "original/params.json", "openvino/model.safetensors"]
-    wanted = filter_repo_objects(files, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    wanted = filter_repo_objects(files, allow_patterns=_DOWNLOAD_PATTERNS, ignore_patterns=_IGNORE_PATTERNS)
     assert list(wanted) == files[:3]

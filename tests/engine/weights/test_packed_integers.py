@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from neso.engine.client.llm import LLM
 from neso.engine.weights.checkpoint import Checkpoint
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.quantized_matrix import QuantizedMatrix
+from neso.engine.weights.quantized import QuantizedMatrix
+from neso.engine.weights.source import CheckpointError
 from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from neso.engine.weights.dtype import copy_as_float32
-from neso.engine.weights.errors import CheckpointError
 from neso.engine.weights.safetensors_file import SafetensorsFile
+from neso.engine.weights.source import CheckpointError, copy_as_float32
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 SECOND = {"dtype": "U8", "shape": [4], "data_offsets": [24, 28]}

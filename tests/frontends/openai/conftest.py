@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from asgi_client import AsgiClient
-from fastapi import FastAPI
 from scripted_model import ScriptedBackend, ScriptedModel
+from starlette.applications import Starlette
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.frontends.openai import OpenAIOptions, create_app
@@ -40,10 +40,10 @@ async def core(tmp_path: Path, script: ScriptedModel, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def app(core: Core) -> FastAPI:
+def app(core: Core) -> Starlette:
     return create_app(core, OpenAIOptions(max_body_size=100_000))
 
 
 @pytest.fixture
-def client(app: FastAPI) -> AsgiClient:
+def client(app: Starlette) -> AsgiClient:
     return AsgiClient(app)

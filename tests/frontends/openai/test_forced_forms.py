@@ -15,7 +15,7 @@ from neso.engine.guided.grammar import grammar_text
 from neso.engine.guided.guide import make_matcher
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.text.tokenizer import Tokenizer
-from neso.frontends.openai.chat.message_format import Dialect, Message, MessageFormat
+from neso.frontends.openai.chat.message_format import Message, MessageFormat, ModelParsers
 from neso.frontends.openai.chat.prompt import ToolUse
 from neso.frontends.openai.reasoning_parsers import ReasoningParser, find_reasoning_parser
 from neso.frontends.openai.tool_parsers import find_tool_parser, registry
@@ -58,9 +58,9 @@ def generate(
     made = []
     for output in llm.generate(prompt, params)[0].outputs:
         message = Message()
-        reader = message_format.reader(eager=False)
-        message.add(reader.feed(output.text, len(output.token_ids)))
-        message.add(reader.finish())
+        parser = message_format.parser(eager=False)
+        message.add(parser.feed(output.text, len(output.token_ids)))
+        message.add(parser.finish())
         made.append((message, output))
     return made
 
@@ -68,7 +68,9 @@ def generate(
 def format_of(
     tools: str, choice: Any, reasoning: ReasoningParser | None = None, **fields: Any
 ) -> MessageFormat:
-    return MessageFormat(Dialect(find_tool_parser(tools), reasoning), ToolUse.of(TOOLS, choice), **fields)
+    return MessageFormat(
+        ModelParsers(find_tool_parser(tools), reasoning), ToolUse.of(TOOLS, choice), **fields
+    )
 
 
 @pytest.mark.parametrize("name", sorted(registry.BUILTIN))
@@ -144,8 +146,8 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("fields", "good", "bad"), FORMS)
 def test_a_form_behind_reasoning(tokens: Any, fields: dict[str, Any], good: str, bad: str) -> None:
     def form(prompt: str) -> GuidedDecoding | None:
-        dialect = Dialect(find_tool_parser("hermes"), THINK)
-        return MessageFormat(dialect, prompt=prompt, asked=GuidedDecoding(**fields)).guided_decoding
+        parsers = ModelParsers(find_tool_parser("hermes"), THINK)
+        return MessageFormat(parsers, prompt=prompt, guided=GuidedDecoding(**fields)).guided_decoding
 
     inside, before, closed = form("Hi <think>\n"), form("Hi"), form("Hi <think>\n\n</think>\n\n")
     for text in (good, bad):
@@ -165,18 +167,20 @@ def test_forced_calls_behind_reasoning(tokens: Any) -> None:
 
 
 def test_a_grammar_has_the_answer_for_itself() -> None:
-    asked = GuidedDecoding(grammar='start: "a"')
-    message_format = MessageFormat(Dialect(find_tool_parser("hermes"), THINK), prompt="<think>", asked=asked)
-    assert message_format.guided_decoding is asked
-    reader = message_format.reader(eager=True)
-    assert [event.text for event in reader.feed("a")] == ["a"]
+    guided = GuidedDecoding(grammar='start: "a"')
+    message_format = MessageFormat(
+        ModelParsers(find_tool_parser("hermes"), THINK), prompt="<think>", guided=guided
+    )
+    assert message_format.guided_decoding is guided
+    parser = message_format.parser(eager=True)
+    assert [event.text for event in parser.feed("a")] == ["a"]
 
 
 def test_an_answer_in_a_form_or_calls(tokens: Any) -> None:
     """OpenAI's way with both; an extension's form is for every answer."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     for field, may_call in (("response_format", True), ("guided_json", False)):
-        asked = GuidedDecoding(json=schema, source_field=field)
-        form = format_of("hermes", "auto", asked=asked).guided_decoding
+        guided = GuidedDecoding(json=schema, source_field=field)
+        form = format_of("hermes", "auto", guided=guided).guided_decoding
         assert fits(tokens, form, '{"a": 1}') and not fits(tokens, form, "words")
         assert fits(tokens, form, CALLS["hermes"].replace("@", "{}")) == may_call

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 from eventually import until
-from fastapi import FastAPI
 from scripted_model import ScriptedModel
+from starlette.applications import Starlette
 
 from neso.frontends.transport.http1.asgi import AsgiServer
 from neso.frontends.transport.http1.server import HttpServerOptions
@@ -21,7 +21,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 
 
 @pytest.fixture
-async def url(app: FastAPI) -> AsyncIterator[str]:
+async def url(app: Starlette) -> AsyncIterator[str]:
     server = AsgiServer(app, HttpServerOptions(port=0))
     await server.start()
     yield f"http://{server.address}/v1"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from asgi_client import Answer, AsgiClient
-from fastapi import FastAPI
 from scripted_model import ScriptedModel
+from starlette.applications import Starlette
 
 from neso.engine.errors import EngineDead
 from neso.frontends.openai import OpenAIOptions, create_app
@@ -224,7 +224,7 @@ async def test_what_is_being_made_cannot_be_continued(client: AsgiClient, script
 
 
 async def test_what_is_cancelled_at_once_ends(
-    client: AsgiClient, app: FastAPI, script: ScriptedModel
+    client: AsgiClient, app: Starlette, script: ScriptedModel
 ) -> None:
     """Also its stream, though its task never began."""
     asked = asyncio.ensure_future(client.post(PATH, body(background=True, stream=True)))
@@ -244,7 +244,7 @@ async def test_nothing_is_made_in_the_background_where_nothing_is_kept(core: Cor
 
 
 async def test_the_oldest_are_forgotten(core: Core) -> None:
-    app: FastAPI = create_app(core, OpenAIOptions(max_stored_responses=2))
+    app: Starlette = create_app(core, OpenAIOptions(max_stored_responses=2))
     client = AsgiClient(app)
     made = [(await client.post(PATH, body())).json()["id"] for _ in range(2)]
     await client.get(f"{PATH}/{made[0]}")  # which makes it the one used last

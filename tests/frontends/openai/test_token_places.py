@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.frontends.openai.logprobs import TokenPlaces, token_bytes
+from neso.frontends.openai.logprobs import TokenAligner, token_bytes
 from neso.generation import TokenLogprobs
 
 
@@ -35,8 +35,8 @@ class Bytes:
         raise NotImplementedError
 
 
-def places_of(tokens: Sequence[bytes]) -> TokenPlaces:
-    places = TokenPlaces(Bytes(tokens))
+def places_of(tokens: Sequence[bytes]) -> TokenAligner:
+    places = TokenAligner(Bytes(tokens))
     for token_id, token in enumerate(tokens):
         shown = token.decode("utf-8", "replace")
         places.add_token(shown, token_id, TokenLogprobs(token_id, shown, -1.0, 1))
@@ -46,7 +46,7 @@ def places_of(tokens: Sequence[bytes]) -> TokenPlaces:
 def offsets(tokens: Sequence[bytes], text: str) -> list[int]:
     places = places_of(tokens)
     places.add_text(text)
-    return [token.offset for token in places.placed(final=True)]
+    return [token.offset for token in places.take(final=True)]
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_offsets(tokens: list[bytes], text: str, expected: list[int]) -> None:
 def test_tokens_wait_for_their_text() -> None:
     places = places_of([b"ab", b"cd", b"</s>"])
     places.add_text("abc")
-    assert [token.text for token in places.placed(final=False)] == ["ab"]
+    assert [token.text for token in places.take(final=False)] == ["ab"]
     places.add_text("d")
-    assert [token.text for token in places.placed(final=False)] == ["cd"]
-    assert places.placed(final=False) == []
-    assert [token.offset for token in places.placed(final=True)] == [4]
+    assert [token.text for token in places.take(final=False)] == ["cd"]
+    assert places.take(final=False) == []
+    assert [token.offset for token in places.take(final=True)] == [4]
 
 
 @given(st.text(max_size=20), st.data())
@@ -86,8 +86,8 @@ def test_any_cut_of_any_text(text: str, data: st.DataObject) -> None:
     found = []
     for character in text:
         places.add_text(character)
-        found += places.placed(final=False)
-    found += places.placed(final=True)
+        found += places.take(final=False)
+    found += places.take(final=True)
     starts = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
     begun = [len(encoded[:start].decode("utf-8", "ignore")) for start in starts]
     assert [token.offset for token in found] == begun

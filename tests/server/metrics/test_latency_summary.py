@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.server.metrics.latency_summary import NUM_SLICES, SLICE_NS, LatencySummary
+from neso.server.metrics.latency import NUM_SLICES, SLICE_NS, LatencySummary
 
 FRACTIONS = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 START = 1_000 * SLICE_NS

@@ -10,9 +10,7 @@ import pytest
 
 from neso.server.core import Core
 from neso.server.metrics.config import MetricsConfig
-from neso.server.metrics.cpu import CpuMetrics
-from neso.server.metrics.gpu import GpuMetrics
-from neso.server.metrics.system import SystemMetrics
+from neso.server.metrics.machine import CpuMetrics, GpuMetrics, MachineMetrics
 from neso.server.options import ServerOptions
 
 MEMINFO = "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable: 250 kB\nHugePages_Total: 0\n"
@@ -134,7 +132,7 @@ async def test_no_gpu_where_nvml_finds_none(monkeypatch):
 
     nvml.nvmlInit = no_driver
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    metrics = SystemMetrics(MetricsConfig(cpu=False))
+    metrics = MachineMetrics(MetricsConfig(cpu=False))
     await metrics.update()
     assert all(name.startswith("nv_pinned_memory") for (name,) in values(metrics))
 
@@ -143,11 +141,11 @@ async def test_the_machine_is_read_at_most_once_an_interval(monkeypatch):
     reads = []
     refresh = CpuMetrics.refresh
     monkeypatch.setattr(CpuMetrics, "refresh", lambda self: (reads.append(1), refresh(self)))
-    metrics = SystemMetrics(MetricsConfig(interval=1000))
+    metrics = MachineMetrics(MetricsConfig(interval=1000))
     for _ in range(3):
         await metrics.update()
     assert len(reads) == 1
-    busy = SystemMetrics(MetricsConfig(interval=0))
+    busy = MachineMetrics(MetricsConfig(interval=0))
     for _ in range(3):
         await busy.update()
     assert len(reads) == 4
@@ -158,7 +156,7 @@ async def test_the_machine_is_read_at_most_once_an_interval(monkeypatch):
 async def test_what_is_switched_off_is_not_read(monkeypatch):
     monkeypatch.setattr(CpuMetrics, "__init__", lambda self: pytest.fail("read"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    metrics = SystemMetrics(MetricsConfig(cpu=False, gpu=False))
+    metrics = MachineMetrics(MetricsConfig(cpu=False, gpu=False))
     await metrics.update()
     assert [name for (name,) in values(metrics)] == [
         "nv_pinned_memory_pool_total_bytes",

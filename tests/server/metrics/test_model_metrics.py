@@ -10,10 +10,10 @@ from core_requests import ask, collect
 from prometheus_client.parser import text_string_to_metric_families
 from repository_builder import IDENTITY_TENSORS, REPEAT, REPEAT_TENSORS
 
-from neso.server.custom_metrics import MetricKind
 from neso.server.errors import NotFound
 from neso.server.metrics.config import MetricsConfig, Quantile
-from neso.server.metrics.kv_cache import FAMILY, KvCacheLoad
+from neso.server.metrics.custom import MetricKind
+from neso.server.metrics.model_metrics import KV_CACHE_FAMILY, KvCacheLoad
 
 STAGES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 CACHED = IDENTITY_TENSORS + "response_cache { enable: true }"
@@ -143,7 +143,7 @@ async def test_the_load_of_key_value_caches(start_core):
 
     def watch(model: str, **blocks: float) -> None:
         for kind, value in blocks.items():
-            core.metrics.watch(FAMILY, "", model, "1", lambda value=value: value, kv_cache_block_type=kind)
+            core.metrics.watch(KV_CACHE_FAMILY, (model, "1", kind), lambda value=value: value)
 
     watch("half", max=10)
     assert core.kv_cache_load() is None
@@ -155,7 +155,7 @@ async def test_the_load_of_key_value_caches(start_core):
 
 async def test_the_load_that_python_models_publish(repository, start_core):
     core = await start_core()
-    family = core.custom_metrics.family(FAMILY, "", MetricKind.GAUGE)
+    family = core.custom_metrics.family(KV_CACHE_FAMILY.name, "", MetricKind.GAUGE)
     metrics = []
     for kind, value in {"max": 4, "used": 1, "tokens_per": 64, "free": 3}.items():
         metrics.append(family.metric({"model": "t", "version": "1", "kv_cache_block_type": kind}))

@@ -1,6 +1,7 @@
 """Python models in processes of their own.
 
-The server's side: `instances` → `instance` → `model_process` (spawn, socket) and `services` (what a model may ask).
-The model's side: `bootstrap` → `child` (runs the same `ModelInstance` as a thread would) → `child_channel`,
-`remote_server`. Both: `messages` and their `wire` form, and `exchange`, which passes tensors through shared memory.
+Server side: `process_instances` (queues, restarts) -> `running_model` (one process with an initialized model) ->
+`model_process` (socket, child process), with `server_requests` for calls from the model to the server.
+Child side: `bootstrap` -> `child` (runs the same `ModelInstance` as a thread would) -> `remote_server`.
+Both sides: `messages`, their encoding in `codec`, and `shared_memory` for large tensors.
 """

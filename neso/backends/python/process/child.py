@@ -1,4 +1,4 @@
-"""The process of one instance of a model: does what the server says until that has gone."""
+"""Main program of a child process: runs one instance of a model, controlled by messages of the server."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from neso.backends.python.errors import describe
-from neso.backends.python.model_instance import ModelInstance, Work, WorkQueue
+from neso.backends.python.model_instance import ModelInstance, WorkItem, WorkQueue
 from neso.backends.python.model_module import load_model_class
 from neso.backends.python.pb_utils import complete_config
-from neso.backends.python.process.codec import ServerLog, pack_error
+from neso.backends.python.process.codec import ServerLogHandler, pack_error
 from neso.backends.python.process.messages import (
-    Answer,
+    AutoComplete,
+    AutoCompleted,
     Cancel,
     CheckReady,
-    Complete,
-    Completed,
-    Ended,
     Execute,
     Executed,
-    Free,
+    Finalized,
     Hello,
     Initialize,
     Message,
+    Reply,
     Reschedule,
     Respond,
     ResponseData,
     Started,
     Stop,
     TraceData,
+    WorkDone,
 )
 from neso.backends.python.process.remote_server import ChildChannel, RemoteServer
 from neso.backends.python.response import ModelOutputs
@@ -50,10 +50,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(connection: int, from_server: int, to_server: int) -> None:
-    """Be an instance, or complete a configuration, as the first message says."""
-    _end_with_parent()
-    # Ctrl-C reaches the whole process group; the server decides when its models end. (To ignore the signal would have
-    # programs that the model starts ignore it too.)
+    """Run an instance, or auto-complete a configuration, depending on the first message."""
+    _exit_with_parent()
+    # Ctrl-C is sent to the whole process group, but the server ends its models itself. Not SIG_IGN: programs started
+    # by the model would inherit that.
     signal.signal(signal.SIGINT, lambda *_: None)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     channel = ChildChannel(socket.socket(fileno=connection), from_server, to_server)
@@ -62,14 +62,14 @@ def main(connection: int, from_server: int, to_server: int) -> None:
     if isinstance(first, Initialize):
         _log_to(channel, first.log_level)
         Child(channel, first).run()
-    elif isinstance(first, Complete):
+    elif isinstance(first, AutoComplete):
         _log_to(channel, first.log_level)
-        channel.send(_complete(first))
+        channel.send(_auto_complete(first))
     sys.stdout.flush()
 
 
 class Child:
-    """Runs the instance in this thread, the main one, and what the server says in another."""
+    """Runs the instance in the main thread and receives messages in another thread."""
 
     def __init__(self, channel: ChildChannel, first: Initialize) -> None:
         self._channel = channel
@@ -90,10 +90,10 @@ class Child:
         self._instance.started.add_done_callback(self._started)
 
     def run(self) -> None:
-        """Until the server says `Stop`, or the model cannot be initialized."""
+        """Run until the server sends `Stop`, or the model fails to initialize."""
         threading.Thread(target=self._listen, name="server", daemon=True).start()
         self._instance.run()
-        self._channel.send(Ended())
+        self._channel.send(Finalized())
 
     def _listen(self) -> None:
         try:
@@ -101,8 +101,8 @@ class Child:
                 self._handle(message)
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # nobody could answer the server any more
-        os._exit(0)  # the server has gone
+            os._exit(1)  # the server's messages can no longer be handled
+        os._exit(0)  # the server has closed the connection
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -112,9 +112,9 @@ class Child:
             case Cancel(number):
                 if (stream := self._streams.get(number)) is not None:
                     stream.request.cancel()
-            case CheckReady(question):
+            case CheckReady(query):
                 self._instance.check_ready().add_done_callback(
-                    lambda answer: self._channel.send(Answer(question, answer.result()))
+                    lambda answer: self._channel.send(Reply(query, answer.result()))
                 )
             case Stop():
                 self._work.put(None)
@@ -127,14 +127,16 @@ class Child:
             logging.getLogger(__name__).error("the model failed to initialize", exc_info=error)
         self._channel.send(Started(None if error is None else describe(error)))
 
-    def _make_work(self, message: Execute) -> Work:
+    def _make_work(self, message: Execute) -> WorkItem:
         streams = []
         for number, data in message.requests:
-            stream = ChildStream(number, self._channel.exchange.unpack_request(data), data.trace)
+            stream = ChildStream(number, self._channel.codec.unpack_request(data), data.trace)
             self._streams[number] = stream
             streams.append(stream)
-        return Work(
-            streams, lambda timeline: self._executed(message.work, timeline), lambda: self._free(message.work)
+        return WorkItem(
+            streams,
+            lambda timeline: self._executed(message.work, timeline),
+            lambda: self._work_done(message.work),
         )
 
     def _executed(self, work: int, timeline: Timeline) -> None:
@@ -142,13 +144,13 @@ class Child:
         if self._decoupled:
             self._channel.send(executed)
         else:
-            # The responses come next, and nothing else before `_free`.
+            # Only responses follow until `_work_done`: send all of them at once.
             self._finishing = True
             self._channel.send_later(executed)
 
-    def _free(self, work: int) -> None:
+    def _work_done(self, work: int) -> None:
         self._finishing = False
-        self._channel.send(Free(work))
+        self._channel.send(WorkDone(work))
 
     def _reschedule(self, stream: ChildStream) -> None:
         self._streams.pop(stream.number, None)
@@ -159,8 +161,8 @@ class Child:
         if response.final:
             self._streams.pop(stream.number, None)
         try:
-            data = self._channel.exchange.pack_response(response)
-        except Exception as error:  # no memory, most likely
+            data = self._channel.codec.pack_response(response)
+        except Exception as error:  # e.g. out of shared memory
             failure = InternalError(f"the response cannot be passed to the server: {describe(error)}")
             data = ResponseData((), {}, pack_error(failure), response.final, response.made)
         send = self._channel.send_later if self._finishing else self._channel.send
@@ -168,7 +170,7 @@ class Child:
 
 
 class ChildStream:
-    """Stands for a request in flight, which the server knows by its number."""
+    """A request in flight, identified by its number in messages. Implements `RequestStream`."""
 
     def __init__(self, number: int, request: InferenceRequest, trace: TraceData | None) -> None:
         self.number = number
@@ -177,19 +179,19 @@ class ChildStream:
         self.trace = trace
 
 
-def _complete(message: Complete) -> Completed:
+def _auto_complete(message: AutoComplete) -> AutoCompleted:
     try:
         model_class = load_model_class(Path(message.path), message.config["name"])
-        return Completed(complete_config(message.config, model_class), None)
+        return AutoCompleted(complete_config(message.config, model_class), None)
     except Exception as error:
         logging.getLogger(__name__).debug("auto_complete_config failed", exc_info=error)
-        return Completed(None, describe(error))
+        return AutoCompleted(None, describe(error))
 
 
 def _log_to(channel: ChildChannel, level: int) -> None:
-    logging.basicConfig(level=level, format="%(message)s", handlers=[ServerLog(channel.send)])
+    logging.basicConfig(level=level, format="%(message)s", handlers=[ServerLogHandler(channel.send)])
 
 
-def _end_with_parent() -> None:
-    """Have the system kill this process when the server dies, whatever the model is doing then."""
+def _exit_with_parent() -> None:
+    """Have the kernel kill this process when the server dies, even if the model is blocked."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

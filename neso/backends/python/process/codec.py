@@ -1,7 +1,8 @@
-"""Messages as bytes: a length of 4 bytes, little-endian, and a pickle in which nothing but messages can be.
+"""Encoding of messages, and of requests, responses, tensors and log records as messages.
 
-The standard library's, so that a model's environment needs no package of ours; two interpreters may have different
-versions. The unpickler makes the classes of `messages` and plain data, and refuses all else.
+A message is a pickle after its length (4 bytes, little-endian). Pickle is in the standard library, so a model's
+environment needs no further package, and protocol 4 works between Python versions. The unpickler only instantiates the
+classes of `messages` and plain data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from neso.backends.python.process.messages import (
     TensorData,
     TraceData,
 )
-from neso.backends.python.process.shared_memory import Arena, Visitor
+from neso.backends.python.process.shared_memory import Arena, ArenaReader
 from neso.backends.python.response import RequestTrace
 from neso.server.errors import ErrorCode, InternalError, ServerError
 from neso.server.inference_request import InferenceRequest, ParameterValue
@@ -34,14 +35,14 @@ from neso.server.inference_response import InferenceResponse
 from neso.server.log.settings import FIELDS
 from neso.server.tensor import DataType, Tensor
 
-_LENGTH = 4
-_KINDS = frozenset(MESSAGES.values())
+_LENGTH_BYTES = 4
+_MESSAGE_TYPES = frozenset(MESSAGES.values())
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if type(value) in _KINDS or value in _KINDS:
-            return NotImplemented  # as pickle does it
+        if type(value) in _MESSAGE_TYPES or value in _MESSAGE_TYPES:
+            return NotImplemented  # default pickling
         raise TypeError(f"{type(value).__name__} objects cannot be passed to the server: {value!r}")
 
 
@@ -54,23 +55,23 @@ class _Unpickler(pickle.Unpickler):
 
 
 def encode(message: Message) -> bytes:
-    """Raises `TypeError` for values that are no plain data."""
+    """Encode with the length prefix. Raises `TypeError` for fields that are not plain data."""
     buffer = io.BytesIO()
-    buffer.write(bytes(_LENGTH))
+    buffer.write(bytes(_LENGTH_BYTES))
     _Pickler(buffer, protocol=4).dump(message)
     data = buffer.getbuffer()
-    data[:_LENGTH] = (len(data) - _LENGTH).to_bytes(_LENGTH, "little")
+    data[:_LENGTH_BYTES] = (len(data) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
     return data.tobytes()
 
 
 class Decoder:
-    """Puts messages together from the pieces that a stream socket gives."""
+    """Decodes messages from chunks of a byte stream."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are complete now. Raises `pickle.UnpicklingError` for what is none."""
+        """Add a chunk and yield the messages it completes. Raises `pickle.UnpicklingError` for invalid data."""
         self._buffer += data
         start = 0
         try:
@@ -81,7 +82,7 @@ class Decoder:
             del self._buffer[:start]
 
     def _next(self, start: int) -> tuple[int, bytes] | None:
-        body = start + _LENGTH
+        body = start + _LENGTH_BYTES
         if len(self._buffer) < body:
             return None
         end = body + int.from_bytes(self._buffer[start:body], "little")
@@ -89,23 +90,23 @@ class Decoder:
 
 
 INLINE_BYTES = 8192
-"""Up to here, a copy through the socket costs less than the books of shared memory."""
+"""Tensors up to this size are sent through the socket: that costs less than allocating shared memory."""
 
 
-class Exchange:
-    """One end: `own` memory for what it sends, and a look at the other side's for what it gets.
+class MessageCodec:
+    """Packs and unpacks requests and responses on one side of a channel.
 
-    A tensor that is sent is copied once, into shared memory, unless it is there already: a view of what came from the
-    other side goes back as it is. A tensor that is received is a view. `released` is called with the offset of a block
-    of the other side that can be used again.
+    Sending a tensor copies it once, to this side's arena `own`; a view of a received block is sent back without a
+    copy. Received tensors are views of the other side's arena (`remote_file`). `released` is called with the offset of
+    a remote block that is no longer used here.
     """
 
-    def __init__(self, own: Arena, others: FileIO, released: Callable[[int], None]) -> None:
+    def __init__(self, own: Arena, remote_file: FileIO, released: Callable[[int], None]) -> None:
         self.own = own
-        self._visitor = Visitor(others, released)
+        self._remote = ArenaReader(remote_file, released)
 
     def pack(self, tensor: Tensor) -> TensorData:
-        """The tensor must live until the message is sent. Raises `InternalError` when there is no more memory."""
+        """Keep the tensor alive until the message is sent. Raises `InternalError` if memory is exhausted."""
         name, datatype, shape = str(tensor.name), tensor.datatype.value, tensor.shape
         if tensor.datatype is DataType.BYTES:
             source = np.frombuffer(tensor.to_wire(), np.uint8)
@@ -113,7 +114,7 @@ class Exchange:
             source = np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8)
         if source.nbytes <= INLINE_BYTES:
             return TensorData(name, datatype, shape, data=source.tobytes())
-        if (found := self._visitor.find(source)) is not None:
+        if (found := self._remote.find(source)) is not None:
             return TensorData(name, datatype, shape, block=found[0]._replace(returned=True), start=found[1])
         try:
             block, memory = self.own.allocate(source.nbytes)
@@ -125,11 +126,11 @@ class Exchange:
         return TensorData(name, datatype, shape, block=block)
 
     def unpack(self, data: TensorData) -> Tensor:
-        """A view of the memory, or of the message."""
+        """A tensor that views the shared memory, or the message."""
         datatype = DataType(data.datatype)
         if data.block is None:
             return Tensor.from_wire(data.name, datatype, data.shape, data.data or b"")
-        memory = (self.own.look_again if data.block.returned else self._visitor.view)(data.block)
+        memory = (self.own.view_again if data.block.returned else self._remote.view)(data.block)
         if datatype is DataType.BYTES:
             return Tensor.from_wire(data.name, datatype, data.shape, memory[data.start :].data)
         size = math.prod(data.shape) * datatype.dtype.itemsize
@@ -197,13 +198,13 @@ def unpack_error(error: tuple[str, str]) -> ServerError:
     return ServerError(error[0], ErrorCode(error[1]))
 
 
-def payload(tensors: Iterable[Tensor]) -> int:
-    """Bytes that are to be copied, but for those of strings, which are slow to count."""
+def payload_size(tensors: Iterable[Tensor]) -> int:
+    """Bytes to copy for these tensors. Elements of BYTES tensors are not counted: that would be slow."""
     return sum(int(tensor.array.nbytes) for tensor in tensors)
 
 
 def _plain(parameters: dict[str, ParameterValue]) -> dict[str, ParameterValue]:
-    """Without numpy's scalars and other subclasses, which the other side may not know."""
+    """Convert numpy scalars and other subclasses to plain Python types."""
     return {str(key): _plain_value(value) for key, value in parameters.items()}
 
 
@@ -211,11 +212,11 @@ def _plain_value(value: ParameterValue) -> ParameterValue:
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{type(value).__name__} is no type for a parameter")
+    raise TypeError(f"parameters must be bool, int, float or str, got {type(value).__name__}")
 
 
-class ServerLog(logging.Handler):
-    """The process's side: sends each record, with its traceback as text."""
+class ServerLogHandler(logging.Handler):
+    """Child side: sends each log record to the server, with the traceback formatted."""
 
     def __init__(self, send: Callable[[Log], None]) -> None:
         super().__init__()
@@ -232,16 +233,17 @@ class ServerLog(logging.Handler):
 
 
 def log_level() -> int:
-    """The lowest level that the server's log takes of models."""
+    """Effective log level for models on the server."""
     return logging.getLogger("neso.model").getEffectiveLevel()
 
 
-def write_log_record(line: Log) -> None:
-    """The server's side: as if the line had been logged here."""
-    logger = logging.getLogger(line.logger)
-    if logger.isEnabledFor(line.level):
+def write_log_record(record: Log) -> None:
+    """Server side: log a record of the child, with its original source location."""
+    logger = logging.getLogger(record.logger)
+    if logger.isEnabledFor(record.level):
+        location = (record.path, record.line)
         logger.handle(
             logger.makeRecord(
-                line.logger, line.level, line.path, line.line, "%s", (line.message,), None, extra=line.fields
+                record.logger, record.level, *location, "%s", (record.message,), None, extra=record.fields
             )
         )

@@ -1,6 +1,6 @@
-"""What crosses the socket between the server and the process of a model. Tensors of some size go beside it.
+"""Messages between the server and the process of a model. Large tensors are passed in shared memory instead.
 
-The fields are plain data: numbers, text, bytes, and tuples, lists and dictionaries of them.
+Fields are plain data: numbers, text, bytes, and tuples, lists and dictionaries of these.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ Parameters = dict[str, "bool | int | float | str"]
 
 
 class Block(NamedTuple):
-    """A piece of shared memory. `segment` and `segment_size`: of the part of the file that holds it.
+    """A block of shared memory. Offsets and sizes are in bytes of the file.
 
-    `returned`: it is not the sender's, but one that the receiver has handed out before.
+    - segment, segment_size: offset and size of the mapped segment that contains the block
+    - returned: the block belongs to the receiver, which sent it before; else to the sender
     """
 
     segment: int
@@ -24,7 +25,7 @@ class Block(NamedTuple):
 
 
 class TensorData(NamedTuple):
-    """A tensor in the binary tensor format: in `data`, or in `block` from its byte `start`."""
+    """A tensor in the binary tensor format: in `data`, or in `block` from byte `start` on."""
 
     name: str
     datatype: str
@@ -35,7 +36,7 @@ class TensorData(NamedTuple):
 
 
 class TraceData(NamedTuple):
-    """The trace of a request: the number by which the server knows it, the name for people, and W3C's headers."""
+    """Trace of a request: the server's id of it, its name, and the W3C trace context headers."""
 
     id: int
     name: str
@@ -43,7 +44,7 @@ class TraceData(NamedTuple):
 
 
 class RequestData(NamedTuple):
-    """The fields of the server's `InferenceRequest`. `trace`: of its execution, or the one that a call belongs to."""
+    """Fields of the server's `InferenceRequest`. `trace`: of the execution; for BLS calls, of the calling request."""
 
     model_name: str
     inputs: tuple[TensorData, ...]
@@ -60,7 +61,7 @@ class RequestData(NamedTuple):
 
 
 class ResponseData(NamedTuple):
-    """The fields of the server's `InferenceResponse`; `error` is a message and a code."""
+    """Fields of the server's `InferenceResponse`. `error`: message and code."""
 
     outputs: tuple[TensorData, ...]
     parameters: Parameters
@@ -69,11 +70,11 @@ class ResponseData(NamedTuple):
     made: int
 
 
-# From the server
+# Server to child
 
 
 class Initialize(NamedTuple):
-    """The first message: become an instance. `outputs` are datatypes by name, those of states included."""
+    """First message: run an instance. `outputs`: datatypes by name, including those of states."""
 
     path: str
     args: dict[str, str]
@@ -86,8 +87,8 @@ class Initialize(NamedTuple):
     shm_growth_size: int
 
 
-class Complete(NamedTuple):
-    """The first message, instead: complete a configuration, and end."""
+class AutoComplete(NamedTuple):
+    """Alternative first message: auto-complete a configuration, then exit."""
 
     path: str
     config: dict[str, Any]
@@ -95,7 +96,7 @@ class Complete(NamedTuple):
 
 
 class Execute(NamedTuple):
-    """One call of `execute`; each request has a number. `log_level`: of the server's log now, which may change."""
+    """One call of `execute`, with numbered requests. `log_level`: current log level of the server."""
 
     work: int
     requests: tuple[tuple[int, RequestData], ...]
@@ -103,50 +104,50 @@ class Execute(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """The client of a request gave up."""
+    """A request was cancelled."""
 
     number: int
 
 
 class CallResponse(NamedTuple):
-    """A response of another model to a `Call`."""
+    """A response to a `Call`."""
 
     call: int
     response: ResponseData
 
 
 class CheckReady(NamedTuple):
-    """Ask the model's `is_ready`; to be answered."""
+    """Call the model's `is_ready`. Answered by `Reply`."""
 
-    question: int
+    query: int
 
 
 class Stop(NamedTuple):
-    """Run `finalize` when what was sent before is done, and end."""
+    """Finish the work sent before, run `finalize` and exit."""
 
 
-# From the process
+# Child to server
 
 
 class Hello(NamedTuple):
-    """The process is there, and has imported what it needs to run a model."""
+    """The process has started and imported everything it needs to run a model."""
 
 
 class Started(NamedTuple):
-    """The model can execute; or cannot, for this reason."""
+    """`initialize` has returned (`error` None) or failed."""
 
     error: str | None
 
 
-class Completed(NamedTuple):
-    """The configuration, or why there is none."""
+class AutoCompleted(NamedTuple):
+    """The completed configuration, or the error."""
 
     config: dict[str, Any] | None
     error: str | None
 
 
 class Respond(NamedTuple):
-    """A response to a request, with the times of its execution that are known so far."""
+    """A response to a request. Times are in ns of the monotonic clock, 0 if not known yet."""
 
     number: int
     response: ResponseData
@@ -155,27 +156,27 @@ class Respond(NamedTuple):
 
 
 class Reschedule(NamedTuple):
-    """A request is to be executed again; this process is done with it."""
+    """Hand a request back to the scheduler, to be executed again."""
 
     number: int
 
 
 class Executed(NamedTuple):
-    """`execute` has returned, and did well."""
+    """`execute` has returned without an error."""
 
     work: int
     input_end: int
     output_start: int
 
 
-class Free(NamedTuple):
-    """The instance can take the next work."""
+class WorkDone(NamedTuple):
+    """The instance has finished a work item and can take the next."""
 
     work: int
 
 
 class Call(NamedTuple):
-    """Have another model execute a request."""
+    """BLS: execute a request on another model."""
 
     call: int
     request: RequestData
@@ -183,27 +184,27 @@ class Call(NamedTuple):
 
 
 class CancelCall(NamedTuple):
-    """Nobody wants the rest of a call."""
+    """Cancel a `Call`."""
 
     call: int
 
 
-class Ask(NamedTuple):
-    """Something else of the server; to be answered. `what` is a method of `ModelServices`."""
+class Query(NamedTuple):
+    """Any other call to the server. Answered by `Reply`. `method`: see `ServerRequestHandler`."""
 
-    question: int
-    what: str
+    query: int
+    method: str
     arguments: tuple[Any, ...]
 
 
-class Drop(NamedTuple):
-    """A metric, or a family, that the model has let go of."""
+class DropHandle(NamedTuple):
+    """The model has released a metric or a metric family."""
 
     handle: int
 
 
 class Log(NamedTuple):
-    """A line for the server's log. `fields`: what it is about."""
+    """A record for the server's log. `fields`: structured fields, such as the model's name."""
 
     logger: str
     level: int
@@ -213,40 +214,40 @@ class Log(NamedTuple):
     fields: dict[str, str]
 
 
-class Ended(NamedTuple):
-    """`finalize` has returned."""
+class Finalized(NamedTuple):
+    """`finalize` has returned; the process is about to exit."""
 
 
-# From both
+# Both directions
 
 
-class Answer(NamedTuple):
-    """To a question of the other side: a value, or an error as message and code."""
+class Reply(NamedTuple):
+    """Answer to `Query` or `CheckReady`: a value, or an error as message and code."""
 
-    question: int
+    query: int
     value: Any = None
     error: tuple[str, str] | None = None
 
 
 class Release(NamedTuple):
-    """Blocks of the receiver's that nobody here looks at any more, by their offsets."""
+    """Offsets of the receiver's blocks that the sender no longer uses."""
 
     offsets: tuple[int, ...]
 
 
 Message = (
-    Initialize | Complete | Execute | Cancel | CallResponse | CheckReady | Stop
-    | Hello | Started | Completed | Respond | Reschedule | Executed | Free | Call | CancelCall | Ask | Drop | Log
-    | Ended | Answer | Release
+    Initialize | AutoComplete | Execute | Cancel | CallResponse | CheckReady | Stop
+    | Hello | Started | AutoCompleted | Respond | Reschedule | Executed | WorkDone | Call | CancelCall | Query
+    | DropHandle | Log | Finalized | Reply | Release
 )  # fmt: skip
 
 MESSAGES = {
     kind.__name__: kind
     for kind in (
         Block, TensorData, TraceData, RequestData, ResponseData,
-        Initialize, Complete, Execute, Cancel, CallResponse, CheckReady, Stop,
-        Hello, Started, Completed, Respond, Reschedule, Executed, Free, Call, CancelCall, Ask, Drop, Log, Ended,
-        Answer, Release,
+        Initialize, AutoComplete, Execute, Cancel, CallResponse, CheckReady, Stop,
+        Hello, Started, AutoCompleted, Respond, Reschedule, Executed, WorkDone, Call, CancelCall, Query, DropHandle,
+        Log, Finalized, Reply, Release,
     )
 }  # fmt: skip
-"""The classes that may be made from what comes through the socket."""
+"""Classes that the unpickler may instantiate."""

@@ -1,4 +1,4 @@
-"""The server's end of the socket to the process of a model, and the watch over that process."""
+"""Server side of the channel to a model's process, and supervision of that process."""
 
 from __future__ import annotations
 
@@ -12,57 +12,57 @@ from collections import deque
 from collections.abc import Callable
 
 from neso.backends.python.description import PythonSettings
-from neso.backends.python.process.codec import Decoder, Exchange, encode
+from neso.backends.python.process.codec import Decoder, MessageCodec, encode
 from neso.backends.python.process.messages import Message, Release
 from neso.backends.python.process.shared_memory import Arena
-from neso.backends.python.process.spawn import Interpreter, Spawned, how_it_ended
+from neso.backends.python.process.spawn import Interpreter, SpawnedProcess, describe_exit
 
 logger = logging.getLogger(__name__)
 
-_COPY_IN_LOOP = 1 << 20
-"""Bytes; a larger copy into shared memory goes on in a thread, so that the loop is not held up for long."""
+_MAX_COPY_IN_LOOP = 1 << 20
+"""Bytes. Larger copies into shared memory run in a thread, so that they do not block the event loop."""
 
-_LAST_WORDS = 0.5
-"""Seconds to wait for the end of the socket once the process has ended: others may have inherited it."""
+_DISCONNECT_TIMEOUT = 0.5
+"""Seconds to wait for the socket to close after the process has ended: its children may have inherited it."""
 
-Build = Callable[[], Message]
+MessageFactory = Callable[[], Message]
 
 
 class ModelProcess(asyncio.Protocol):
-    """One process, from its start to its end; belongs to the core's event loop.
+    """One child process. Used on the core's event loop only.
 
-    `received` gets each message. `ended` is resolved, with the reason, when the process is gone and all that it has
-    said was received. Messages leave in the order of `send`.
+    `received` is called with each message. `ended` is resolved with the exit reason when the process has ended and all
+    its messages were received. Messages are sent in the order of `send` and `send_tensors`.
     """
 
-    exchange: Exchange
+    codec: MessageCodec
 
     def __init__(self, received: Callable[[Message], None]) -> None:
         self._received = received
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self._decoder = Decoder()
-        self._outbox: deque[tuple[Build, int, Callable[[Exception], None]]] = deque()
+        self._outbox: deque[tuple[MessageFactory, int, Callable[[Exception], None]]] = deque()
         self._copying: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._disconnected = False
-        self._code: int | None = None
+        self._exit_code: int | None = None
         self._released: deque[int] = deque()
-        self._release_planned = threading.Lock()
+        self._release_scheduled = threading.Lock()
 
     async def start(self, interpreter: Interpreter, settings: PythonSettings) -> None:
-        """Raises `OSError` if the interpreter cannot be started."""
-        self._spawned = Spawned(interpreter, settings.shm_name)
+        """Spawn the process. Raises `OSError` if the interpreter cannot be started."""
+        self._spawned = SpawnedProcess(interpreter, settings.shm_name)
         spawned = self._spawned
         arena = Arena(spawned.from_server, settings.shm_default_size, settings.shm_growth_size)
-        self.exchange = Exchange(arena, spawned.to_server, self._release)
-        self._watch = os.pidfd_open(spawned.process.pid)
-        self._loop.add_reader(self._watch, self._process_ended)
+        self.codec = MessageCodec(arena, spawned.to_server, self._release)
+        self._pidfd = os.pidfd_open(spawned.process.pid)
+        self._loop.add_reader(self._pidfd, self._process_ended)
         try:
             self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=spawned.socket)
         except BaseException:
-            self._loop.remove_reader(self._watch)
-            os.close(self._watch)
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
             spawned.process.kill()
             spawned.process.wait()
             spawned.close()
@@ -73,19 +73,19 @@ class ModelProcess(asyncio.Protocol):
         return self._spawned.process.pid
 
     def send(self, message: Message) -> None:
-        """Queue a message without tensors. Dropped once the process has ended."""
+        """Send a message without tensors. Dropped if the process has ended."""
         self.send_tensors(lambda: message, 0, lambda error: None)
 
-    def send_tensors(self, build: Build, size: int, failed: Callable[[Exception], None]) -> None:
-        """Queue a message whose making copies `size` bytes into shared memory; in a thread if that is much.
+    def send_tensors(self, build: MessageFactory, size: int, failed: Callable[[Exception], None]) -> None:
+        """Send the message that `build` returns; building it copies `size` bytes into shared memory.
 
-        `failed` is told, on the loop, when it cannot be made.
+        Large messages are built in a thread. If building fails, `failed` is called on the event loop.
         """
         if self._transport.is_closing():
             return
-        if self._copying is None and size <= _COPY_IN_LOOP:
+        if self._copying is None and size <= _MAX_COPY_IN_LOOP:
             try:
-                self._transport.write(_make(build))
+                self._transport.write(_encode_built(build))
             except Exception as error:
                 failed(error)
             return
@@ -94,11 +94,11 @@ class ModelProcess(asyncio.Protocol):
             self._copying = self._loop.create_task(self._copy())
 
     def kill_after(self, seconds: float) -> None:
-        """End it by force, if it has not ended by itself then."""
+        """Kill the process unless it ends within `seconds`."""
         self._timers.append(self._loop.call_later(seconds, self.kill))
 
     def kill(self) -> None:
-        """End it by force; `ended` is resolved soon."""
+        """Kill the process. `ended` is resolved soon after."""
         if self._spawned.process.returncode is None:
             self._spawned.process.kill()
 
@@ -107,13 +107,16 @@ class ModelProcess(asyncio.Protocol):
             while self._outbox:
                 build, size, failed = self._outbox.popleft()
                 try:
-                    data = await asyncio.to_thread(_make, build) if size > _COPY_IN_LOOP else _make(build)
+                    in_thread = size > _MAX_COPY_IN_LOOP
+                    data = (
+                        await asyncio.to_thread(_encode_built, build) if in_thread else _encode_built(build)
+                    )
                 except Exception as error:
                     failed(error)
                 else:
                     if not self._transport.is_closing():
                         self._transport.write(data)
-                del build, failed  # the tensors that they hold
+                del build, failed  # they reference tensors
         finally:
             self._copying = None
 
@@ -122,46 +125,46 @@ class ModelProcess(asyncio.Protocol):
             for message in self._decoder.feed(data):
                 if isinstance(message, Release):
                     for offset in message.offsets:
-                        self.exchange.own.release(offset)
+                        self.codec.own.release(offset)
                 else:
                     self._received(message)
         except (pickle.UnpicklingError, EOFError, TypeError, ValueError):
-            logger.exception("process %d of a model does not keep to the protocol, and is killed", self.pid)
+            logger.exception("model process %d sent an invalid message and is killed", self.pid)
             self.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
-        # A process without its socket is of no use any more; mostly it has ended by itself.
-        self.kill_after(_LAST_WORDS)
+        # The process cannot be used without its socket. Usually it has ended already.
+        self.kill_after(_DISCONNECT_TIMEOUT)
         self._disconnected = True
         self._finish()
 
     def _process_ended(self) -> None:
-        self._loop.remove_reader(self._watch)
-        os.close(self._watch)
-        self._code = self._spawned.process.wait()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._exit_code = self._spawned.process.wait()
         if not self._disconnected:
-            self._timers.append(self._loop.call_later(_LAST_WORDS, self._transport.abort))
+            self._timers.append(self._loop.call_later(_DISCONNECT_TIMEOUT, self._transport.abort))
         self._finish()
 
     def _finish(self) -> None:
-        if self._code is None or not self._disconnected or self.ended.done():
+        if self._exit_code is None or not self._disconnected or self.ended.done():
             return
         for timer in self._timers:
-            timer.cancel()  # it would keep the memory until then
-        self.exchange.own.close()
+            timer.cancel()  # a pending timer would keep this object alive
+        self.codec.own.close()
         self._spawned.close()
         self._outbox.clear()
-        self.ended.set_result(how_it_ended(self._code))
+        self.ended.set_result(describe_exit(self._exit_code))
 
     def _release(self, offset: int) -> None:
-        """From any thread, even in a finalizer."""
+        """Called from any thread, also from finalizers."""
         self._released.append(offset)
-        if self._release_planned.acquire(blocking=False):
-            with contextlib.suppress(RuntimeError):  # the server has ended
+        if self._release_scheduled.acquire(blocking=False):
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._send_released)
 
     def _send_released(self) -> None:
-        self._release_planned.release()
+        self._release_scheduled.release()
         offsets = []
         while self._released:
             offsets.append(self._released.popleft())
@@ -169,5 +172,5 @@ class ModelProcess(asyncio.Protocol):
             self.send(Release(tuple(offsets)))
 
 
-def _make(build: Build) -> bytes:
+def _encode_built(build: MessageFactory) -> bytes:
     return encode(build())

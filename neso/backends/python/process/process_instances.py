@@ -1,4 +1,4 @@
-"""The instances of a model that are processes, and the work that waits for them."""
+"""Instances of a model in child processes: queues of work, supervision and restarts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from neso.backends.python.description import ModelDescription, PythonSettings
 from neso.backends.python.local_server import LocalServer
-from neso.backends.python.model_instance import Work
-from neso.backends.python.process.running_model import RunningModel, tell_free
+from neso.backends.python.model_instance import WorkItem
+from neso.backends.python.process.running_model import RunningModel
 from neso.backends.python.process.spawn import Interpreter, find_interpreter
-from neso.backends.python.thread_instances import END_TIMEOUT, Instances, Rescheduler
+from neso.backends.python.thread_instances import END_TIMEOUT, InstancePool, Rescheduler
 from neso.server.config.scheduling import InstanceSpec
 from neso.server.errors import ServerError, Unavailable
 from neso.server.inference_response import ResponseStream
@@ -22,12 +22,12 @@ from neso.server.inference_response import ResponseStream
 logger = logging.getLogger(__name__)
 
 
-AHEAD = 2
-"""Works that the only instance of a model gets at once. With several, the next one is for whichever is free first."""
+PREFETCH_DEPTH = 2
+"""Work items sent to a model's only instance at once. With several instances, an item goes to the first idle one."""
 
 
-class ProcessInstances(Instances):
-    """Work waits here until an instance is idle: what a process was not given, its death does not touch."""
+class ProcessInstancePool(InstancePool):
+    """Queues work until an instance is idle, so that queued work survives the end of a process."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class ProcessInstances(Instances):
         reschedule: Rescheduler | None,
     ) -> None:
         self._description, self._settings = description, settings
-        shared: deque[Work] = deque()
-        depth = AHEAD if len(description.instances) == 1 else 1
+        shared: deque[WorkItem] = deque()
+        depth = PREFETCH_DEPTH if len(description.instances) == 1 else 1
         self._instances = [
             ProcessInstance(
                 description,
@@ -55,7 +55,7 @@ class ProcessInstances(Instances):
         self._stopped = False
 
     def post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """All is on the core's loop here."""
+        """Call directly: everything runs on the core's event loop."""
         function(*arguments)
 
     async def start(self) -> None:
@@ -67,7 +67,7 @@ class ProcessInstances(Instances):
             if isinstance(result, BaseException):
                 raise result
 
-    def put(self, work: Work, instance: int | None = None) -> None:
+    def put(self, work: WorkItem, instance: int | None = None) -> None:
         takers = self._instances if instance is None else [self._instances[instance]]
         if self._stopped or all(taker.state is State.DOWN for taker in takers):
             raise Unavailable(
@@ -80,7 +80,7 @@ class ProcessInstances(Instances):
         return any(instance.state is State.UP for instance in self._instances)
 
     async def check_ready(self) -> bool:
-        """Instances that are being started again are left out."""
+        """Instances that are restarting are not asked."""
         checks = [instance.check_ready() for instance in self._instances if instance.state is State.UP]
         return all(await asyncio.gather(*checks))
 
@@ -88,7 +88,7 @@ class ProcessInstances(Instances):
         self._stopped = True
         self._fail_waiting()
         await asyncio.gather(*(instance.stop() for instance in self._instances))
-        self._fail_waiting()  # what they gave back
+        self._fail_waiting()  # requeued by the instances
 
     def _dispatch(self) -> None:
         if self._stopped:
@@ -109,23 +109,23 @@ class ProcessInstances(Instances):
         return all(instance.state is State.DOWN for instance in self._instances)
 
 
-def _fail_queue(queue: deque[Work], message: str) -> None:
+def _fail_queue(queue: deque[WorkItem], message: str) -> None:
     while queue:
         work = queue.popleft()
         for stream in cast("list[ResponseStream]", work.streams):
             stream.fail(Unavailable(message))
-        tell_free(work)
+        work.finish()
 
 
 MAX_FAILED_STARTS = 5
-"""So many in a row, and the instance stays down."""
+"""Consecutive failed starts after which an instance stays down."""
 
-FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
-"""Seconds before a second restart in a row (the first is immediate); doubled for each that follows."""
+MIN_RESTART_DELAY, MAX_RESTART_DELAY = 0.25, 30.0
+"""Seconds. The first restart is immediate; the delay then starts at the minimum and doubles with each failure."""
 
 
 class State(Enum):
-    """Of an instance: STARTING (for the first time or again), UP, or DOWN for good."""
+    """State of an instance: STARTING (first start or restart), UP, or DOWN (permanently)."""
 
     STARTING = "starting"
     UP = "up"
@@ -133,10 +133,12 @@ class State(Enum):
 
 
 class ProcessInstance:
-    """Belongs to the core's event loop. `changed` is called when there may be work to give, or to give up.
+    """One instance: starts its process, and restarts it when it ends unexpectedly. Used on the core's event loop.
 
-    `queue` is where its work waits; what it had not begun when its process died goes back there. `depth`: how many
-    works a process gets at once. `reason`: why it is not there, "" while it never failed.
+    - changed: called when work can be dispatched or must be failed
+    - queue: waiting work items; items that a process had not started when it ended are requeued
+    - depth: work items sent to the process at once
+    - reason: why the instance is not up; "" if it never failed
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class ProcessInstance:
         spec: InstanceSpec,
         settings: PythonSettings,
         server: LocalServer,
-        queue: deque[Work],
+        queue: deque[WorkItem],
         depth: int,
         changed: Callable[[], None],
         reschedule: Rescheduler | None,
@@ -161,49 +163,49 @@ class ProcessInstance:
         self._changed = changed
         self._reschedule = reschedule
         self._running: RunningModel | None = None
-        self._life: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._stopping = False
-        self._failures = 0  # since the last execution that ended
+        self._failures = 0  # since the last finished work item
 
     async def start(self, interpreter: Interpreter) -> None:
-        """Initialize the model, and keep it alive from now on. Raises `ServerError`."""
+        """Start the process and initialize the model; restart it from now on. Raises `ServerError`."""
         try:
             running = await self._start(interpreter)
         except ServerError:
             self.state = State.DOWN
             raise
-        self._life = asyncio.create_task(self._live(running, interpreter))
+        self._supervisor = asyncio.create_task(self._supervise(running, interpreter))
         self._set_state(State.UP)
 
     def take(self) -> None:
-        """Execute what waits in the queue, as far as there is room for it."""
+        """Send queued work items to the process while it has room."""
         while self.queue and self.state is State.UP and self._running is not None and self._running.has_room:
             self._running.execute(self.queue.popleft())
 
     async def check_ready(self) -> bool:
-        """What the model's own `is_ready` says; False if the process ends meanwhile."""
+        """Result of the model's `is_ready`; False if the process ends meanwhile."""
         return self._running is not None and await self._running.check_ready()
 
     async def stop(self) -> None:
-        """Let the model finalize, and end the process; by force when that takes too long."""
+        """Finalize the model and end the process; kill it after `END_TIMEOUT`."""
         self._stopping = True
         if self._running is not None:
             if not await self._running.stop(END_TIMEOUT):
                 logger.error("instance '%s' did not end in %g s and was killed", self.name, END_TIMEOUT)
-        elif self._life is not None:
-            self._life.cancel()  # it waits to start again, or does so
-        if self._life is not None:
-            await asyncio.wait((self._life,))
+        elif self._supervisor is not None:
+            self._supervisor.cancel()  # waiting for a restart, or restarting
+        if self._supervisor is not None:
+            await asyncio.wait((self._supervisor,))
         self.state = State.DOWN
 
     async def _start(self, interpreter: Interpreter) -> RunningModel:
-        running = RunningModel(self.name, self._server, self._depth, self._free, self._reschedule)
+        running = RunningModel(self.name, self._server, self._depth, self._work_done, self._reschedule)
         await running.start(interpreter, self._settings, self._description, self._args)
         self._running = running
         return running
 
-    async def _live(self, running: RunningModel, interpreter: Interpreter) -> None:
-        """One process after the other."""
+    async def _supervise(self, running: RunningModel, interpreter: Interpreter) -> None:
+        """Wait for the end of each process and start the next."""
         while True:
             reason = await asyncio.shield(running.ended)
             await running.kill()
@@ -213,9 +215,11 @@ class ProcessInstance:
                     running.fail_all(Unavailable(f"model '{self._description.name}' is unloaded"))
                 )
                 return
-            self._failed(f"Stub process '{self.name}' is not healthy: the process has ended ({reason})")
+            self._record_failure(
+                f"Stub process '{self.name}' is not healthy: the process has ended ({reason})"
+            )
             self.queue.extendleft(reversed(running.fail_all(Unavailable(self.reason))))
-            self._changed()  # for the others: this one's share of the work waits for its restart
+            self._changed()  # other instances take the shared work
             restarted = await self._restart(interpreter)
             if restarted is None:
                 return
@@ -223,18 +227,18 @@ class ProcessInstance:
             self._set_state(State.UP)
 
     async def _restart(self, interpreter: Interpreter) -> RunningModel | None:
-        """Try until it works, less and less often; None after too many failures."""
+        """Start again with exponential backoff; None after too many failures."""
         for _ in range(MAX_FAILED_STARTS):
             await asyncio.sleep(self._delay())
             try:
                 return await self._start(interpreter)
             except ServerError as error:
-                self._failed(error.message)
+                self._record_failure(error.message)
         logger.error("instance '%s' failed to start %d times, and stays down", self.name, MAX_FAILED_STARTS)
         self._set_state(State.DOWN)
         return None
 
-    def _failed(self, reason: str) -> None:
+    def _record_failure(self, reason: str) -> None:
         logger.error("instance '%s' of a Python model failed: %s", self.name, reason)
         self.state, self.reason = State.STARTING, reason
         self._failures += 1
@@ -242,9 +246,9 @@ class ProcessInstance:
     def _delay(self) -> float:
         if self._failures <= 1:
             return 0.0
-        return float(min(FIRST_DELAY * 2 ** (self._failures - 2), LONGEST_DELAY))
+        return float(min(MIN_RESTART_DELAY * 2 ** (self._failures - 2), MAX_RESTART_DELAY))
 
-    def _free(self) -> None:
+    def _work_done(self) -> None:
         self._failures = 0
         self._changed()
 

@@ -1,4 +1,4 @@
-"""The model's end of the socket."""
+"""Child side of the channel, and the `ServerAccess` of a model in a child process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from io import FileIO
 from typing import Any
 
 from neso.backends.python.errors import TritonModelException
-from neso.backends.python.process.codec import Decoder, Exchange, encode, unpack_error
+from neso.backends.python.process.codec import Decoder, MessageCodec, encode, unpack_error
 from neso.backends.python.process.messages import (
-    Answer,
-    Ask,
     Call,
     CallResponse,
     CancelCall,
-    Drop,
+    DropHandle,
     Initialize,
     Message,
+    Query,
     Release,
+    Reply,
 )
 from neso.backends.python.process.shared_memory import Arena
 from neso.backends.python.server_access import Deliver, ServerAccess
@@ -34,44 +34,48 @@ _READ_BYTES = 1 << 18
 
 
 class ChildChannel:
-    """Sends from any thread, even from a finalizer; one thread iterates over what comes, until the server is gone."""
+    """Sends messages from any thread, also from finalizers. One thread iterates over the received messages.
 
-    exchange: Exchange
+    Iteration ends when the server closes the connection.
+    """
+
+    codec: MessageCodec
 
     def __init__(self, connection: socket.socket, from_server: int, to_server: int) -> None:
         self._socket = connection
         self._from_server, self._to_server = FileIO(from_server, "r+"), FileIO(to_server, "r+")
         self._decoder = Decoder()
-        # Finalizers may send while their thread is sending: between two messages, as sending one is one call.
+        # Reentrant: a finalizer may send while its own thread is sending. Messages are not interleaved, because each
+        # is sent by one call of `sendall`.
         self._lock = threading.RLock()
-        self._waiting: list[bytes] = []
-        self._process = os.getpid()
+        self._deferred: list[bytes] = []
+        self._pid = os.getpid()
 
     def receive_first(self) -> Message | None:
-        """The message that says what to be; None if the server has gone already."""
+        """Receive the first message, `Initialize` or `AutoComplete`; None if the server has closed the connection."""
         message = next(iter(self), None)
         if isinstance(message, Initialize):
             arena = Arena(self._to_server, message.shm_default_size, message.shm_growth_size)
-            self.exchange = Exchange(arena, self._from_server, self._release)
+            self.codec = MessageCodec(arena, self._from_server, self._release)
         return message
 
     def send(self, message: Message) -> None:
-        """Raises `TypeError` for what cannot be sent. What comes after the server's end is dropped."""
+        """Send a message. Dropped if the server has ended. Raises `TypeError` for fields that are not plain data."""
         data = encode(message)
-        if os.getpid() != self._process:
-            return  # a copy of this process, which a model may have forked: it lets go of what it does not own
-        # A socket that is closed is for the reader to notice, which ends this process.
+        if os.getpid() != self._pid:
+            return  # in a process forked by the model, finalizers must not release this process's blocks
+        # The reading thread notices a closed socket and ends this process.
         with self._lock, contextlib.suppress(OSError):
-            if self._waiting:
-                data = b"".join((*self._waiting, data))
-                self._waiting.clear()
+            if self._deferred:
+                data = b"".join((*self._deferred, data))
+                self._deferred.clear()
             self._socket.sendall(data)
 
     def send_later(self, message: Message) -> None:
-        """Together with the next one, which must be soon: waking the server costs more than the message itself."""
+        """Send together with the next message, to wake the server once. The next message must follow soon."""
         data = encode(message)
         with self._lock:
-            self._waiting.append(data)
+            self._deferred.append(data)
 
     def __iter__(self) -> Iterator[Message]:
         while True:
@@ -84,7 +88,7 @@ class ChildChannel:
             for message in self._decoder.feed(data):
                 if isinstance(message, Release):
                     for offset in message.offsets:
-                        self.exchange.own.release(offset)
+                        self.codec.own.release(offset)
                 else:
                     yield message
 
@@ -93,12 +97,12 @@ class ChildChannel:
 
 
 class RemoteServer(ServerAccess):
-    """Asks through the channel; `handle` gets what the server says to that."""
+    """Forwards calls to the server as messages. `handle` receives the replies."""
 
     def __init__(self, channel: ChildChannel) -> None:
         self._channel = channel
         self._numbers = itertools.count()
-        self._questions: dict[int, Future[Any]] = {}
+        self._pending_queries: dict[int, Future[Any]] = {}
         self._calls: dict[int, Deliver] = {}
 
     @property
@@ -111,21 +115,21 @@ class RemoteServer(ServerAccess):
 
     def handle(self, message: Message) -> None:
         match message:
-            case Answer(question, value, error):
-                future = self._questions.pop(question)
+            case Reply(query, value, error):
+                future = self._pending_queries.pop(query)
                 if error is None:
                     future.set_result(value)
                 else:
                     future.set_exception(unpack_error(error))
             case CallResponse(call, response):
                 deliver = self._calls.pop(call) if response.final else self._calls[call]
-                deliver(self._channel.exchange.unpack_response(response))
+                deliver(self._channel.codec.unpack_response(response))
 
     def call(self, request: InferenceRequest, decoupled: bool, deliver: Deliver) -> RemoteCall:
         number = next(self._numbers)
         self._calls[number] = deliver
         try:
-            packed = self._channel.exchange.pack_request(request, request.trace)  # type: ignore[arg-type]
+            packed = self._channel.codec.pack_request(request, request.trace)  # type: ignore[arg-type]
             self._channel.send(Call(number, packed, decoupled))
         except Exception:
             del self._calls[number]
@@ -133,42 +137,42 @@ class RemoteServer(ServerAccess):
         return RemoteCall(self._channel, number)
 
     def load_model(self, name: str, config: str | None, files: dict[str, bytes] | None) -> None:
-        self._ask_for_model("load_model", name, config, files)
+        self._query_model("load_model", name, config, files)
 
     def unload_model(self, name: str, unload_dependents: bool) -> None:
-        self._ask_for_model("unload_model", name, bool(unload_dependents))
+        self._query_model("unload_model", name, bool(unload_dependents))
 
     def model_ready(self, name: str, version: str) -> bool:
-        return bool(self._ask_for_model("model_ready", name, version))
+        return bool(self._query_model("model_ready", name, version))
 
     def metric_family(self, name: str, description: str, kind: str) -> RemoteFamily:
-        return RemoteFamily(self, self.ask("metric_family", name, description, kind))
+        return RemoteFamily(self, self.query("metric_family", name, description, kind))
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """Wait for the server's answer. Raises `ServerError` as it does."""
+    def query(self, method: str, *arguments: Any) -> Any:
+        """Call a method of `ServerRequestHandler` and wait for its reply. Raises the `ServerError` that it raises."""
         number = next(self._numbers)
         future: Future[Any] = Future()
-        self._questions[number] = future
+        self._pending_queries[number] = future
         try:
-            self._channel.send(Ask(number, what, arguments))
+            self._channel.send(Query(number, method, arguments))
         except Exception:
-            del self._questions[number]
+            del self._pending_queries[number]
             raise
         return future.result()
 
     def drop(self, handle: int) -> None:
-        """Let go of a metric or a family."""
-        self._channel.send(Drop(handle))
+        """Release a metric or a metric family."""
+        self._channel.send(DropHandle(handle))
 
-    def _ask_for_model(self, what: str, *arguments: Any) -> Any:
+    def _query_model(self, method: str, *arguments: Any) -> Any:
         try:
-            return self.ask(what, *arguments)
+            return self.query(method, *arguments)
         except ServerError as error:
             raise TritonModelException(error.message) from None
 
 
 class RemoteCall:
-    """A request to another model that is under way."""
+    """A BLS call in flight."""
 
     def __init__(self, channel: ChildChannel, number: int) -> None:
         self._channel, self._number = channel, number
@@ -178,7 +182,7 @@ class RemoteCall:
 
 
 class _RemoteHandle:
-    """Something that the server keeps for as long as this object lives."""
+    """An object on the server, kept there for the lifetime of this handle."""
 
     def __init__(self, server: RemoteServer, handle: int) -> None:
         self._server, self._handle = server, handle
@@ -188,26 +192,26 @@ class _RemoteHandle:
 
 
 class RemoteFamily(_RemoteHandle):
-    """A family of metrics."""
+    """A metric family on the server."""
 
     def metric(self, labels: Mapping[str, str] | None, buckets: Sequence[float] | None) -> RemoteMetric:
-        # Checked there, where the answer to what is wrong comes from.
+        # Invalid labels are passed on unchanged: the server validates them.
         plain = dict(labels) if isinstance(labels, Mapping) else labels
         bounds = None if buckets is None else tuple(float(bound) for bound in buckets)
-        return RemoteMetric(self._server, self._server.ask("metric", self._handle, plain, bounds))
+        return RemoteMetric(self._server, self._server.query("metric", self._handle, plain, bounds))
 
 
 class RemoteMetric(_RemoteHandle):
-    """A metric whose value is in the server."""
+    """A metric on the server."""
 
     def increment(self, value: float) -> None:
-        self._server.ask("increment", self._handle, float(value))
+        self._server.query("increment", self._handle, float(value))
 
     def set(self, value: float) -> None:
-        self._server.ask("set", self._handle, float(value))
+        self._server.query("set", self._handle, float(value))
 
     def observe(self, value: float) -> None:
-        self._server.ask("observe", self._handle, float(value))
+        self._server.query("observe", self._handle, float(value))
 
     def value(self) -> float:
-        return float(self._server.ask("value", self._handle))
+        return float(self._server.query("value", self._handle))

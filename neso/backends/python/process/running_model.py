@@ -1,4 +1,4 @@
-"""One process with a model in it, from its start to its end: what it was given, and what it answers."""
+"""A child process with an initialized model: executes work items and receives their responses."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ from typing import NamedTuple, cast
 
 from neso.backends.python.description import ModelDescription, PythonSettings
 from neso.backends.python.local_server import LocalServer
-from neso.backends.python.model_instance import Work
-from neso.backends.python.process.codec import log_level, payload, write_log_record
+from neso.backends.python.model_instance import WorkItem
+from neso.backends.python.process.codec import log_level, payload_size, write_log_record
 from neso.backends.python.process.messages import (
-    Answer,
     Cancel,
     CheckReady,
-    Ended,
     Execute,
     Executed,
-    Free,
+    Finalized,
     Hello,
     Initialize,
     Log,
     Message,
+    Reply,
     Reschedule,
     Respond,
     Started,
     Stop,
+    WorkDone,
 )
 from neso.backends.python.process.model_process import ModelProcess
-from neso.backends.python.process.services import ModelServices
+from neso.backends.python.process.server_requests import ServerRequestHandler
 from neso.backends.python.process.spawn import Interpreter
 from neso.backends.python.thread_instances import Rescheduler
 from neso.server.errors import Cancelled, InternalError, ServerError
 from neso.server.inference_response import NEVER_EXECUTED, ResponseStream
 from neso.server.tracing import ModelTrace
 
-AFTER_FINALIZE = 5.0
-"""Seconds that a process may take to end once its model is finalized."""
+EXIT_TIMEOUT = 5.0
+"""Seconds that a process may take to exit after `finalize` has returned."""
 
 
-class Sent(NamedTuple):
-    """A work that the process has, and those of its requests, by their numbers, that were still wanted."""
+class SentWork(NamedTuple):
+    """A work item in the process. `streams`: its requests by number, without cancelled ones."""
 
     number: int
-    work: Work
+    work: WorkItem
     streams: dict[int, ResponseStream]
 
 
 class RunningModel:
-    """Belongs to the core's event loop. `free` is called whenever a work is over.
+    """Used on the core's event loop only.
 
-    It has up to `depth` works, of which the first is being executed: with the next one at hand, the process need not
-    wait for the server. `ended` is resolved, with the reason, when the process is gone.
+    The process holds up to `depth` work items and executes the first. A prefetched second item saves a round trip
+    between executions. `work_done` is called when an item is finished. `ended` is resolved with the exit reason when
+    the process has ended.
     """
 
     def __init__(
@@ -62,20 +63,20 @@ class RunningModel:
         name: str,
         server: LocalServer,
         depth: int,
-        free: Callable[[], None],
+        work_done: Callable[[], None],
         reschedule: Rescheduler | None,
     ) -> None:
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._process = ModelProcess(self._received)
-        self._services = ModelServices(server, self._process, self._find_trace)
-        self._depth, self._free, self._reschedule = depth, free, reschedule
+        self._request_handler = ServerRequestHandler(server, self._process, self._find_trace)
+        self._depth, self._on_work_done, self._reschedule = depth, work_done, reschedule
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._initialized: asyncio.Future[str | None] = self._loop.create_future()
         self._numbers = itertools.count()
         self._streams: dict[int, ResponseStream] = {}
-        self._questions: dict[int, asyncio.Future[bool]] = {}
-        self._works: deque[Sent] = deque()
+        self._pending_queries: dict[int, asyncio.Future[bool]] = {}
+        self._works: deque[SentWork] = deque()
         self.ended = self._process.ended
 
     async def start(
@@ -85,7 +86,7 @@ class RunningModel:
         description: ModelDescription,
         args: dict[str, str],
     ) -> None:
-        """Start the process and initialize the model. Raises `ServerError`; then `ended` is resolved."""
+        """Start the process and initialize the model. Raises `ServerError`, after `ended` is resolved."""
         try:
             await self._process.start(interpreter, settings)
         except OSError as error:
@@ -105,28 +106,28 @@ class RunningModel:
             )
         )
         try:
-            await self._come_up(settings.stub_timeout)
+            await self._wait_until_initialized(settings.stub_timeout)
         except BaseException:
             await self.kill()
             raise
 
     @property
     def has_room(self) -> bool:
-        """Whether it can take one more work."""
+        """Whether the process can take another work item."""
         return len(self._works) < self._depth
 
-    def execute(self, work: Work) -> None:
-        """Send work, to a model that has room."""
-        streams = {next(self._numbers): stream for stream in self._still_wanted(work)}
+    def execute(self, work: WorkItem) -> None:
+        """Send a work item. Requires `has_room`."""
+        streams = {next(self._numbers): stream for stream in self._drop_cancelled(work)}
         if not streams:
-            tell_free(work)
+            work.finish()
             return
-        sent = Sent(next(self._numbers), work, streams)
+        sent = SentWork(next(self._numbers), work, streams)
         self._works.append(sent)
         if len(self._works) == 1:
-            self._begins(sent)
+            self._mark_started(sent)
         self._streams.update(streams)
-        pack = self._process.exchange.pack_request
+        pack = self._process.codec.pack_request
 
         def failed(error: Exception) -> None:
             for request, stream in streams.items():
@@ -140,22 +141,22 @@ class RunningModel:
                 tuple((request, pack(stream.request, stream.trace)) for request, stream in streams.items()),
                 log_level(),
             ),
-            sum(payload(stream.request.inputs.values()) for stream in streams.values()),
+            sum(payload_size(stream.request.inputs.values()) for stream in streams.values()),
             failed,
         )
         for request, stream in streams.items():
             stream.request.on_cancel(lambda request=request: self._cancel(request))  # type: ignore[misc]
 
     async def check_ready(self) -> bool:
-        """What the model's own `is_ready` says; False if the process ends meanwhile."""
+        """Result of the model's `is_ready`; False if the process ends meanwhile."""
         number = next(self._numbers)
-        answer = self._questions[number] = self._loop.create_future()
+        answer = self._pending_queries[number] = self._loop.create_future()
         self._process.send(CheckReady(number))
         await asyncio.wait((answer, self.ended), return_when=asyncio.FIRST_COMPLETED)
         return answer.done() and answer.result()
 
     async def stop(self, timeout: float) -> bool:
-        """Let the model finalize; False if it had to be killed after `timeout` seconds."""
+        """Finalize the model and end the process. Returns False if it was killed after `timeout` seconds."""
         self._process.send(Stop())
         await asyncio.wait((self.ended,), timeout=timeout)
         in_time = self.ended.done()
@@ -163,13 +164,13 @@ class RunningModel:
         return in_time
 
     async def kill(self) -> None:
-        """End the process by force, unless it has ended, and give back what it held in the server."""
+        """Kill the process, wait for its end and release its server-side objects."""
         self._process.kill()
         await asyncio.wait((self.ended,))
-        self._services.close()
+        self._request_handler.close()
 
-    def fail_all(self, error: ServerError) -> list[Work]:
-        """Once it has ended: answer all that it had begun; gives back the works that it had not."""
+    def fail_all(self, error: ServerError) -> list[WorkItem]:
+        """After the process has ended: fail the requests it had started. Returns the work items it had not."""
         works, self._works = list(self._works), deque()
         streams, self._streams = self._streams, {}
         for sent in works[1:]:
@@ -178,10 +179,10 @@ class RunningModel:
         for stream in streams.values():
             stream.fail(error)
         for sent in works[:1]:
-            tell_free(sent.work)
+            sent.work.finish()
         return [sent.work for sent in works[1:]]
 
-    async def _come_up(self, timeout: float) -> None:
+    async def _wait_until_initialized(self, timeout: float) -> None:
         unhealthy = f"Stub process '{self._name}' is not healthy:"
         await asyncio.wait((self._hello, self.ended), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not self._hello.done() and not self.ended.done():
@@ -199,7 +200,7 @@ class RunningModel:
         match message:
             case Respond():
                 self._respond(message)
-            case Free(work):
+            case WorkDone(work):
                 self._work_done(work)
             case Executed():
                 self._executed(message)
@@ -213,13 +214,13 @@ class RunningModel:
                 self._hello.set_result(None)
             case Started(error):
                 self._initialized.set_result(error)
-            case Answer(question, value):
-                if (answer := self._questions.pop(question, None)) is not None and not answer.done():
+            case Reply(query, value):
+                if (answer := self._pending_queries.pop(query, None)) is not None and not answer.done():
                     answer.set_result(bool(value))
-            case Ended():
-                self._process.kill_after(AFTER_FINALIZE)
+            case Finalized():
+                self._process.kill_after(EXIT_TIMEOUT)
             case _:
-                self._services.handle(message)
+                self._request_handler.handle(message)
 
     def _respond(self, message: Respond) -> None:
         stream = self._streams.get(message.number)
@@ -228,7 +229,7 @@ class RunningModel:
         if message.response.final:
             del self._streams[message.number]
         stream.timeline.input_end, stream.timeline.output_start = message.input_end, message.output_start
-        stream.send(self._process.exchange.unpack_response(message.response))
+        stream.send(self._process.codec.unpack_response(message.response))
 
     def _executed(self, message: Executed) -> None:
         sent = next((sent for sent in self._works if sent.number == message.work), None)
@@ -237,27 +238,27 @@ class RunningModel:
         for stream in sent.streams.values():
             stream.timeline.input_end = message.input_end
             stream.timeline.output_start = message.output_start
-        if sent.work.executed is not None:
-            sent.work.executed(next(iter(sent.streams.values())).timeline)
+        if sent.work.on_executed is not None:
+            sent.work.on_executed(next(iter(sent.streams.values())).timeline)
 
     def _work_done(self, number: int) -> None:
         sent = next((sent for sent in self._works if sent.number == number), None)
         if sent is None:
             return
         self._works.remove(sent)
-        tell_free(sent.work)
+        sent.work.finish()
         if self._works:
-            self._begins(self._works[0])
-        self._free()
+            self._mark_started(self._works[0])
+        self._on_work_done()
 
     @staticmethod
-    def _begins(sent: Sent) -> None:
+    def _mark_started(sent: SentWork) -> None:
         now = time.monotonic_ns()
         for stream in sent.streams.values():
             stream.timeline.compute_start = stream.timeline.compute_start or now
 
     def _find_trace(self, id: int) -> ModelTrace | None:
-        """Of a request that the process has, to which it says that a call belongs."""
+        """Trace of a request in the process, named by a BLS call as its parent."""
         traces = (stream.trace for stream in self._streams.values())
         return next((trace for trace in traces if trace is not None and trace.id == id), None)
 
@@ -266,17 +267,11 @@ class RunningModel:
             self._process.send(Cancel(number))
 
     @staticmethod
-    def _still_wanted(work: Work) -> list[ResponseStream]:
+    def _drop_cancelled(work: WorkItem) -> list[ResponseStream]:
         wanted = []
         for stream in cast("list[ResponseStream]", work.streams):
             if stream.request.cancelled:
-                stream.fail(Cancelled(NEVER_EXECUTED))  # or was already
+                stream.fail(Cancelled(NEVER_EXECUTED))  # no-op if it has failed already
             else:
                 wanted.append(stream)
         return wanted
-
-
-def tell_free(work: Work) -> None:
-    """The work is over, whatever became of it."""
-    if work.free is not None:
-        work.free()

@@ -1,7 +1,11 @@
-"""Shared memory that one side of a channel hands out, and the other looks at.
+"""Shared memory between two processes: `Arena` allocates blocks on one side, `ArenaReader` maps them on the other.
 
-It is an anonymous file (memfd): it has no name that could be left behind, and is gone when both processes are, however
-they ended. It grows in segments, each mapped on its own, and does not shrink.
+The memory is an anonymous file (memfd), which the kernel frees when both processes have ended. It grows in segments,
+each mapped separately, and does not shrink.
+
+Reference counting: `Arena._num_viewers` counts the viewers of each block. Arrays returned by `view` and `view_again`
+release their block when they and all their views are garbage collected. Finalizers must not wait for locks, so
+`release` only appends to a deque that the next `allocate` processes.
 """
 
 from __future__ import annotations
@@ -28,16 +32,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def make_file(name: str) -> FileIO:
-    """An empty file in memory, which the other process can let grow but not shrink."""
+    """An empty memfd, sealed so that the other process cannot shrink it."""
     file = FileIO(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+")
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return file
 
 
 class Arena:
-    """The owner's side: gives out blocks, and takes them back once nobody looks at them.
+    """Owner's side: allocates blocks and frees them when they have no viewers. Sizes are in bytes.
 
-    Safe to use from any thread; `release` even from a finalizer. Sizes are in bytes.
+    Thread-safe. `release` may be called from finalizers.
     """
 
     def __init__(self, file: FileIO, default_size: int, growth_size: int) -> None:
@@ -46,23 +50,23 @@ class Arena:
         self._segments: list[_Segment] = []
         self._end = 0
         self._lock = threading.Lock()
-        self._released: deque[int] = deque()  # finalizers can wait for no lock
-        self._viewers: dict[int, int] = {}
+        self._released: deque[int] = deque()
+        self._num_viewers: dict[int, int] = {}  # by block offset
 
     @property
     def in_use(self) -> int:
-        """Bytes in blocks that are not released."""
+        """Total size of allocated blocks."""
         with self._lock:
             self._collect()
             return sum(sum(segment.taken.values()) for segment in self._segments)
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file."""
         return self._end
 
     def allocate(self, size: int) -> tuple[Block, Bytes]:
-        """A block with one viewer, and its memory. Raises `OSError` when the machine has no more."""
+        """Allocate a block with one viewer; returns it and its memory. Raises `OSError` if memory is exhausted."""
         needed = _round_up(max(size, 1), ALIGNMENT)
         with self._lock:
             self._collect()
@@ -73,37 +77,37 @@ class Arena:
                 segment = self._grow(needed)
                 offset = segment.take(needed)
                 assert offset is not None
-            self._viewers[offset] = 1
+            self._num_viewers[offset] = 1
         return Block(segment.start, segment.size, offset, size), segment.view(offset, size)
 
-    def look_again(self, block: Block) -> Bytes:
-        """The memory of a block that was handed out, for one more viewer; released when that array is gone."""
+    def view_again(self, block: Block) -> Bytes:
+        """Add a viewer to an allocated block. It is released when the returned array is garbage collected."""
         with self._lock:
-            self._viewers[block.offset] += 1
+            self._num_viewers[block.offset] += 1
             segment = next(segment for segment in self._segments if segment.start == block.segment)
-        return _watched(segment.view(block.offset, block.size), lambda: self.release(block.offset))
+        return _with_finalizer(segment.view(block.offset, block.size), lambda: self.release(block.offset))
 
     def release(self, offset: int) -> None:
-        """One viewer of a block less."""
+        """Remove one viewer of a block."""
         self._released.append(offset)
 
     def close(self) -> None:
-        """Close the file: there will be no more memory. What somebody looks at stays."""
+        """Close the file: `allocate` can no longer grow it. Mapped memory stays valid."""
         with self._lock:
             self._file.close()
 
     def _collect(self) -> None:
         while self._released:
             offset = self._released.popleft()
-            self._viewers[offset] -= 1
-            if not self._viewers[offset]:
-                del self._viewers[offset]
+            self._num_viewers[offset] -= 1
+            if not self._num_viewers[offset]:
+                del self._num_viewers[offset]
                 next(segment for segment in self._segments if segment.holds(offset)).give_back(offset)
 
     def _grow(self, needed: int) -> _Segment:
         size = self._default_size
         if self._segments or needed > size:
-            # At least doubled: each segment is a descriptor in both processes. Pages take memory when they are used.
+            # Double at least, to limit the number of mappings. Unused pages take no memory.
             size = _round_up(max(needed, self._end), self._growth_size)
         size = _round_up(size, mmap.ALLOCATIONGRANULARITY)
         try:
@@ -117,7 +121,10 @@ class Arena:
 
 
 class _Segment:
-    """A mapped part of the file: which of its bytes are free (in order, neighbours joined), and which are taken."""
+    """A mapped segment of the file with a first-fit allocator.
+
+    `taken`: size by offset. `_free`: (offset, size) in ascending order, adjacent ranges merged.
+    """
 
     def __init__(self, file: FileIO, start: int, size: int) -> None:
         self.start, self.size = start, size
@@ -132,14 +139,14 @@ class _Segment:
         return np.frombuffer(self._mapping, np.uint8, size, offset - self.start)
 
     def take(self, size: int) -> int | None:
-        """The first place that is large enough."""
-        for index, (offset, room) in enumerate(self._free):
-            if room < size:
+        """Allocate the first free range that is large enough; None if there is none."""
+        for index, (offset, free_size) in enumerate(self._free):
+            if free_size < size:
                 continue
-            if room == size:
+            if free_size == size:
                 del self._free[index]
             else:
-                self._free[index] = (offset + size, room - size)
+                self._free[index] = (offset + size, free_size - size)
             self.taken[offset] = size
             return offset
         return None
@@ -155,39 +162,41 @@ class _Segment:
         insort(self._free, (offset, size))
 
 
-class Visitor:
-    """The other side: looks at blocks. `release` is called with the offset of one that nobody looks at any more,
-    in whatever thread dropped the last array; it must not wait for a lock.
+class ArenaReader:
+    """Reader's side: maps blocks of the other process.
+
+    `release` is called with the offset of a block whose last array was garbage collected, in any thread; it must not
+    wait for locks.
     """
 
     def __init__(self, file: FileIO, release: Callable[[int], None]) -> None:
         self._file = file
         self._release = release
         self._mappings: dict[int, mmap.mmap] = {}
-        self._visited: dict[int, tuple[Block, int]] = {}  # with the address where it is mapped
+        self._viewed: dict[int, tuple[Block, int]] = {}  # block and mapped address, by block offset
 
     def view(self, block: Block) -> Bytes:
-        """The memory of a block. Raises `ValueError` for one that is outside of the file."""
+        """The memory of a block. Raises `ValueError` if it is outside the file."""
         mapping = self._mappings.get(block.segment)
         if mapping is None:
             mapping = mmap.mmap(self._file.fileno(), block.segment_size, offset=block.segment)
             self._mappings[block.segment] = mapping
         memory = np.frombuffer(mapping, np.uint8, block.size, block.offset - block.segment)
-        self._visited[block.offset] = block, memory.__array_interface__["data"][0]
-        return _watched(memory, lambda: self._leave(block.offset))
+        self._viewed[block.offset] = block, memory.__array_interface__["data"][0]
+        return _with_finalizer(memory, lambda: self._release_viewed(block.offset))
 
     def find(self, array: npt.NDArray[Any]) -> tuple[Block, int] | None:
-        """The block whose memory a contiguous array looks at, and where in it; None for memory from elsewhere."""
-        if not self._visited:
+        """The viewed block that contains a contiguous array, and the array's offset in it; None if not in a block."""
+        if not self._viewed:
             return None
         address = array.__array_interface__["data"][0]
-        for block, start in self._visited.copy().values():
+        for block, start in self._viewed.copy().values():
             if start <= address and address + array.nbytes <= start + block.size:
                 return block, address - start
         return None
 
-    def _leave(self, offset: int) -> None:
-        self._visited.pop(offset, None)
+    def _release_viewed(self, offset: int) -> None:
+        self._viewed.pop(offset, None)
         self._release(offset)
 
 
@@ -195,19 +204,21 @@ def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _watched(memory: Bytes, gone: Callable[[], None]) -> Bytes:
-    """The array; `gone` is called when it and all views of it have died.
+def _with_finalizer(memory: Bytes, on_collected: Callable[[], None]) -> Bytes:
+    """Return `memory`; call `on_collected` when it and all its views have been garbage collected.
 
-    Views of an array that was made from a buffer have it as their base, however long their chain is.
+    The base of every view, also of a view of a view, is the array made from the buffer.
     """
 
-    def died(watch: weakref.ref[Bytes]) -> None:
-        del _watches[id(watch)]
-        gone()
+    def collected(reference: weakref.ref[Bytes]) -> None:
+        del _finalizers[id(reference)]
+        on_collected()
 
-    watch = weakref.ref(memory, died)
-    _watches[id(watch)] = watch
+    reference = weakref.ref(memory, collected)
+    _finalizers[id(reference)] = reference
     return memory
 
 
-_watches: dict[int, weakref.ref[Bytes]] = {}  # a reference that is not held itself is never called
+_finalizers: dict[
+    int, weakref.ref[Bytes]
+] = {}  # keeps the weak references alive; else their callbacks do not run

@@ -1,9 +1,8 @@
-"""`EXECUTION_ENV_PATH`: the Python environment that a model's process runs in."""
+"""Start processes of Python models: find the interpreter (`EXECUTION_ENV_PATH`), spawn, auto-complete."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.python.description import PythonSettings
-from neso.backends.python.process.codec import Decoder, encode, write_log_record
-from neso.backends.python.process.messages import Complete, Completed, Log
+from neso.backends.python.process.codec import Decoder, encode, log_level, write_log_record
+from neso.backends.python.process.messages import AutoComplete, AutoCompleted, Log
 from neso.backends.python.process.shared_memory import make_file
 from neso.server.errors import InternalError, InvalidArgument
 
@@ -27,16 +26,16 @@ _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python program, and the variables that it is to be started with."""
+    """Path of a Python interpreter, and its environment variables."""
 
     program: str
     variables: dict[str, str]
 
 
 def find_interpreter(environment: str, model_directory: Path) -> Interpreter:
-    """The Python of an environment (a folder of conda or venv, or such a folder packed as tar); "" is the server's own.
+    """Find the interpreter of an environment: a conda or venv folder, or a tar archive of one; "" for the server's own.
 
-    Blocks while an archive is unpacked, which happens once in the life of the server. Raises `InvalidArgument`.
+    Blocks while an archive is unpacked; each archive is unpacked once. Raises `InvalidArgument`.
     """
     if not environment:
         return Interpreter(sys.executable, dict(os.environ))
@@ -55,7 +54,7 @@ def find_interpreter(environment: str, model_directory: Path) -> Interpreter:
 
 
 def _activated(folder: Path) -> dict[str, str]:
-    """What the environment's own activation would set."""
+    """Environment variables as set by the environment's activation script."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
     variables["PATH"] = f"{folder / 'bin'}{os.pathsep}{variables.get('PATH', os.defpath)}"
     if (folder / "pyvenv.cfg").exists():
@@ -68,14 +67,14 @@ def _activated(folder: Path) -> dict[str, str]:
 
 
 class _Archives:
-    """Archives that were unpacked, into folders that go when the server ends."""
+    """Unpacked archives, in temporary folders that are deleted when the server exits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._folders: dict[tuple[str, int, int], tempfile.TemporaryDirectory[str]] = {}
 
     def unpack(self, archive: Path) -> Path:
-        """Raises `InvalidArgument` for what is no archive."""
+        """Unpack an archive unless done before. Raises `InvalidArgument` if it cannot be read."""
         status = archive.stat()
         key = str(archive.resolve()), status.st_size, status.st_mtime_ns
         with self._lock:
@@ -88,7 +87,7 @@ def _unpack(archive: Path) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="neso-environment-", ignore_cleanup_errors=True)
     try:
         with tarfile.open(archive) as packed:
-            # Links may lead anywhere, as those of a venv to its Python do; files may not.
+            # The filter "tar" allows absolute links (a venv links to its Python), but no files outside the folder.
             packed.extractall(folder.name, filter="tar")
     except (tarfile.TarError, OSError) as error:
         folder.cleanup()
@@ -102,13 +101,13 @@ _archives = _Archives()
 _PROGRAM = Path(__file__).with_name("bootstrap.py")
 
 
-class Spawned:
-    """A process, the socket to it, and the files of the shared memory; the descriptors are this object's."""
+class SpawnedProcess:
+    """A child process with its socket and shared-memory files. Owns the descriptors."""
 
     def __init__(self, interpreter: Interpreter, memory_name: str) -> None:
         self.from_server, self.to_server = make_file(memory_name), make_file(memory_name)
-        self.socket, theirs = socket.socketpair()
-        passed = (theirs.fileno(), self.from_server.fileno(), self.to_server.fileno())
+        self.socket, child_socket = socket.socketpair()
+        passed = (child_socket.fileno(), self.from_server.fileno(), self.to_server.fileno())
         try:
             self.process = subprocess.Popen(
                 [interpreter.program, str(_PROGRAM), *map(str, passed)],
@@ -120,17 +119,17 @@ class Spawned:
             self.close()
             raise
         finally:
-            theirs.close()
+            child_socket.close()
 
     def close(self) -> None:
-        """Close the descriptors; memory that somebody looks at stays."""
+        """Close the descriptors. Mapped memory stays valid."""
         self.socket.close()
         self.from_server.close()
         self.to_server.close()
 
 
-def how_it_ended(code: int) -> str:
-    """A status as `Popen` gives it, in words."""
+def describe_exit(code: int) -> str:
+    """Describe a return code of `Popen`."""
     if code >= 0:
         return f"exit status {code}"
     try:
@@ -142,13 +141,12 @@ def how_it_ended(code: int) -> str:
 def complete_in_process(
     config: dict[str, Any], directory: Path, path: Path, settings: PythonSettings
 ) -> dict[str, Any]:
-    """What the `auto_complete_config` of the model in `path` makes of a configuration. Blocks. Raises `ServerError`."""
+    """Run `auto_complete_config` of the model in `path` in a child process. Blocks. Raises `ServerError`."""
     interpreter = find_interpreter(settings.environment, directory)
-    spawned = Spawned(interpreter, settings.shm_name)
+    spawned = SpawnedProcess(interpreter, settings.shm_name)
     try:
         spawned.socket.settimeout(settings.stub_timeout)
-        level = logging.getLogger("neso.model").getEffectiveLevel()
-        spawned.socket.sendall(encode(Complete(str(path.absolute()), config, level)))
+        spawned.socket.sendall(encode(AutoComplete(str(path.absolute()), config, log_level())))
         result = _receive_completed(spawned)
     except TimeoutError:
         raise InternalError(
@@ -161,27 +159,27 @@ def complete_in_process(
         code = _end_process(spawned)
     if result is None:
         raise InternalError(
-            f"the process for auto_complete_config of model '{config['name']}' ended with {how_it_ended(code)}"
+            f"the process for auto_complete_config of model '{config['name']}' ended with {describe_exit(code)}"
         )
     if result.config is None:
         raise InvalidArgument(result.error or "")
     return result.config
 
 
-def _receive_completed(spawned: Spawned) -> Completed | None:
+def _receive_completed(spawned: SpawnedProcess) -> AutoCompleted | None:
     decoder = Decoder()
     while data := spawned.socket.recv(1 << 16):
-        spawned.socket.settimeout(None)  # it has come up; importing the model may take its time
+        spawned.socket.settimeout(None)  # the process is up; importing the model has no time limit
         for message in decoder.feed(data):
-            if isinstance(message, Completed):
+            if isinstance(message, AutoCompleted):
                 return message
             if isinstance(message, Log):
                 write_log_record(message)
     return None
 
 
-def _end_process(spawned: Spawned) -> int:
-    """The exit status; by force, as threads of the model may go on."""
+def _end_process(spawned: SpawnedProcess) -> int:
+    """Wait briefly, then kill the process: threads of the model may keep it alive. Returns the exit code."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         spawned.process.wait(0.5)
     spawned.process.kill()

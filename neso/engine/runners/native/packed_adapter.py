@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 import neso._native as _native
 from neso.engine.lora.adapter import LoraAdapter, LowRank, Target
-from neso.engine.runners.native.arena import Arena
-from neso.engine.runners.native.packed_matrix import PANEL
+from neso.engine.runners.native.packing import PANEL, Arena
 
 AdapterKind = Literal["f32", "bf16"]
 

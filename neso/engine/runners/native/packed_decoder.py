@@ -1,23 +1,33 @@
-"""All weights of a decoder, packed for the kernels."""
+"""x"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.runners.base import RunnerOptions
-from neso.engine.runners.native.arena import Arena
-from neso.engine.runners.native.pack import DTYPES, INT8, KINDS, SCHEMES, Packer, Scheme
-from neso.engine.runners.native.packed_matrix import Kind, PackedMatrix
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_roles import EXPERT_ROLES, NORM_BIASES, Role
-from neso.engine.weights.model_tensors import ModelTensors
-from neso.engine.weights.quantized_matrix import QuantizedMatrix
-from neso.engine.weights.source import Matrix, dense
+from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.runners.native.packing import (
+    DTYPES,
+    INT8,
+    KINDS,
+    SCHEMES,
+    Arena,
+    Kind,
+    PackedMatrix,
+    Packer,
+    Scheme,
+)
+from neso.engine.specs.decoder_spec import EXPERT_ROLES, NORM_BIASES, DecoderSpec, Role
+from neso.engine.weights.engine_directory import EngineDirectory, packed_file, vectors_file
+from neso.engine.weights.model_tensors import DecoderTensors
+from neso.engine.weights.quantized import Matrix, QuantizedMatrix, dense
+from neso.engine.weights.safetensors_file import SafetensorsWriter
+from neso.engine.weights.source import CheckpointError
 
 Float32Array = npt.NDArray[np.float32]
 Item = PackedMatrix | npt.NDArray[Any]
@@ -160,7 +170,7 @@ def _expect(item: Item, kind: type[T]) -> T:
     return item
 
 
-def pack_items(tensors: ModelTensors, options: RunnerOptions, threads: int) -> Iterator[tuple[str, Item]]:
+def pack_items(tensors: DecoderTensors, options: RunnerOptions, threads: int) -> Iterator[tuple[str, Item]]:
     """Read and pack matrix by matrix: names like "layers.0.qkv", and what `PackedDecoder` has under them.
 
     Raises `CheckpointError` when a tensor is missing or does not fit.
@@ -197,7 +207,7 @@ def count_items(spec: DecoderSpec) -> int:
     return total
 
 
-def dense_dtype(tensors: ModelTensors, options: RunnerOptions) -> np.dtype[Any]:
+def dense_dtype(tensors: DecoderTensors, options: RunnerOptions) -> np.dtype[Any]:
     """Of the weights that are not quantized: what was asked for, else what the checkpoint has."""
     if options.dtype != "auto":
         return DTYPES[options.dtype]
@@ -210,7 +220,7 @@ def dense_dtype(tensors: ModelTensors, options: RunnerOptions) -> np.dtype[Any]:
 class _LayerPacker:
     """Packs one layer."""
 
-    def __init__(self, tensors: ModelTensors, packer: Packer, layer: int) -> None:
+    def __init__(self, tensors: DecoderTensors, packer: Packer, layer: int) -> None:
         self._tensors = tensors
         self._packer = packer
         self._layer = layer
@@ -271,9 +281,78 @@ def _mlp_roles(spec: DecoderSpec) -> tuple[Role, ...]:
     return ("gate", "up", "down") if spec.gated else ("up", "down")
 
 
-def _embedding(tensors: ModelTensors, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _embedding(tensors: DecoderTensors, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """A copy in the dtype of the dense weights; only float16 weights are kept as float16."""
     stored = tensors.table("embedding")
     if dtype == np.float16 and stored.dtype != np.float16:
         dtype = np.dtype(np.float32)
     return np.array(stored, dtype, order="C")
+
+
+# What an entry of a header takes: a name, a type, a shape, two offsets. An item has at most five arrays.
+_ENTRY_BYTES = 160
+_ARRAYS_OF_ITEM = 5
+
+
+def write_rank(
+    directory: Path, rank: int, spec: DecoderSpec, items: Iterable[tuple[str, Item]]
+) -> dict[str, dict[str, Any]]:
+    """Write the files of one rank as the items come; returns the numbers of the matrices by name."""
+    header_bytes = _ENTRY_BYTES * _ARRAYS_OF_ITEM * count_items(spec)
+    matrices: dict[str, dict[str, Any]] = {}
+    with (
+        SafetensorsWriter(directory / packed_file(rank), header_bytes) as packed,
+        SafetensorsWriter(directory / vectors_file(rank), header_bytes) as vectors,
+    ):
+        for name, item in items:
+            if not isinstance(item, PackedMatrix):
+                vectors.add(name, item)
+                continue
+            matrices[name] = item.numbers()
+            for field, array in item.arrays().items():
+                (packed if field == "data" else vectors).add(f"{name}.{field}", array)
+    return matrices
+
+
+def read_engine(spec: DecoderSpec, directory: EngineDirectory, options: RunnerOptions) -> PackedDecoder:
+    """The weights of an engine directory, mapped.
+
+    Raises `UnsupportedOption` when the options ask for something else than was built, `CheckpointError` when the
+    files lack something.
+    """
+    _check_options(directory, options)
+    arrays = directory.arrays()
+    items: dict[str, Item] = {
+        name: array
+        for name, array in arrays.items()
+        if name.rpartition(".")[0] not in directory.build.matrices
+    }
+    for name, numbers in directory.build.matrices.items():
+        fields = {
+            field: arrays[f"{name}.{field}"]
+            for field in ("data", "scales", "offsets", "input_order", "bias")
+            if f"{name}.{field}" in arrays
+        }
+        items[name] = PackedMatrix(**numbers, **{field: _aligned(a) for field, a in fields.items()})  # type: ignore[arg-type]
+    try:
+        return PackedDecoder.assemble(spec, items)
+    except KeyError as error:
+        raise CheckpointError(f"{directory.directory}: the engine lacks {error}; build it again") from None
+
+
+def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Small vectors may lie anywhere in the file; kernels read them by their type."""
+    return array if array.flags.aligned else np.array(array)
+
+
+def _check_options(directory: EngineDirectory, options: RunnerOptions) -> None:
+    build = directory.build
+    if options.dtype not in ("auto", build.dtype):
+        raise UnsupportedOption(
+            f"{directory.directory} was built with dtype {build.dtype}, not {options.dtype}"
+        )
+    if options.quantization not in (None, build.quantization):
+        raise UnsupportedOption(
+            f"{directory.directory} was built with quantization {build.quantization or 'none'}, "
+            f"not {options.quantization}"
+        )

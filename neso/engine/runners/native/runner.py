@@ -21,9 +21,6 @@ from neso.engine.runners.base import (
     RunnerOptions,
     SpecRunner,
 )
-from neso.engine.runners.native.arena import Arena
-from neso.engine.runners.native.engine_files import read_engine
-from neso.engine.runners.native.pack import KINDS, refuse_fp8
 from neso.engine.runners.native.packed_adapter import AdapterKind, NativeAdapter
 from neso.engine.runners.native.packed_decoder import (
     PackedDecoder,
@@ -31,13 +28,15 @@ from neso.engine.runners.native.packed_decoder import (
     PackedLayer,
     PackedMLP,
     pack_items,
+    read_engine,
 )
-from neso.engine.runners.reference.rotary import RotaryTables
+from neso.engine.runners.native.packing import KINDS, Arena, refuse_fp8
+from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.engine_directory import EngineDirectory
-from neso.engine.weights.model_tensors import ModelTensors
-from neso.engine.weights.source import WeightSource
+from neso.engine.weights.model_tensors import DecoderTensors
+from neso.engine.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class NativeRunner(SpecRunner):
 
     @classmethod
     def load(
-        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
+        cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> NativeRunner:
         refuse_fp8(options)
         threads = options.num_threads or available_cores()
@@ -81,7 +80,7 @@ class NativeRunner(SpecRunner):
             weights = read_engine(spec, source, options)
         else:
             weights = PackedDecoder.assemble(
-                spec, dict(pack_items(ModelTensors(spec, source), options, threads))
+                spec, dict(pack_items(DecoderTensors(spec, source), options, threads))
             )
         runner = cls(spec, weights, threads)
         if isinstance(source, EngineDirectory):
@@ -115,7 +114,7 @@ class NativeRunner(SpecRunner):
             np.concatenate([plan.logits_rows, plan.hidden_rows])
             if len(plan.hidden_rows)
             else plan.logits_rows,
-            [(cos[:, 0], sin[:, 0]) for cos, sin in rotary],
+            list(rotary),
             logits,
             self._hidden,
             plan.embedding_positions,

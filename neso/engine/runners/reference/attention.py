@@ -1,10 +1,10 @@
-"""Paged attention over a flat batch.
+"""Paged KV cache and attention of the reference runner, over a flat batch.
 
-What to read for which tokens depends on the step and on the layer's window, not on the layer, so it is planned
-once a step (`AttentionPlan`) and run in each layer. Two kinds of work:
+The blocks and masks of a step depend on the layer's window but not on the layer, so they are planned once per step
+and window (`AttentionPlan`) and used in each layer. Two kinds of work:
 
-- sequences with one new token (decode) are grouped by context length, padded to the longest of the group;
-- a sequence with more (prefill) goes by itself, in tiles of queries, so that the scores stay small.
+- sequences with one new token (decode) are grouped by context length and padded to the longest of the group;
+- a sequence with more new tokens (prefill) is processed alone, in tiles of queries, to bound the size of the scores.
 """
 
 from __future__ import annotations
@@ -17,27 +17,86 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.reference.kv_cache import KVCache
+from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.reference.layers import softcap
+from neso.engine.specs.decoder_spec import DecoderSpec
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
-# A decode group holds sequences whose block counts differ by at most a quarter (and a few blocks) ...
+
+class KVCache:
+    """One array per layer, float32[2 * kv_heads, num_blocks, block_size, head_dim]: keys first, then values.
+
+    With heads first, the gathered blocks of a sequence are a contiguous matrix per head.
+    """
+
+    def __init__(self, spec: DecoderSpec, layout: CacheLayout) -> None:
+        self.block_size = layout.block_size
+        self._kv_heads = spec.num_kv_heads
+        shape = (2 * spec.num_kv_heads, layout.num_blocks, layout.block_size, spec.head_dim)
+        self._layers = [np.zeros(shape, np.float32) for _ in range(spec.num_layers)]
+        self._scratch = np.empty(0, np.float32)
+
+    @staticmethod
+    def bytes_per_block(spec: DecoderSpec, block_size: int) -> int:
+        return spec.num_layers * 2 * spec.num_kv_heads * block_size * spec.head_dim * 4
+
+    def copy_blocks(self, copies: Int32Array) -> None:
+        """Copy blocks in all layers; int32[C, 2] of (source, target). All sources are read before any write."""
+        if len(copies):
+            for layer in self._layers:
+                layer[:, copies[:, 1]] = layer[:, copies[:, 0]]
+
+    def copy_slots(self, sources: Int32Array, targets: Int32Array) -> None:
+        """Copy single tokens in all layers, int32[C] slots each. All sources are read before any write."""
+        if len(sources):
+            for layer in self._layers:
+                slots = layer.reshape(len(layer), -1, layer.shape[-1])
+                slots[:, targets] = slots[:, sources]
+
+    def write(self, layer: int, slots: Int32Array, keys_values: Float32Array) -> None:
+        """Store float32[T, 2 * kv_heads, head_dim] at slots int32[T] (block * block_size + offset).
+
+        Writing the first slot of a block zeroes the rest: attention reads whole blocks, and a weight of 0 would not
+        hide a NaN left by another sequence.
+        """
+        blocks, offsets = np.divmod(slots, self.block_size)
+        cache = self._layers[layer]
+        cache[:, blocks[offsets == 0]] = 0
+        cache[:, blocks, offsets] = keys_values.swapaxes(0, 1)
+
+    def gather(self, layer: int, tables: Int32Array) -> tuple[Float32Array, Float32Array]:
+        """Keys and values of S sequences with tables int32[S, B]: each float32[kv_heads, S, B * block_size, D].
+
+        They are copies in a scratch buffer, valid until the next call.
+        """
+        cache = self._layers[layer]
+        heads, _, block_size, head_dim = cache.shape
+        size = heads * tables.size * block_size * head_dim
+        if self._scratch.size < size:
+            self._scratch = np.empty(size, np.float32)
+        gathered = self._scratch[:size].reshape(heads, *tables.shape, block_size, head_dim)
+        np.take(cache, tables, axis=1, out=gathered, mode="clip")  # other modes copy twice
+        keys_values = gathered.reshape(heads, len(tables), -1, head_dim)
+        return keys_values[: self._kv_heads], keys_values[self._kv_heads :]
+
+
+# Block counts within a decode group differ by at most a quarter plus a few blocks ...
 _PADDING_RATIO = 1.25
 _PADDING_BLOCKS = 2
-# ... and gathers no more slots than this: larger copies fall out of the CPU's cache before they are used.
+# ... and the group gathers at most this many slots, to stay in the CPU cache.
 _GROUP_SLOTS = 2048
 _TILE_QUERIES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """Queries that attend together: S sequences, Q queries each, L cache slots.
+    """One batched attention product: S sequences, Q queries each, L cache slots.
 
-    - rows[S, Q]: positions of the queries in the flat batch
-    - tables[S, L / block_size]: the blocks to gather, padded with block 0
-    - mask[S, 1, Q, L]: added to the scores; 0 where the query sees the slot, else -inf
+    - rows[S, Q]: rows of the queries in the flat batch
+    - tables[S, L / block_size]: blocks to gather
+    - mask[S, 1, Q, L]: added to the scores; 0 for visible slots, -inf for others
     """
 
     rows: npt.NDArray[np.intp]
@@ -47,13 +106,13 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """All the work of a step for layers with the same window."""
+    """The attention work of a step for layers with the same window."""
 
     work: list[AttentionWork]
 
     @classmethod
     def make(cls, plan: StepPlan, block_size: int, window: int | None, sinks: int = 0) -> AttentionPlan:
-        """`window`: how many tokens each sees, itself included, beside the first `sinks` tokens; None for all."""
+        """`window`: tokens that each token attends to, itself included, besides the first `sinks`; None: all."""
         lengths = np.diff(plan.query_start)
         ends = plan.num_computed + lengths
         work = [
@@ -77,12 +136,10 @@ def attend(
     cap: float | None,
     out: Float32Array,
 ) -> None:
-    """Attention of queries float32[T, heads, D] into out float32[T, heads, D], in one layer.
+    """Attention of queries float32[T, heads, D] in one layer, into out float32[T, heads, D].
 
-    `cap`: what bounds the scores, see `softcap`.
-
-    The heads that share keys and values are neighbours; they go as rows of one product, so that keys and values are
-    never repeated.
+    `cap`: soft cap of the scores. Heads that share keys and values become rows of one product, so keys and values
+    are not repeated.
     """
     heads, head_dim = queries.shape[1:]
     for work in plan.work:
@@ -94,7 +151,7 @@ def attend(
         grouped = grouped.reshape(kv_heads, sequences, -1, head_dim)
         scores = grouped @ keys.swapaxes(-1, -2)
         if cap is not None:
-            softcap(scores, cap)
+            scores = softcap(scores, cap)
         scores.reshape(kv_heads, sequences, -1, count, scores.shape[-1])[...] += work.mask
         attended = softmax_weighted(scores, values)
         attended = attended.reshape(kv_heads, sequences, -1, count, head_dim).transpose(1, 3, 0, 2, 4)
@@ -102,7 +159,7 @@ def attend(
 
 
 def softmax_weighted(scores: Float32Array, values: Float32Array) -> Float32Array:
-    """softmax(scores) @ values, overwriting the scores; the division comes last, where there is less to divide."""
+    """softmax(scores) @ values; overwrites the scores."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     weighted = scores @ values
@@ -113,7 +170,7 @@ def softmax_weighted(scores: Float32Array, values: Float32Array) -> Float32Array
 def _decode_groups(
     sequences: npt.NDArray[np.intp], ends: Int32Array, block_size: int, window: int | None
 ) -> Iterator[npt.NDArray[np.intp]]:
-    """Split sequences into groups of like context, which bounds what is wasted on padding."""
+    """Split sequences into groups of similar context length, to limit padding."""
     context = ends[sequences] if window is None else np.minimum(ends[sequences], window)
     order = np.argsort(context, kind="stable")
     blocks = -(-context[order] // block_size)
@@ -136,7 +193,7 @@ def _span(
     window: int | None,
     sinks: int,
 ) -> AttentionWork:
-    """Work for the new tokens first to last (exclusive) of each of the sequences."""
+    """Work for new tokens `first` to `last` (exclusive) of each of the sequences."""
     offsets = np.arange(first, last)
     rows = plan.query_start[sequences][:, None] + offsets
     written = plan.num_computed[sequences][:, None] + offsets  # [S, Q]
@@ -145,8 +202,8 @@ def _span(
     oldest = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
     sinks = 0 if window is None else sinks
     sink_blocks = -(-sinks // block_size)
-    # Blocks from that of the oldest token that any query of the sequence sees to that of the newest query, after
-    # those of the sinks. What pads them is masked, but must have been written: the newest query's.
+    # The blocks of the sinks, then those from the oldest visible token to the newest query. Padding is masked but
+    # must be initialized, so it repeats the newest query's block.
     first_block = np.maximum(oldest[:, 0] // block_size, sink_blocks)
     last_block = written[:, -1] // block_size
     in_window = first_block[:, None] + np.arange(max(0, (last_block - first_block).max() + 1))
@@ -156,24 +213,24 @@ def _span(
     blocks = plan.block_tables[sequences[:, None], np.where(used, columns, last_block[:, None])]
     slots = (columns[:, :, None] * block_size + np.arange(block_size)).reshape(len(sequences), 1, -1)
     if in_tree:
-        stand, descend = _keys_of_tree(plan, int(sequences[0]), slots)
+        key_positions, visible = _tree_keys(plan, int(sequences[0]), slots)
     else:
-        stand, descend = slots, slots <= positions[:, :, None]
-    seen = descend & ((stand >= oldest[:, :, None]) | (slots < sinks))
-    mask = np.where(seen, np.float32(0), np.float32(-np.inf))
+        key_positions, visible = slots, slots <= positions[:, :, None]
+    visible = visible & ((key_positions >= oldest[:, :, None]) | (slots < sinks))
+    mask = np.where(visible, np.float32(0), np.float32(-np.inf))
     return AttentionWork(rows, blocks, mask[:, None])
 
 
-def _keys_of_tree(
+def _tree_keys(
     plan: StepPlan, sequence: int, slots: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """Of the new tokens of a sequence that are a tree: where the keys in slots [1, 1, L] stand, and which of them are
-    before each token, on the way to it, bool[1, Q, L]."""
+    """For a sequence whose new tokens are a tree of drafts: positions of the keys in slots [1, 1, L], and for each
+    token whether a key is its own or an ancestor's, bool[1, Q, L]."""
     computed = int(plan.num_computed[sequence])
     begin, end = plan.query_start[sequence : sequence + 2].tolist()
     node = np.clip(slots - computed, 0, end - begin - 1)
     is_node = (slots >= computed) & (slots < computed + end - begin)
-    stand = np.where(is_node, computed + plan.tree_depths[begin + node], slots)
+    positions = np.where(is_node, computed + plan.tree_depths[begin + node], slots)
     masks = plan.tree_masks[begin:end][None, :, None]
     on_path = (masks >> node.astype(np.uint64)) & np.uint64(1) != 0
-    return stand, (slots < computed) | (is_node & on_path)
+    return positions, (slots < computed) | (is_node & on_path)

@@ -1,70 +1,97 @@
-"""Rotary position embedding."""
+"""Rotary position embedding of the reference runner, computed for each step without tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.specs.rotary_frequencies import attention_factor, inverse_frequencies
-from neso.engine.specs.rotary_spec import RotarySpec
+from neso.engine.specs.rotary_spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RotarySpec,
+    YarnScaling,
+)
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
-_FIRST_LENGTH = 1024
 
-
-class RotaryTable:
-    """Cosines and sines by position. Grows by doubling: few sequences come near the longest position."""
-
-    def __init__(self, spec: RotarySpec) -> None:
-        self._spec = spec
-        self._cos, self._sin = self._compute(_FIRST_LENGTH)
-
-    def lookup(self, positions: Int32Array) -> tuple[Float32Array, Float32Array]:
-        """Cosines and sines for positions int32[T]: each float32[T, 1, rotary_dim / 2]."""
-        longest = int(positions.max()) + 1
-        if longest > len(self._cos):
-            self._cos, self._sin = self._compute(1 << (longest - 1).bit_length())
-        return self._cos[positions][:, None, :], self._sin[positions][:, None, :]
-
-    def _compute(self, length: int) -> tuple[Float32Array, Float32Array]:
-        positions = np.arange(length)
-        # The product is float32, as in transformers: at far positions its rounding shows.
-        angles = positions.astype(np.float32)[:, None] * inverse_frequencies(self._spec, positions)
-        factor = np.float32(attention_factor(self._spec))
-        return np.cos(angles) * factor, np.sin(angles) * factor
-
-
-class RotaryTables:
-    """A table for each rotation that the layers of a model have."""
-
-    def __init__(self, rotaries: Iterable[RotarySpec | None]) -> None:
-        self._tables = {spec: RotaryTable(spec) for spec in dict.fromkeys(rotaries) if spec is not None}
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def index(self, spec: RotarySpec) -> int:
-        """Where a rotation stands in the order of `lookup`."""
-        return list(self._tables).index(spec)
-
-    def lookup(self, positions: Int32Array) -> dict[RotarySpec, tuple[Float32Array, Float32Array]]:
-        """Cosines and sines of each rotation, see `RotaryTable.lookup`."""
-        return {spec: table.lookup(positions) for spec, table in self._tables.items()}
+def cos_sin(spec: RotarySpec, positions: Int32Array) -> tuple[Float32Array, Float32Array]:
+    """Cosines and sines for positions int32[T]: each float32[T, 1, rotary_dim / 2]."""
+    # float32 products, as in transformers: at far positions their rounding shows.
+    angles = positions.astype(np.float32)[:, None] * frequencies(spec, positions)
+    scaling = spec.scaling
+    factor = scaling.attention_factor if isinstance(scaling, (YarnScaling, LongScaling)) else 1.0
+    return (np.cos(angles) * np.float32(factor))[:, None], (np.sin(angles) * np.float32(factor))[:, None]
 
 
 def rotate(heads: Float32Array, cos: Float32Array, sin: Float32Array) -> None:
     """Rotate float32[T, heads, head_dim] in place by cos, sin float32[T, 1, rotary_dim / 2].
 
-    Dimension i turns with i + rotary_dim / 2; those from rotary_dim on stay (RoFormer, arXiv 2104.09864, in the
-    order of dimensions that Hugging Face checkpoints have).
+    Dimension i is rotated with i + rotary_dim / 2; dimensions from rotary_dim on are unchanged (RoFormer, arXiv
+    2104.09864, in the order of dimensions that Hugging Face checkpoints have).
     """
     half = cos.shape[-1]
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    rotated = first * cos - second * sin
-    second *= cos
-    second += first * sin
-    first[...] = rotated
+    first, second = heads[..., :half].copy(), heads[..., half : 2 * half].copy()
+    heads[..., :half] = first * cos - second * sin
+    heads[..., half : 2 * half] = second * cos + first * sin
+
+
+def frequencies(spec: RotarySpec, positions: npt.NDArray[np.integer]) -> Float32Array:
+    """Radians per position, float32[1, rotary_dim / 2]; float32[T, rotary_dim / 2] under dynamic scaling."""
+    exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
+    periods: Float32Array = (np.float32(spec.theta) ** exponents[None]).astype(np.float32)
+    unscaled: Float32Array = (np.float32(1) / periods).astype(np.float32)
+    scaling = spec.scaling
+    if isinstance(scaling, LinearScaling):
+        return unscaled / np.float32(scaling.factor)
+    if isinstance(scaling, DynamicScaling):
+        lengths = np.maximum(positions + 1.0, scaling.original_max_position)
+        growth = scaling.factor * lengths / scaling.original_max_position - (scaling.factor - 1)
+        bases = (spec.theta * growth ** (spec.rotary_dim / (spec.rotary_dim - 2))).astype(np.float32)
+        scaled: Float32Array = (1 / bases[:, None] ** exponents).astype(np.float32)
+        return scaled
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(unscaled, scaling)
+    if isinstance(scaling, YarnScaling):
+        return _yarn(unscaled, spec, scaling)
+    if isinstance(scaling, LongScaling):
+        factors: Float32Array = np.array(scaling.factors, np.float32)
+        return unscaled / factors
+    return unscaled
+
+
+def _llama3(unscaled: Float32Array, scaling: Llama3Scaling) -> Float32Array:
+    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    wavelengths = 2 * math.pi / unscaled
+    longest_kept = scaling.original_max_position / scaling.high_freq_factor
+    shortest_divided = scaling.original_max_position / scaling.low_freq_factor
+    smooth = (scaling.original_max_position / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    divided = unscaled / np.float32(scaling.factor)
+    scaled = (1 - smooth) * divided + smooth * unscaled
+    scaled = np.where(wavelengths < longest_kept, unscaled, scaled)
+    return np.where(wavelengths > shortest_divided, divided, scaled).astype(np.float32)
+
+
+def _yarn(unscaled: Float32Array, spec: RotarySpec, scaling: YarnScaling) -> Float32Array:
+    """Equations 17 to 20 of arXiv 2309.00071."""
+    ends = [
+        spec.rotary_dim
+        * math.log(scaling.original_max_position / (2 * math.pi * rotations))
+        / (2 * math.log(spec.theta))
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    first, last = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
+    first, last = max(first, 0), min(last, spec.rotary_dim - 1)
+    if first == last:
+        last += 0.001
+    pairs = np.arange(spec.rotary_dim // 2)
+    interpolated = np.clip((pairs - first) / (last - first), 0, 1)
+    scaled: Float32Array = unscaled * (1 - interpolated) + unscaled / scaling.factor * interpolated
+    return scaled.astype(np.float32)

@@ -1,4 +1,10 @@
-"""The reference runner: numpy, float32, every token of the batch at once. The definition of correct."""
+"""The reference runner: plain numpy in float32, the oracle that the other runners are tested against.
+
+Its arithmetic (products, norms, activations, rotary embeddings, attention, experts, adapters) is its own: nothing in
+this package is used by the native, torch and transformers runners, and nothing of theirs is used here. What they
+share is data: specs, step plans, and checkpoint tensors, whose dequantization is tested separately. lint-imports
+checks both directions.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +24,26 @@ from neso.engine.runners.base import (
     SpecRunner,
     UnsupportedOption,
 )
-from neso.engine.runners.reference.adapters import AdapterBatch, Float32Adapter
-from neso.engine.runners.reference.attention import AttentionPlan, attend
-from neso.engine.runners.reference.kv_cache import KVCache
-from neso.engine.runners.reference.layers import layer_norm, linear, rms_norm, softcap
-from neso.engine.runners.reference.mlp import run_mlp
-from neso.engine.runners.reference.rotary import RotaryTables, rotate
+from neso.engine.runners.reference.attention import AttentionPlan, KVCache, attend
+from neso.engine.runners.reference.layers import (
+    AdapterBatch,
+    Float32Adapter,
+    layer_norm,
+    linear,
+    rms_norm,
+    run_mlp,
+    softcap,
+)
+from neso.engine.runners.reference.rotary import cos_sin, rotate
 from neso.engine.runners.reference.weights import DecoderWeights, LayerWeights, NormWeights
 from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.weights.source import WeightSource
+from neso.engine.weights.source import TensorSource
 
 Float32Array = npt.NDArray[np.float32]
 
 
 class ReferenceRunner(SpecRunner):
-    """Holds the weights and the cache. The steps must come one at a time."""
+    """Holds the weights and the KV cache. Not thread-safe."""
 
     capabilities: frozenset[Capability] = frozenset(
         {"attention_sinks", "hidden_states", "input_embeddings", "lora", "tree_attention"}
@@ -41,7 +52,6 @@ class ReferenceRunner(SpecRunner):
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         super().__init__(spec)
         self._weights = weights
-        self._rotary = RotaryTables(spec.rotaries)
         self._cache: KVCache | None = None
         self._adapters: dict[int, Float32Adapter] = {}  # by slot
         self._widths = output_widths(spec)
@@ -49,7 +59,7 @@ class ReferenceRunner(SpecRunner):
 
     @classmethod
     def load(
-        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
+        cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> ReferenceRunner:
         if options.quantization is not None or options.dtype not in ("auto", "float32"):
             raise UnsupportedOption(
@@ -70,7 +80,7 @@ class ReferenceRunner(SpecRunner):
         self._cache.copy_blocks(plan.block_copies)
         self._cache.copy_slots(*plan.moved_slots(self._cache.block_size))
         adapters = AdapterBatch(plan, self._adapters, self._widths)
-        state = _StepState(self.spec, plan, self._cache, self._rotary, adapters)
+        state = _StepState(self.spec, plan, self._cache, adapters)
         x = self._embed(plan)
         for index, layer in enumerate(self._weights.layers):
             x = self._run_layer(state, index, layer, x)
@@ -96,7 +106,7 @@ class ReferenceRunner(SpecRunner):
         return self._hidden
 
     def keep_row_states(self) -> None:
-        """Nothing to do: they are there anyway."""
+        """Nothing to do: they are always kept."""
 
     def row_states(self, rows: list[int]) -> Float32Array:
         return self._row_states[rows]
@@ -126,13 +136,13 @@ class ReferenceRunner(SpecRunner):
         return x + attended + result if spec.parallel else x + result
 
     def _branch(self, result: Float32Array, post_norm: NormWeights | None) -> Float32Array:
-        """What a branch adds to the residual stream."""
+        """The branch's contribution to the residual stream."""
         result = _norm(self.spec, result, post_norm)
         return result if self.spec.residual_scale == 1.0 else result * np.float32(self.spec.residual_scale)
 
 
 def _norm(spec: DecoderSpec, x: Float32Array, weights: NormWeights | None) -> Float32Array:
-    """x itself where there is no such norm."""
+    """x unchanged if there is no such norm."""
     if weights is None:
         return x
     if spec.norm == "rms":
@@ -141,28 +151,28 @@ def _norm(spec: DecoderSpec, x: Float32Array, weights: NormWeights | None) -> Fl
 
 
 class _StepState:
-    """What all layers of a step share: where tokens stand, where to write, what to attend to."""
+    """Per-step state shared by all layers: cache slots, rotations, attention plans, adapters."""
 
     def __init__(
         self,
         spec: DecoderSpec,
         plan: StepPlan,
         cache: KVCache,
-        rotary: RotaryTables,
         adapters: AdapterBatch,
     ) -> None:
         self.adapters = adapters
         self._spec = spec
         self._cache = cache
         self._slots = plan.slots(cache.block_size)
-        self._cos_sin = rotary.lookup(plan.positions())
+        positions = plan.positions()
+        self._cos_sin = {rotary: cos_sin(rotary, positions) for rotary in set(spec.rotaries) if rotary}
         self._attention = {
             window: AttentionPlan.make(plan, cache.block_size, window, spec.sink_tokens)
             for window in set(spec.sliding_windows)
         }
 
     def attention(self, index: int, layer: LayerWeights, x: Float32Array) -> Float32Array:
-        """Attention of normed x float32[T, hidden] in layer `index`; writes its keys and values first."""
+        """Attention of normed x float32[T, hidden] in layer `index`; writes the new keys and values first."""
         spec = self._spec
         projected = linear(x, layer.qkv, layer.qkv_bias)
         self.adapters.adapt(index, ("query", "key", "value"), x, projected)
@@ -184,6 +194,6 @@ class _StepState:
         return out
 
     def _norm_heads(self, heads: Float32Array, weight: Float32Array) -> None:
-        """float32[T, heads, head_dim] in place: each head, or all of a token together."""
+        """Normalize float32[T, heads, head_dim] in place, per head or over all heads of a token."""
         x = heads.reshape(len(heads), -1) if self._spec.qk_norm == "width" else heads
         heads[...] = rms_norm(x, weight, self._spec.norm_eps).reshape(heads.shape)

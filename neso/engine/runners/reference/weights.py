@@ -1,4 +1,4 @@
-"""The weights of a decoder in float32, packed for few and large matrix products."""
+"""The weights of a decoder in float32, stacked for few large matrix products."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_roles import NORM_BIASES, NormRole, Role
-from neso.engine.weights.model_tensors import ModelTensors
-from neso.engine.weights.source import WeightSource
+from neso.engine.specs.decoder_spec import NORM_BIASES, DecoderSpec, NormRole, Role
+from neso.engine.weights.model_tensors import DecoderTensors
+from neso.engine.weights.source import TensorSource
 
 Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """float32[width]; of each head of queries or keys, or of the residual stream."""
+    """Weight and bias of a norm, float32[width]."""
 
     weight: Float32Array
     bias: Float32Array | None = None
@@ -26,7 +25,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
-    """gate_up: the gate above the rows of up; up alone where there is no gate."""
+    """gate_up: rows of the gate, then those of up; up alone in an MLP without gate."""
 
     gate_up: Float32Array
     gate_up_bias: Float32Array | None
@@ -36,7 +35,7 @@ class MLPWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """router: a row for each expert, then that of the shared one's gate, if it has one."""
+    """router: one row per expert, then the row of the shared expert's gate, if there is one."""
 
     router: Float32Array
     experts: list[MLPWeights]
@@ -45,7 +44,7 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Matrices are [outputs, inputs]; what is packed together is stacked along the outputs."""
+    """Matrices are [outputs, inputs]; `qkv` is stacked along the outputs."""
 
     norms: Mapping[NormRole, NormWeights]
     qkv: Float32Array
@@ -59,7 +58,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """`lm_head` is the embedding itself where they are tied."""
+    """`lm_head` is the embedding array if they are tied."""
 
     embedding: Float32Array
     position_embedding: Float32Array | None
@@ -69,9 +68,9 @@ class DecoderWeights:
     lm_head_bias: Float32Array | None
 
     @classmethod
-    def load(cls, spec: DecoderSpec, source: WeightSource) -> DecoderWeights:
-        """Raises `CheckpointError` when a tensor is missing or has the wrong shape."""
-        tensors = ModelTensors(spec, source)
+    def load(cls, spec: DecoderSpec, source: TensorSource) -> DecoderWeights:
+        """Raises `CheckpointError` if a tensor is missing or has the wrong shape."""
+        tensors = DecoderTensors(spec, source)
         model = _Reader(tensors, None)
         embedding = model.stack("embedding")
         return cls(
@@ -87,15 +86,15 @@ class DecoderWeights:
 
 
 class _Reader:
-    """Reads the tensors of one layer, or those outside the layers."""
+    """Reads the tensors of one layer, or of the model outside the layers."""
 
-    def __init__(self, tensors: ModelTensors, layer: int | None) -> None:
+    def __init__(self, tensors: DecoderTensors, layer: int | None) -> None:
         self.spec = tensors.spec
         self._tensors = tensors
         self._layer = layer
 
     def stack(self, *roles: Role, expert: int | None = None) -> Float32Array:
-        """The tensors of these roles, one below the other."""
+        """The tensors of these roles, stacked along the outputs."""
         shapes = [self._tensors.shape(role, self._layer) for role in roles]
         packed = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), np.float32)
         start = 0

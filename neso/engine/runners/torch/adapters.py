@@ -9,9 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter, Target
-from neso.engine.runners.torch.transfer import send_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +50,6 @@ class TorchAdapter:
 
     def to(self, device: torch.device) -> TorchAdapter:
         return TorchAdapter([{t: c.to(device) for t, c in layer.items()} for layer in self.layers])
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterRows:
-    """Rows int64[n] of each slot in use: among all new tokens, and among those whose logits or hidden states are
-    wanted."""
-
-    all: dict[int, Tensor]
-    wanted: dict[int, Tensor]
-
-    @classmethod
-    def of(cls, plan: StepPlan, device: torch.device) -> AdapterRows | None:
-        """None where no sequence has an adapter."""
-        if plan.adapter_slots is None:
-            return None
-        slots = np.repeat(plan.adapter_slots, np.diff(plan.query_start))
-        wanted = np.concatenate([plan.logits_rows, plan.hidden_rows])
-        return cls(_rows_by_slot(slots, device), _rows_by_slot(slots[wanted], device))
-
-
-def _rows_by_slot(slots: npt.NDArray[np.int32], device: torch.device) -> dict[int, Tensor]:
-    used = [int(slot) for slot in np.unique(slots) if slot >= 0]
-    if not used:
-        return {}
-    rows = send_together([np.flatnonzero(slots == slot) for slot in used], device)
-    return {slot: found.long() for slot, found in zip(used, rows, strict=True)}
 
 
 class AdapterSlots:

@@ -18,10 +18,10 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.torch.step_inputs import (
     StepInputs,
     known_tokens,
+    send_together,
     step_inputs,
     wants_every_row,
 )
-from neso.engine.runners.torch.transfer import send_together
 
 BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
 

@@ -1,8 +1,9 @@
-"""What runners in torch have in common: the cache, the copies between blocks, logits and sampling on the device."""
+"""x"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +11,56 @@ import torch
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner
-from neso.engine.runners.torch.device_logits import DeviceLogits
+from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner, RunnerOptions
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
+from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.sampling import choose
-from neso.engine.runners.torch.transfer import send_together
+from neso.engine.runners.torch.step_inputs import send_together
 from neso.engine.sampling.token_sampling import SamplingBatch
+
+
+def prepare_device(options: RunnerOptions) -> torch.device:
+    """The current CUDA device where there is one, else the CPU, with as many threads as the options say."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    return torch.device("cpu")
+
+
+def operations_for(device: torch.device) -> Operations:
+    """Triton kernels on a GPU, torch's own operations elsewhere."""
+    if device.type != "cuda":
+        return PlainOperations()
+    from neso.engine.runners.torch.triton_operations import TritonOperations
+
+    return TritonOperations()
+
+
+Float32Array = npt.NDArray[np.float32]
+
+
+class DeviceLogits:
+    """float32[R, vocab_size] that reads like an array: what is indexed is copied to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: int | slice | list[int]) -> Float32Array:
+        """A copy."""
+        picked: Float32Array = self.values[rows].cpu().numpy()
+        return picked.copy() if self.values.device.type == "cpu" else picked
+
+    @torch.inference_mode()
+    def __setitem__(self, row: int, logits: Float32Array) -> None:
+        self.values[row] = torch.from_numpy(logits).to(self.values.device)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
 
 # The rest is for activations, logits and graphs.
 _SHARE_OF_GPU = 0.85

@@ -1,4 +1,4 @@
-"""The torch runner: a spec on a GPU, or on the CPU with torch's own operations."""
+"""x"""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from neso.engine.runners.base import (
     RunnerOptions,
     SpecRunner,
 )
-from neso.engine.runners.reference.rotary import RotaryTables
+from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.runners.torch.adapters import AdapterSlots, TorchAdapter
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.decoder import Decoder
-from neso.engine.runners.torch.device import operations_for, prepare_device
-from neso.engine.runners.torch.device_runner import DeviceRunner
+from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
 from neso.engine.runners.torch.step_inputs import step_inputs
 from neso.engine.runners.torch.weights import WeightLoader
 from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.weights.source import WeightSource
+from neso.engine.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
 
     @classmethod
     def load(
-        cls, spec: DecoderSpec, source: WeightSource, options: RunnerOptions = DEFAULT_OPTIONS
+        cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> TorchRunner:
         device = prepare_device(options)
         weights = WeightLoader(spec, source, options, device).load()
@@ -114,7 +113,7 @@ class TorchRunner(DeviceRunner, SpecRunner):
 def _cos_sin(spec: DecoderSpec, device: torch.device) -> list[Tensor | None]:
     """Of each layer: cosines and sines of its rotation, shared by those that rotate alike."""
     tables = {
-        rotary: torch.from_numpy(np.concatenate([cos[:, 0], sin[:, 0]], axis=1)).to(device)
+        rotary: torch.from_numpy(np.concatenate([cos, sin], axis=1)).to(device)
         for rotary, (cos, sin) in RotaryTables(spec.rotaries)
         .lookup(np.arange(spec.max_position, dtype=np.int32))
         .items()

@@ -1,4 +1,4 @@
-"""SamplingBatch tokens on the device: what `token_sampling.choose` does, in torch."""
+"""Sampling on the device: `token_sampling.choose` in torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neso.engine.runners.torch.transfer import send
+from neso.engine.runners.torch.step_inputs import send
 from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks, SamplingBatch
 
 

@@ -1,4 +1,4 @@
-"""A step plan on the device."""
+"""x"""
 
 from __future__ import annotations
 
@@ -11,10 +11,53 @@ import torch
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.torch.adapters import AdapterRows
-from neso.engine.runners.torch.transfer import send, send_together
+
+
+def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy on the device that the host does not wait for; on the CPU the array itself.
+
+    Through pinned memory: from other memory the copy would wait for what the device computes.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def send_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays as int32 tensors on the device, in one transfer: views of one buffer."""
+    packed = send(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32), device)
+    pieces = packed.split([array.size for array in arrays])
+    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+
 
 Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """Rows int64[n] of each slot in use: among all new tokens, and among those whose logits or hidden states are
+    wanted."""
+
+    all: dict[int, Tensor]
+    wanted: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, plan: StepPlan, device: torch.device) -> AdapterRows | None:
+        """None where no sequence has an adapter."""
+        if plan.adapter_slots is None:
+            return None
+        slots = np.repeat(plan.adapter_slots, np.diff(plan.query_start))
+        wanted = np.concatenate([plan.logits_rows, plan.hidden_rows])
+        return cls(_rows_by_slot(slots, device), _rows_by_slot(slots[wanted], device))
+
+
+def _rows_by_slot(slots: npt.NDArray[np.int32], device: torch.device) -> dict[int, Tensor]:
+    used = [int(slot) for slot in np.unique(slots) if slot >= 0]
+    if not used:
+        return {}
+    rows = send_together([np.flatnonzero(slots == slot) for slot in used], device)
+    return {slot: found.long() for slot, found in zip(used, rows, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

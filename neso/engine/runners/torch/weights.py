@@ -1,22 +1,85 @@
-"""The weights of a decoder on the device."""
+"""x"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
-from neso.engine.runners.torch.linear import DenseLinear, Float8Linear, Linear
-from neso.engine.specs.decoder_spec import DecoderSpec
-from neso.engine.specs.tensor_roles import NORM_BIASES, NormRole, Role
-from neso.engine.weights.float8_matrix import Float8Matrix
-from neso.engine.weights.model_tensors import ModelTensors
-from neso.engine.weights.source import Matrix, WeightSource, dense
+from neso.engine.specs.decoder_spec import NORM_BIASES, DecoderSpec, NormRole, Role
+from neso.engine.weights.model_tensors import DecoderTensors
+from neso.engine.weights.quantized import Float8Matrix, Matrix, dense
+from neso.engine.weights.source import TensorSource
+
+Linear = Callable[[Tensor], Tensor]
+"""[tokens, inputs] -> [tokens, outputs], in the dtype of the activations."""
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLinear:
+    """x @ weight.T + bias for weight[outputs, inputs]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Linear:
+    """x @ (codes * scales).T + bias for codes e4m3[outputs, inputs] and a scale float32[outputs] for each output.
+
+    Where the GPU multiplies e4m3 (compute capability 8.9 on), the activations are rounded to it too, with a scale
+    for each token; elsewhere the codes are converted for each product, which saves memory and not time.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if _multiplies_float8(x.device) and not (self.codes.shape[0] % 16 or self.codes.shape[1] % 16):
+            rounded, x_scales = round_to_float8(x)
+            # bfloat16, with a bias in it, is what every such GPU gives; the inputs have fewer bits than that.
+            bias = None if self.bias is None else self.bias.bfloat16()
+            return torch._scaled_mm(
+                rounded, self.codes.t(), x_scales, self.scales[None], bias=bias, out_dtype=torch.bfloat16
+            ).to(x.dtype)
+        # Sums of codes may be too large for float16, and scales too small.
+        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+        product = functional.linear(x.to(wide), self.codes.to(wide)) * self.scales.to(wide)
+        return (product if self.bias is None else product + self.bias).to(x.dtype)
+
+    @classmethod
+    def quantized(cls, weight: Tensor, bias: Tensor | None = None) -> Float8Linear:
+        """Round a dense weight[outputs, inputs]."""
+        codes, scales = round_to_float8(weight)
+        return cls(codes, scales[:, 0], bias)
+
+
+def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes e4m3[rows, columns] and scales float32[rows, 1] of x[rows, columns]: the largest becomes 448."""
+    if _multiplies_float8(x.device):
+        from neso.engine.runners.torch.triton_operations import round_rows
+
+        return round_rows(x)
+    scales = (x.abs().amax(dim=1, keepdim=True).float() / FLOAT8_MAX).clamp(min=1e-12)
+    return (x.float() / scales).to(FLOAT8), scales
+
+
+def _multiplies_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
 
 _DTYPES = {
     np.dtype(np.float32): torch.float32,
@@ -85,13 +148,13 @@ class WeightLoader:
     """
 
     def __init__(
-        self, spec: DecoderSpec, source: WeightSource, options: RunnerOptions, device: torch.device
+        self, spec: DecoderSpec, source: TensorSource, options: RunnerOptions, device: torch.device
     ) -> None:
         if options.quantization not in (None, "fp8"):
             raise UnsupportedOption(
                 f"the torch runner does not quantize to {options.quantization}; it has fp8, the native runner the rest"
             )
-        self._spec, self._tensors, self._device = spec, ModelTensors(spec, source), device
+        self._spec, self._tensors, self._device = spec, DecoderTensors(spec, source), device
         self._to_float8 = options.quantization == "fp8"
         self.dtype = self._choose_dtype(options)
 
@@ -174,14 +237,14 @@ class WeightLoader:
         """The product with the matrices of these roles, one below the other."""
         bias = torch.cat([self._vector(role, layer) for role in biases]) if biases else None
         parts = [self._tensors.matrix(role, layer, expert) for role in roles]
-        if all(isinstance(part, Float8Matrix) and part.scale_of_outputs() is not None for part in parts):
+        if all(isinstance(part, Float8Matrix) and part.output_scales() is not None for part in parts):
             return self._stored_float8([part for part in parts if isinstance(part, Float8Matrix)], bias)
         weight = torch.cat([self._dense(part) for part in parts])
         return Float8Linear.quantized(weight, bias) if self._to_float8 else DenseLinear(weight, bias)
 
     def _stored_float8(self, parts: list[Float8Matrix], bias: Tensor | None) -> Float8Linear:
         codes = np.concatenate([part.codes.view(np.uint8) for part in parts])
-        scales = np.concatenate([part.scale_of_outputs() for part in parts])
+        scales = np.concatenate([part.output_scales() for part in parts])
         return Float8Linear(
             torch.from_numpy(codes).view(torch.float8_e4m3fn).to(self._device),
             torch.from_numpy(scales).to(self._device),

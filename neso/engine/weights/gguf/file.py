@@ -1,7 +1,7 @@
-"""A memory-mapped GGUF file: a checked header, and tensors as views without a copy.
+"""A memory-mapped GGUF file with a checked header.
 
-Format (versions 2 and 3): magic, version, counts, metadata as typed key-value pairs, an entry for each tensor,
-then the data, each tensor at a multiple of the alignment.
+Format (versions 2 and 3): magic, version, counts, metadata as typed key-value pairs, one entry per tensor, then the
+data, with each tensor at a multiple of the alignment.
 """
 
 from __future__ import annotations
@@ -11,14 +11,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.weights.errors import CheckpointError
-from neso.engine.weights.gguf.header_reader import HeaderReader, Value
-from neso.engine.weights.gguf.metadata import Metadata
-from neso.engine.weights.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
-from neso.engine.weights.mapped_tensors import MappedTensors
+from neso.engine.weights.files import MappedTensors
+from neso.engine.weights.gguf.metadata import HeaderReader, Metadata, Value
+from neso.engine.weights.source import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A ggml tensor type: blocks of `block_size` consecutive values of a row take `block_bytes` bytes each.
+
+    `dtype`: dtype of the values; None for quantized types.
+    """
+
+    name: str
+    block_size: int
+    block_bytes: int
+    dtype: np.dtype[Any] | None = None
+
+
+TENSOR_TYPES: dict[int, TensorType] = {
+    0: TensorType("F32", 1, 4, np.dtype(np.float32)),
+    1: TensorType("F16", 1, 2, np.dtype(np.float16)),
+    2: TensorType("Q4_0", 32, 18),
+    8: TensorType("Q8_0", 32, 34),
+    12: TensorType("Q4_K", 256, 144),
+    14: TensorType("Q6_K", 256, 210),
+    30: TensorType("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+}
+
+# Unsupported types, for error messages.
+OTHER_TYPES: dict[int, str] = {
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    13: "Q5_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
+
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -28,7 +81,7 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: `start` and `end` count from the first byte of the data. The shape is [..., inputs]."""
+    """Type, shape [..., inputs] and byte range of a tensor, relative to the start of the data."""
 
     type: TensorType
     shape: tuple[int, ...]
@@ -37,10 +90,10 @@ class TensorEntry:
 
 
 class GGUFFile(MappedTensors[TensorEntry]):
-    """Opens and checks one file. Every defect raises `CheckpointError` at opening, naming file and defect.
+    """Raises `CheckpointError` on opening for any defect, naming file and defect.
 
     - metadata: the key-value pairs
-    - names(), entry(name), tensor(name): the tensors, by the names of the file
+    - names(), entry(name), tensor(name): the tensors, by GGUF name
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,9 +110,9 @@ class GGUFFile(MappedTensors[TensorEntry]):
         self._check_layout(max(0, len(self._buffer) - self._data_start), gapless=False)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """A read-only view: the values, or of a quantized type the blocks, uint8[..., bytes of a row].
+        """A read-only view of the values, or for quantized types of the blocks, uint8[..., bytes per row].
 
-        Raises `CheckpointError` when there is no such tensor or the file is closed.
+        Raises `CheckpointError` if there is no such tensor or the file is closed.
         """
         entry = self.entry(name)
         kind, shape = entry.type, entry.shape
@@ -78,7 +131,7 @@ class GGUFFile(MappedTensors[TensorEntry]):
             raise CheckpointError(f"{self.path}: no GGUF file: it does not begin with 'GGUF'")
 
     def _read_start(self, reader: HeaderReader) -> tuple[int, int]:
-        """Counts of tensors and of metadata pairs."""
+        """(number of tensors, number of metadata pairs)"""
         reader.uint32("the magic")
         version = reader.uint32("the version")
         if version not in _VERSIONS:
@@ -110,7 +163,7 @@ class GGUFFile(MappedTensors[TensorEntry]):
         dimensions = reader.uint32(what)
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise CheckpointError(f"{self.path}: tensor {name!r}: {dimensions} dimensions, not 1 to 4")
-        # ggml names the innermost dimension first.
+        # ggml lists the innermost dimension first.
         shape = tuple(reader.uint64(what) for _ in range(dimensions))[::-1]
         number, start = reader.uint32(what), reader.uint64(what)
         if number not in TENSOR_TYPES:

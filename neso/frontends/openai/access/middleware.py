@@ -18,7 +18,7 @@ from neso.frontends.openai_options import OPEN_GROUPS, AccessOptions, OpenAIOpti
 from neso.frontends.security import RequiredHeader
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _CORS_EXPOSED_HEADERS = (
 )
 
 
-def add_middleware(app: FastAPI, options: AccessOptions) -> None:
+def add_middleware(app: Starlette, options: AccessOptions) -> None:
     """Add request ids, and API keys and CORS where enabled. The middleware added last runs first."""
     if options.keys is not None:
         app.add_middleware(AuthenticationMiddleware, keys=options.keys, open_groups=options.open_groups)

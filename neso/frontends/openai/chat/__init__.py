@@ -1,1 +1,1 @@
-"""Chats: from messages to a prompt, and from the text that is generated to a message."""
+"""Chat completions: messages to prompt, and generated text to message."""

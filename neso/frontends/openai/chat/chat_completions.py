@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from neso.frontends.openai.chat.image_fetcher import Media
+from neso.frontends.openai.chat.image_fetcher import ImageFetcher
 from neso.frontends.openai.chat.message_format import (
     Message,
     MessageEvent,
     MessageFormat,
     MessageFormats,
-    MessageReader,
+    MessageParser,
     Reasoning,
 )
 from neso.frontends.openai.chat.prompt import ToolUse, chat_prompt
-from neso.frontends.openai.choices import Answer, AnswerKind, Choice, PromptRecord, finish_name
-from neso.frontends.openai.errors import ApiError, invalid, renamed, too_long
-from neso.frontends.openai.logprobs import chat_logprobs
-from neso.frontends.openai.model_resolver import Target, Targets
-from neso.frontends.openai.request_params import (
-    common_values,
-    cut_prompt,
-    make_sampling,
-    refuse_what_cannot_be_honoured,
+from neso.frontends.openai.chat.schemas import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionStreamResponse,
 )
-from neso.frontends.openai.schemas import ChatCompletionRequest
+from neso.frontends.openai.choices import (
+    Choice,
+    ChoicesResponse,
+    PromptRecord,
+    ResponseKind,
+    finish_reason_name,
+)
+from neso.frontends.openai.errors import ApiError, invalid, invalid_parameter, prompt_too_long
+from neso.frontends.openai.logprobs import chat_logprobs
+from neso.frontends.openai.model_resolver import ModelResolver
+from neso.frontends.openai.request_params import (
+    make_sampling,
+    reject_unsupported,
+    sampling_values,
+    truncate_prompt,
+)
+from neso.frontends.openai.routing import RequestContext, operation
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart
 from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import (
     Completion,
-    FinishReason,
-    GenerationOutput,
     InvalidParameter,
     PromptTooLong,
     SamplingDefaults,
@@ -39,74 +48,122 @@ from neso.generation import (
     TokenizerLike,
 )
 
-if TYPE_CHECKING:
-    from neso.server.tracing import Trace
+KIND = ResponseKind(
+    id_prefix="chatcmpl",
+    object="chat.completion",
+    chunk_object="chat.completion.chunk",
+    add_special_tokens=False,
+    prompt_fields_in_choices=False,
+)
+_UNSUPPORTED_PARTS = {
+    "input_audio": "audio",
+    "audio": "audio",
+    "audio_url": "audio",
+    "video": "video",
+    "video_url": "video",
+    "file": "files",
+    "input_file": "files",
+}
 
 
-def chat_names(request: ChatCompletionRequest) -> dict[str, str]:
-    """Fields of the engine as the client of a chat knows them."""
-    return {"logprobs": "top_logprobs"} if request.top_logprobs is not None else {}
+class ChatCompletionsApi:
+    """Chat completions."""
 
+    def __init__(self, resolver: ModelResolver, images: ImageFetcher, options: OpenAIOptions) -> None:
+        """Raises `ValueError` for an unknown parser in `options`."""
+        self._resolver = resolver
+        self._images = images
+        self._formats = MessageFormats(options)
 
-def chat_sampling(
-    request: ChatCompletionRequest, defaults: SamplingDefaults, message_format: MessageFormat
-) -> SamplingParams:
-    """The sampling parameters of a chat; `defaults` are the model's. Without a limit it goes on to that of the context.
-
-    Raises `ApiError`.
-    """
-    limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    values = common_values(request, defaults)
-    values["max_tokens"] = defaults.max_tokens(getattr(request, limit_name))
-    if request.logprobs:
-        values["logprobs"] = request.top_logprobs or 0
-    values["guided_decoding"] = message_format.guided_decoding
-    values["shown_special_tokens"] = message_format.shown_special_tokens
-    return make_sampling(values, {"max_tokens": limit_name, **chat_names(request)})
+    @operation(
+        "POST",
+        "/v1/chat/completions",
+        tag="Generation",
+        request=ChatCompletionRequest,
+        response=ChatCompletionResponse,
+        events=ChatCompletionStreamResponse,
+        examples={
+            "question": {
+                "model": "neso-pilot",
+                "messages": [{"role": "user", "content": "What is TTFT?"}],
+                "max_completion_tokens": 16,
+            }
+        },
+        cancellable=True,
+    )
+    async def create(self, request: ChatCompletionRequest, context: RequestContext) -> Any:
+        """Create a chat completion."""
+        reject_unsupported(request)
+        reject_unsupported_chat(request)
+        model = await self._resolver.find(request.model)
+        tool_use = ToolUse.of_chat(request)
+        rendered, images = chat_prompt(request, tool_use, model.tokenizer)
+        prompt = await truncate_prompt(
+            rendered,
+            model.tokenizer,
+            request.truncate_prompt_tokens,
+            model.language_model.max_model_len,
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+        if prompt is not rendered and images:
+            raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
+        message_format = self._formats.of(request, tool_use, model, rendered)
+        sampling = chat_sampling(request, model.language_model.default_sampling, message_format)
+        eager = bool(request.stream)
+        choices = [
+            ChatChoice(index, request, message_format.parser(eager=eager), model.language_model.text)
+            for index in range(request.n or 1)
+        ]
+        response = ChoicesResponse(
+            KIND,
+            request,
+            model,
+            [PromptRecord(request)],
+            choices,
+            lambda error: chat_client_error(error, request),
+        )
+        if images:
+            images = await self._images.fetch(images)
+        return await response.generate([prompt], sampling, context.trace, images)
 
 
 class ChatChoice(Choice):
-    """Its text is read by `reader`. `text` knows the bytes of the model's tokens."""
+    """A message, parsed by `parser`."""
 
     def __init__(
-        self, index: int, request: ChatCompletionRequest, reader: MessageReader, text: TokenizerLike
+        self, index: int, request: ChatCompletionRequest, parser: MessageParser, tokenizer: TokenizerLike
     ) -> None:
         self._index = index
-        self._reader = reader
-        self._text_tools = text
-        self._by_number = bool(request.return_tokens_as_token_ids)
-        self._with_reasoning = request.include_reasoning is not False
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._tokens_as_ids = bool(request.return_tokens_as_token_ids)
+        self._include_reasoning = request.include_reasoning is not False
         self._logprobs: list[dict[str, Any]] | None = [] if request.logprobs else None
         self._token_ids: list[int] | None = [] if request.return_token_ids else None
-        self._begun = False
-        self._called = False
+        self._started = False
+        self._has_calls = False
         self._message = Message()
-        self._finish_reason: str | None = None
         self._stop_reason: str | int | None = None
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        return self._reader.num_reasoning_tokens
-
-    @property
-    def cut_off(self) -> bool:
-        return self._reader.cut_off
-
-    @property
-    def has_ended(self) -> bool:
-        return self._finish_reason is not None
-
-    def stream(self, output: GenerationOutput, delta: Completion) -> list[dict[str, Any]]:
+    def stream(self, completion: Completion) -> list[dict[str, Any]]:
         if self.cut_off:
             return []
-        pieces = [piece for event in self._read(delta) if (piece := self._piece(event)) is not None]
-        if not pieces and (self._logprobs or self._finish_reason is not None):
-            pieces = [{}] if self._finish_reason is not None else [{"content": ""}]
-        if not self._begun:
-            self._begun = True
-            pieces.insert(0, {"role": "assistant", "content": ""})
-        chunks = [self._chunk(piece) for piece in pieces]
-        if chunks and self._finish_reason is not None:
+        deltas = []
+        for event in self._parse(completion):
+            if isinstance(event, Content):
+                deltas.append({"content": event.text})
+            elif (delta := self._delta(event)) is not None:
+                deltas.append(delta)
+        if not deltas and (self._logprobs or self.finish_reason is not None):
+            deltas = [{}] if self.finish_reason is not None else [{"content": ""}]
+        if not self._started:
+            self._started = True
+            deltas.insert(0, {"role": "assistant", "content": ""})
+        chunks: list[dict[str, Any]] = [
+            {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in deltas
+        ]
+        if chunks and self.finish_reason is not None:
             chunks[-1]["finish_reason"] = self._final_reason()
             chunks[-1]["stop_reason"] = self._stop_reason
         if self._logprobs:
@@ -116,13 +173,28 @@ class ChatChoice(Choice):
             chunks[-1]["token_ids"], self._token_ids = self._token_ids, []
         return chunks
 
-    def gather(self, output: GenerationOutput, delta: Completion) -> None:
-        self._message.add(self._read(delta))
+    def add(self, completion: Completion) -> None:
+        self._message.add(self._parse(completion))
 
-    def gathered(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
+        message = self._message
+        reasoning, calls = message.reasoning, message.calls
+        whole: dict[str, Any] = {
+            "role": "assistant",
+            "content": message.content or (None if reasoning or calls else ""),
+            "refusal": None,
+            "annotations": [],
+        }
+        if reasoning and self._include_reasoning:
+            whole |= _reasoning_fields(reasoning)
+        if calls:
+            whole["tool_calls"] = [
+                {"id": _call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, arguments in calls
+            ]
         choice: dict[str, Any] = {
             "index": self._index,
-            "message": self._whole_message(),
+            "message": whole,
             "logprobs": None if self._logprobs is None else {"content": self._logprobs},
             "finish_reason": self._final_reason(),
             "stop_reason": self._stop_reason,
@@ -131,36 +203,37 @@ class ChatChoice(Choice):
             choice["token_ids"] = self._token_ids
         return choice
 
-    def _read(self, delta: Completion) -> list[MessageEvent]:
-        """Take note of a delta; what it makes known of the message."""
-        if self._logprobs is not None and delta.logprobs:
-            self._logprobs += chat_logprobs(delta.logprobs, self._text_tools, by_number=self._by_number)
+    def _parse(self, completion: Completion) -> list[MessageEvent]:
+        if self._logprobs is not None and completion.logprobs:
+            self._logprobs += chat_logprobs(completion.logprobs, self._tokenizer, as_ids=self._tokens_as_ids)
         if self._token_ids is not None:
-            self._token_ids += delta.token_ids
-        events = self._reader.feed(delta.text, len(delta.token_ids))
-        if delta.finish_reason is not None:
-            self._finish_reason = finish_name(delta.finish_reason)
-            self._stop_reason = delta.stop_reason
-            events += self._reader.finish()
-        elif self._reader.cut_off:
-            self._finish_reason = finish_name(FinishReason.LENGTH)
-        self._called = self._called or any(isinstance(event, ToolCallStart) for event in events)
+            self._token_ids += completion.token_ids
+        parser = self._parser
+        events = parser.feed(completion.text, len(completion.token_ids))
+        if completion.finish_reason is not None:
+            self.finish_reason = finish_reason_name(completion.finish_reason)
+            self._stop_reason = completion.stop_reason
+            events += parser.finish()
+        if parser.cut_off:
+            self.cut_off = True
+            self.finish_reason = self.finish_reason or "length"
+        self.num_reasoning_tokens = parser.num_reasoning_tokens
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self._has_calls = True
         return events
 
     def _final_reason(self) -> str | None:
-        if self._reader.cut_off:
+        if self.cut_off:
             return "length"
-        return "tool_calls" if self._called and self._finish_reason == "stop" else self._finish_reason
+        return "tool_calls" if self._has_calls and self.finish_reason == "stop" else self.finish_reason
 
-    def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _piece(self, event: MessageEvent) -> dict[str, Any] | None:
-        """The `delta` of an event."""
-        if isinstance(event, Reasoning):
-            return _reasoning(event.text) if self._with_reasoning else None
+    def _delta(self, event: MessageEvent) -> dict[str, Any] | None:
+        """The `delta` of reasoning or of a tool call; None if it is not sent."""
         if isinstance(event, Content):
             return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return _reasoning_fields(event.text) if self._include_reasoning else None
         call: dict[str, Any] = {"index": event.index}
         if isinstance(event, ToolCallStart):
             call |= {"id": _call_id(), "type": "function", "function": {"name": event.name, "arguments": ""}}
@@ -168,85 +241,71 @@ class ChatChoice(Choice):
             call["function"] = {"arguments": event.fragment}
         return {"tool_calls": [call]}
 
-    def _whole_message(self) -> dict[str, Any]:
-        reasoning, calls = self._message.reasoning, self._message.calls
-        whole: dict[str, Any] = {
-            "role": "assistant",
-            "content": self._message.content or (None if reasoning or calls else ""),
-            "refusal": None,
-            "annotations": [],
-        }
-        if reasoning and self._with_reasoning:
-            whole |= _reasoning(reasoning)
-        if calls:
-            whole["tool_calls"] = [
-                {"id": _call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments in calls
-            ]
-        return whole
+
+def reject_unsupported_chat(request: ChatCompletionRequest) -> None:
+    """Raise `ApiError` for unsupported content and for invalid combinations of fields."""
+    extra = request.model_extra or {}
+    modalities = extra.get("modalities")
+    if modalities and modalities != ["text"]:
+        raise invalid(
+            "modalities",
+            "'modalities' must be ['text']: models of this server generate text only.",
+            "unsupported_parameter",
+        )
+    for index, message in enumerate(request.messages):
+        if not isinstance(message.content, list):
+            continue
+        for number, part in enumerate(message.content):
+            media = _UNSUPPORTED_PARTS.get(str(part.get("type")))
+            if media is not None:
+                path = f"messages[{index}].content[{number}]"
+                raise invalid(
+                    path,
+                    f"Invalid '{path}': {media} (type '{part['type']}') are not supported, only text and images.",
+                    "unsupported_value",
+                )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
+    if extra.get("echo"):
+        raise invalid("echo", "'echo' is for completions.", "unsupported_parameter")
+    if request.tool_choice not in (None, "none") and not request.tools:
+        raise invalid("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
 
 
-def _reasoning(text: str) -> dict[str, str]:
-    """DeepSeek's name of it, and vLLM's newer one."""
+def chat_sampling(
+    request: ChatCompletionRequest, defaults: SamplingDefaults, message_format: MessageFormat
+) -> SamplingParams:
+    """Sampling parameters of a chat; `defaults` are the model's. Without a limit it may use the whole context.
+
+    Raises `ApiError`.
+    """
+    limit_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    values = sampling_values(request, defaults)
+    values["max_tokens"] = defaults.max_tokens(getattr(request, limit_name))
+    if request.logprobs:
+        values["logprobs"] = request.top_logprobs or 0
+    values["guided_decoding"] = message_format.guided_decoding
+    values["shown_special_tokens"] = message_format.shown_special_tokens
+    return make_sampling(values, {"max_tokens": limit_name, **_client_names(request)})
+
+
+def chat_client_error(error: InvalidParameter, request: ChatCompletionRequest) -> ApiError:
+    """The engine's rejection in terms of the chat: errors about the prompt are about `messages`."""
+    if error.field not in ("prompt", "messages", "images"):
+        return invalid_parameter(error, _client_names(request))
+    if isinstance(error, PromptTooLong):
+        return prompt_too_long("messages", error)
+    return invalid("messages", f"Invalid 'messages': {error.message}")
+
+
+def _client_names(request: ChatCompletionRequest) -> dict[str, str]:
+    return {"logprobs": "top_logprobs"} if request.top_logprobs is not None else {}
+
+
+def _reasoning_fields(text: str) -> dict[str, str]:
+    """Reasoning under DeepSeek's field name and under vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-KIND = AnswerKind(
-    id_prefix="chatcmpl", whole="chat.completion", chunk="chat.completion.chunk", adds_special_tokens=False
-)
-
-
-class ChatApi:
-    """Answers chats."""
-
-    def __init__(self, targets: Targets, media: Media, options: OpenAIOptions) -> None:
-        """Raises `ValueError` for options that name parsers that there are not."""
-        self._targets = targets
-        self._media = media
-        self._formats = MessageFormats(options)
-
-    async def create(self, request: ChatCompletionRequest, trace: Trace | None = None) -> Any:
-        """The response, an ASGI application. Raises `ApiError` and what the core raises."""
-        refuse_what_cannot_be_honoured(request)
-        target = await self._targets.find(request.model)
-        tool_use = ToolUse.of_chat(request)
-        prompt, images = chat_prompt(request, tool_use, target.text)
-        cut = await cut_prompt(
-            prompt,
-            target.text,
-            request.truncate_prompt_tokens,
-            target.language_model.max_model_len,
-            add_special_tokens=bool(request.add_special_tokens),
-        )
-        if cut is not prompt and images:
-            raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
-        message_format = self._formats.of(request, tool_use, target, prompt)
-        sampling = chat_sampling(request, target.language_model.default_sampling, message_format)
-        answer = Answer(
-            KIND,
-            request,
-            target,
-            [self._choice(index, request, target, message_format) for index in range(request.n or 1)],
-            lambda error: explain(error, request),
-            prompt=PromptRecord(request),
-        )
-        return await answer.respond([cut], sampling, trace, await self._media.fetched(images))
-
-    def _choice(
-        self, index: int, request: ChatCompletionRequest, target: Target, message_format: MessageFormat
-    ) -> ChatChoice:
-        reader = message_format.reader(eager=bool(request.stream))
-        return ChatChoice(index, request, reader, target.language_model.text)
-
-
-def explain(error: InvalidParameter, request: ChatCompletionRequest) -> ApiError:
-    """A refusal in words about the chat: the engine knows a prompt where the client wrote messages."""
-    if error.field not in ("prompt", "messages", "images"):
-        return renamed(error, chat_names(request))
-    if isinstance(error, PromptTooLong):
-        return too_long("messages", error)
-    return invalid("messages", f"Invalid 'messages': {error.message}")

@@ -1,4 +1,4 @@
-"""Images that chats name by URLs, fetched from where the server's owner allows it."""
+"""Fetching of images that chats reference by URL."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from urllib.parse import urlsplit
 from neso.frontends.openai.errors import ApiError, invalid
 
 if TYPE_CHECKING:
-    from neso.frontends.openai.chat.public_http import PublicHttp
-
+    from neso.frontends.openai.chat.public_http import PublicHttpClient
 
 MAX_BYTES = 20 * 1024 * 1024
-"""Of one image, as sent."""
+"""Per image, encoded."""
 MAX_SECONDS = 10.0
-"""For one image, with its redirects."""
+"""Per image, including redirects."""
 MAX_URLS = 32
-"""Of one chat."""
+"""Per chat."""
 MAX_REDIRECTS = 3
-ANY = "*"
+ANY_DOMAIN = "*"
 
 
-class Media:
-    """Fetches images over HTTP and HTTPS, from `domains` only ("*": any), and not by redirects to another host."""
+class ImageFetcher:
+    """Fetches images over HTTP and HTTPS from allowed `domains` ("*": any). Redirects must stay on the same host."""
 
     def __init__(self, domains: Sequence[str]) -> None:
         self._domains = frozenset(domain.lower() for domain in domains)
-        self._http: PublicHttp | None = None
+        self._http: PublicHttpClient | None = None
 
-    async def fetched(self, images: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`images` with the bytes of files in place of URLs, if any are allowed at all. Raises `ApiError`."""
+    async def fetch(self, images: tuple[Any, ...]) -> tuple[Any, ...]:
+        """`images` with URLs replaced by the fetched bytes; unchanged if no domain is allowed. Raises `ApiError`."""
         urls = list(dict.fromkeys(filter(_is_url, images))) if self._domains else []
         if not urls:
             return images
         if len(urls) > MAX_URLS:
-            raise _refusal(f"there are {len(urls)} URLs of images, at most {MAX_URLS} are fetched")
+            raise _error(f"there are {len(urls)} URLs of images, at most {MAX_URLS} are fetched")
         tasks = [asyncio.ensure_future(self._fetch(url)) for url in urls]
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks), strict=True))
@@ -47,32 +46,32 @@ class Media:
         return tuple(files[image] if _is_url(image) else image for image in images)
 
     async def close(self) -> None:
-        """Close connections that are kept."""
+        """Close idle connections."""
         if self._http is not None:
             await self._http.close()
 
     async def _fetch(self, url: str) -> bytes:
-        # Takes a tenth of a second to import, which most servers need not spend.
-        from neso.frontends.openai.chat.public_http import FetchError, PublicHttp
+        # Imported on demand: takes a tenth of a second, and most servers do not fetch images.
+        from neso.frontends.openai.chat.public_http import FetchError, PublicHttpClient
 
-        self._http = self._http or PublicHttp()
+        self._http = self._http or PublicHttpClient()
         try:
             return await asyncio.wait_for(self._follow(url, self._http), MAX_SECONDS)
         except asyncio.TimeoutError:
-            raise _refusal(f"{_shown(url)} took longer than {MAX_SECONDS:g} s") from None
+            raise _error(f"{_redacted(url)} took longer than {MAX_SECONDS:g} s") from None
         except FetchError as error:
-            raise _refusal(f"{_shown(url)} cannot be fetched: {error}") from None
+            raise _error(f"{_redacted(url)} cannot be fetched: {error}") from None
 
-    async def _follow(self, url: str, http: PublicHttp) -> bytes:
+    async def _follow(self, url: str, http: PublicHttpClient) -> bytes:
         first = url
         for _ in range(MAX_REDIRECTS + 1):
             if self._allowed_host(url) != self._allowed_host(first):
-                raise _refusal(f"{_shown(first)} leads to another host")
+                raise _error(f"{_redacted(first)} leads to another host")
             answer = await http.get(url, MAX_BYTES)
             if isinstance(answer, bytes):
                 return answer
             url = answer.url
-        raise _refusal(f"{_shown(first)} is behind more than {MAX_REDIRECTS} redirects")
+        raise _error(f"{_redacted(first)} is behind more than {MAX_REDIRECTS} redirects")
 
     def _allowed_host(self, url: str) -> str:
         try:
@@ -80,11 +79,11 @@ class Media:
             host, _ = (parts.hostname or "").lower(), parts.port
             url.encode("ascii")
         except ValueError:
-            raise _refusal("an image's URL is none") from None
+            raise _error("an image has an invalid URL") from None
         if parts.scheme not in ("http", "https") or not host or parts.username is not None:
-            raise _refusal(f"{_shown(url)} is no URL of HTTP or HTTPS")
-        if host not in self._domains and ANY not in self._domains:
-            raise _refusal(f"the server fetches no images from {host}")
+            raise _error(f"{_redacted(url)} is not a valid HTTP or HTTPS URL")
+        if host not in self._domains and ANY_DOMAIN not in self._domains:
+            raise _error(f"the server fetches no images from {host}")
         return host
 
 
@@ -92,10 +91,10 @@ def _is_url(image: Any) -> bool:
     return isinstance(image, str) and image[:8].lower().startswith(("http://", "https://"))
 
 
-def _shown(url: str) -> str:
-    """A URL as it may stand in a message: without what may be secret in it."""
+def _redacted(url: str) -> str:
+    """The URL for messages: without the query, which may contain secrets."""
     return url.partition("?")[0][:200]
 
 
-def _refusal(message: str) -> ApiError:
+def _error(message: str) -> ApiError:
     return invalid("messages", f"Invalid 'messages': {message}.")

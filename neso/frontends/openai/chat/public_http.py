@@ -1,4 +1,4 @@
-"""A client of HTTP that reaches the internet only: neither this machine nor its network."""
+"""An HTTP client that connects to public addresses only, not to this machine or its network."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import httpcore2 as httpcore
 
 
 class FetchError(Exception):
-    """A file cannot be had; the text says why."""
+    """A file could not be fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """The file is elsewhere."""
+    """The response is a redirect to `url`."""
 
     url: str
 
 
-class PublicHttp:
-    """Connections of a few requests at a time. A name is looked up once, and the address that was checked is used."""
+class PublicHttpClient:
+    """A pool of at most 16 connections. Each host name is resolved once; the connection uses the checked address."""
 
     def __init__(self) -> None:
         self._pool = httpcore.AsyncConnectionPool(max_connections=16, network_backend=_PublicOnly())
 
     async def get(self, url: str, max_bytes: int) -> bytes | Redirect:
-        """The file at a URL, or where it is. Raises `FetchError`."""
+        """Fetch a file of at most `max_bytes`, or return the redirect. Raises `FetchError`."""
         headers = [(b"user-agent", b"neso"), (b"accept", b"image/*")]
         try:
             async with self._pool.stream("GET", url, headers=headers) as response:
@@ -49,11 +49,13 @@ class PublicHttp:
             raise FetchError(str(error) or type(error).__name__) from None
 
     async def close(self) -> None:
-        """Close connections that are kept."""
+        """Close idle connections."""
         await self._pool.aclose()
 
 
 class _PublicOnly(httpcore.AnyIOBackend):
+    """Network backend that rejects hosts with a non-public address."""
+
     async def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> Any:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
@@ -63,7 +65,7 @@ class _PublicOnly(httpcore.AnyIOBackend):
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the internet's."""
+    """Whether an IP address is globally routable; addresses embedded in IPv6 count as themselves."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)

@@ -1,6 +1,1 @@
-"""OpenAI's Responses API, over the same prompts, sampling and readers as chats."""
-
-from neso.frontends.openai.responses.api import ResponsesApi
-from neso.frontends.openai.responses.schemas import ResponseRequest
-
-__all__ = ["ResponseRequest", "ResponsesApi"]
+"""OpenAI's Responses API, built on the prompts, sampling and parsers of chat completions."""

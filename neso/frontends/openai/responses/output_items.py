@@ -1,4 +1,4 @@
-"""The items of a response while they are generated, and the events that tell of them."""
+"""Output items of a response while they are generated, and the events that report them."""
 
 from __future__ import annotations
 
@@ -10,68 +10,55 @@ import orjson
 
 from neso.frontends.openai.responses.chat_conversion import Item, new_id
 
-
-def json_text(value: Any) -> bytes:
-    """The JSON text of `value`, also with integers of more than 64 bits, as the schemas of tools may have."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return json.dumps(value, ensure_ascii=False).encode()
-
-
 Event = dict[str, Any]
 """An event without its `sequence_number`."""
 
 
-class ResponseOutput:
-    """Takes what a model says, in its order, and makes items of it: thoughts, text, calls.
-
-    One item is open at a time; what is of another kind closes it and opens the next.
-    """
+class OutputItems:
+    """Collects reasoning, text and calls into items. At most one item is open; a different kind closes it."""
 
     def __init__(self) -> None:
-        self._open: _OpenItem | None = None
-        self._items: list[_OpenItem] = []
+        self._open: _OutputItem | None = None
+        self._items: list[_OutputItem] = []
 
-    @property
-    def items(self) -> list[Item]:
-        """All items, in the state that they are in."""
+    def as_list(self) -> list[Item]:
+        """All items in their current state."""
         return [item.as_dict() for item in self._items]
 
-    def reasoning(self, text: str) -> list[Event]:
-        """More thoughts."""
-        events, item = self._current(_Reasoning)
+    def add_reasoning(self, text: str) -> list[Event]:
+        """Append reasoning text."""
+        events, item = self._current(_ReasoningItem)
         return events + item.add(text)
 
-    def content(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """More text of the message."""
-        events, item = self._current(_Message)
+    def add_content(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        """Append text of the message."""
+        events, item = self._current(_MessageItem)
         return events + item.add(text, logprobs)
 
-    def call(self, name: str) -> list[Event]:
-        """A call begins."""
-        return self._close("completed") + self._begin(_Call(len(self._items), name))
+    def start_call(self, name: str) -> list[Event]:
+        """Start a function call."""
+        return self._close("completed") + self._start(_FunctionCallItem(len(self._items), name))
 
-    def arguments(self, fragment: str) -> list[Event]:
-        """More of the last call's arguments."""
-        assert isinstance(self._open, _Call), "arguments follow the start of their call"
+    def add_arguments(self, fragment: str) -> list[Event]:
+        """Append to the arguments of the last call."""
+        assert isinstance(self._open, _FunctionCallItem), "arguments follow the start of their call"
         return self._open.add(fragment)
 
     def finish(self, *, complete: bool) -> list[Event]:
-        """Close what is open. A model that said nothing said a message without text."""
+        """Close the open item. Without any item, the output is an empty message."""
         events: list[Event] = []
         if not self._items:
-            events, _ = self._current(_Message)
+            events, _ = self._current(_MessageItem)
         return events + self._close("completed" if complete else "incomplete")
 
-    def _current(self, kind: type[_Written]) -> tuple[list[Event], _Written]:
-        """The open item if it is of that kind; else a new one, and the events of the change."""
+    def _current(self, kind: type[_TextItem]) -> tuple[list[Event], _TextItem]:
+        """The open item if it is of this kind, else a new one; and the events of the change."""
         if isinstance(self._open, kind):
             return [], self._open
         item = kind(len(self._items))
-        return self._close("completed") + self._begin(item), item
+        return self._close("completed") + self._start(item), item
 
-    def _begin(self, item: _OpenItem) -> list[Event]:
+    def _start(self, item: _OutputItem) -> list[Event]:
         self._open = item
         self._items.append(item)
         return item.opened()
@@ -81,9 +68,9 @@ class ResponseOutput:
         return [] if item is None else item.closed(status)
 
 
-class _OpenItem(ABC):
-    def __init__(self, output_index: int, prefix: str) -> None:
-        self.id = new_id(prefix)
+class _OutputItem(ABC):
+    def __init__(self, output_index: int, id_prefix: str) -> None:
+        self.id = new_id(id_prefix)
         self.status = "in_progress"
         self._output_index = output_index
 
@@ -112,28 +99,28 @@ class _OpenItem(ABC):
         }
 
 
-class _Written(_OpenItem):
-    """An item with one part, which is text."""
+class _TextItem(_OutputItem):
+    """An item with one text part."""
 
     kind: str
-    prefix: str
+    id_prefix: str
 
     def __init__(self, output_index: int) -> None:
-        super().__init__(output_index, self.prefix)
-        self._written: list[str] = []
+        super().__init__(output_index, self.id_prefix)
+        self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._has_part = False
 
     @property
     def text(self) -> str:
-        return "".join(self._written)
+        return "".join(self._pieces)
 
     @abstractmethod
     def part(self) -> dict[str, Any]: ...
 
     @abstractmethod
-    def extra(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Fields of the text's events beside the text."""
+    def extra_fields(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Fields of text events besides the text."""
 
     def opened(self) -> list[Event]:
         added = self._item_event("added")
@@ -142,14 +129,15 @@ class _Written(_OpenItem):
 
     def add(self, text: str, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
         logprobs = logprobs or []
-        self._written.append(text)
+        self._pieces.append(text)
         self._logprobs += logprobs
-        return [self._event(f"{self.kind}.delta", content_index=0, delta=text, **self.extra(logprobs))]
+        return [self._event(f"{self.kind}.delta", content_index=0, delta=text, **self.extra_fields(logprobs))]
 
     def closed(self, status: str) -> list[Event]:
         self.status = status
+        extra = self.extra_fields(self._logprobs)
         return [
-            self._event(f"{self.kind}.done", content_index=0, text=self.text, **self.extra(self._logprobs)),
+            self._event(f"{self.kind}.done", content_index=0, text=self.text, **extra),
             self._event("content_part.done", content_index=0, part=self.part()),
             self._item_event("done"),
         ]
@@ -158,8 +146,8 @@ class _Written(_OpenItem):
         return [self.part()] if self._has_part else []
 
 
-class _Message(_Written):
-    kind, prefix = "output_text", "msg"
+class _MessageItem(_TextItem):
+    kind, id_prefix = "output_text", "msg"
 
     def part(self) -> dict[str, Any]:
         return {
@@ -169,7 +157,7 @@ class _Message(_Written):
             "logprobs": list(self._logprobs),
         }
 
-    def extra(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def extra_fields(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"logprobs": logprobs}
 
     def as_dict(self) -> Item:
@@ -182,13 +170,13 @@ class _Message(_Written):
         }
 
 
-class _Reasoning(_Written):
-    kind, prefix = "reasoning_text", "rs"
+class _ReasoningItem(_TextItem):
+    kind, id_prefix = "reasoning_text", "rs"
 
     def part(self) -> dict[str, Any]:
         return {"type": "reasoning_text", "text": self.text}
 
-    def extra(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def extra_fields(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
 
     def as_dict(self) -> Item:
@@ -201,7 +189,7 @@ class _Reasoning(_Written):
         }
 
 
-class _Call(_OpenItem):
+class _FunctionCallItem(_OutputItem):
     def __init__(self, output_index: int, name: str) -> None:
         super().__init__(output_index, "fc")
         self._call_id = new_id("call")
@@ -232,3 +220,11 @@ class _Call(_OpenItem):
             self._event("function_call_arguments.done", name=self._name, arguments=arguments),
             self._item_event("done"),
         ]
+
+
+def dump_json(value: Any) -> bytes:
+    """JSON text of `value`; unlike orjson also with integers of more than 64 bits, as in schemas of tools."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, ensure_ascii=False).encode()

@@ -1,19 +1,19 @@
-"""Events of a response as server-sent events."""
+"""A response object, and the generation of it as a stream of events."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from neso.frontends.openai.chat.message_format import MessageEvent, MessageReader, Reasoning
-from neso.frontends.openai.choices import finish_name
+from neso.frontends.openai.chat.message_format import MessageEvent, MessageParser, Reasoning
+from neso.frontends.openai.choices import finish_reason_name
 from neso.frontends.openai.errors import ApiError, to_api_error
 from neso.frontends.openai.logprobs import chat_logprobs
-from neso.frontends.openai.model_resolver import Target
-from neso.frontends.openai.responses.chat_conversion import Item, new_id
-from neso.frontends.openai.responses.output_items import Event, ResponseOutput, json_text
+from neso.frontends.openai.model_resolver import ResolvedModel
+from neso.frontends.openai.responses.chat_conversion import new_id
+from neso.frontends.openai.responses.output_items import Event, OutputItems, dump_json
 from neso.frontends.openai.responses.schemas import ResponseRequest
 from neso.frontends.openai.tool_parsers import Content, ToolCallStart
 from neso.generation import (
@@ -24,58 +24,55 @@ from neso.generation import (
     SamplingParams,
     Usage,
 )
-from neso.server.tracing import Trace
 
-ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
+if TYPE_CHECKING:
+    from neso.server.tracing import Trace
+
+TERMINAL_STATUSES = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 
 class Response:
-    """One response. What the request says is told again as it was understood."""
+    """A response of the Responses API, from its creation to its end."""
 
     def __init__(self, request: ResponseRequest, sampling: SamplingParams) -> None:
         self.id = new_id("resp")
         self.status = "queued" if request.background else "in_progress"
-        self.output = ResponseOutput()
+        self.output = OutputItems()
         self.usage: Usage | None = None
         self.reasoning_tokens = 0
         self._created_at = int(time.time())
         self._completed_at: int | None = None
         self._incomplete_reason: str | None = None
         self._error: dict[str, str] | None = None
-        self._said = _as_understood(request, sampling)
+        self._request_fields = _request_fields(request, sampling)
 
     @property
     def has_ended(self) -> bool:
-        return self.status in ENDED
-
-    @property
-    def items(self) -> list[Item]:
-        """What the model said, as items."""
-        return self.output.items
+        return self.status in TERMINAL_STATUSES
 
     def complete(self) -> None:
-        """The model came to an end by itself."""
+        """The model ended its output."""
         self.status = "completed"
         self._completed_at = int(time.time())
 
-    def cut_short(self) -> None:
-        """The model had more to say than it may."""
+    def truncate(self) -> None:
+        """The output reached its maximum length."""
         self.status = "incomplete"
         self._incomplete_reason = "max_output_tokens"
 
     def fail(self, code: str, message: str) -> None:
-        """The response could not be made."""
+        """Generation failed."""
         self.status = "failed"
         self._error = {"code": code, "message": message}
 
     def cancel(self) -> None:
-        """The client wants no more of it."""
+        """The client cancelled the response."""
         self.status = "cancelled"
-        if self.items:
+        if self.output.as_list():
             self.output.finish(complete=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """The JSON object of the API."""
+        """The JSON object, a `ResponseObject`."""
         reason = self._incomplete_reason
         return {
             "id": self.id,
@@ -85,8 +82,8 @@ class Response:
             "status": self.status,
             "error": self._error,
             "incomplete_details": None if reason is None else {"reason": reason},
-            **self._said,
-            "output": self.items,
+            **self._request_fields,
+            "output": self.output.as_list(),
             "usage": self._usage() if self.has_ended else None,
         }
 
@@ -103,11 +100,136 @@ class Response:
         }
 
 
-def _as_understood(request: ResponseRequest, sampling: SamplingParams) -> dict[str, Any]:
-    """The fields of the request that are fields of the response too, with their defaults."""
-    said = request.model_dump(exclude_none=True, by_alias=True)
-    text = said.get("text", {})
-    reasoning = said.get("reasoning", {})
+class ResponseRun:
+    """Generates `response`. `parser` parses its text; `to_client_error` words the engine's rejections."""
+
+    def __init__(
+        self,
+        response: Response,
+        model: ResolvedModel,
+        generation: GenerationRequest,
+        parser: MessageParser,
+        *,
+        to_client_error: Callable[[InvalidParameter], ApiError],
+        trace: Trace | None,
+    ) -> None:
+        self.response = response
+        self._model = model
+        self._generation = generation
+        self._parser = parser
+        self._to_client_error = to_client_error
+        self._trace = trace
+        self._started = False
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text the parser has not released
+
+    async def events(self) -> AsyncGenerator[list[Event], None]:
+        """All events of the response, those of one engine output together.
+
+        Raises `ApiError` and the errors of `Model.generate`; a request that the engine rejects raises before the first
+        event, unless the response was queued. Closing the generator aborts generation.
+        """
+        if self.response.status == "queued":
+            yield [self._state_event("created"), self._state_event("queued")]
+        try:
+            async with aclosing(self._model.generate(self._generation, self._trace)) as outputs:
+                async for output in outputs:
+                    if events := self._start_events() + self._output_events(output):
+                        yield events
+                    if self._parser.cut_off:
+                        return  # the rest would not be sent
+        except InvalidParameter as error:
+            raise self._to_client_error(error) from None
+
+    async def encoded_events(self) -> AsyncGenerator[list[bytes], None]:
+        """`events` as server-sent events. An error after the first event becomes the event `response.failed`."""
+        number = 0
+
+        def encode(events: Sequence[Event]) -> list[bytes]:
+            nonlocal number
+            encoded = []
+            for event in events:
+                numbered = {"type": event["type"], "sequence_number": number, **event}
+                name = event["type"].encode()
+                encoded.append(b"event: " + name + b"\ndata: " + dump_json(numbered) + b"\n\n")
+                number += 1
+            return encoded
+
+        async with aclosing(self.events()) as steps:
+            try:
+                async for events in steps:
+                    yield encode(events)
+            except Exception as error:
+                if not number:
+                    raise
+                yield encode(self._fail(to_api_error(error)))
+
+    def _fail(self, error: ApiError) -> list[Event]:
+        response = self.response
+        events = response.output.finish(complete=False) if response.output.as_list() else []
+        code = "server_error" if error.status >= 500 else error.code or "invalid_prompt"
+        response.fail(code, error.message)
+        return [*events, self._state_event("failed")]
+
+    def _start_events(self) -> list[Event]:
+        if self._started:
+            return []
+        self._started = True
+        was_queued, self.response.status = self.response.status == "queued", "in_progress"
+        created = [] if was_queued else [self._state_event("created")]
+        return [*created, self._state_event("in_progress")]
+
+    def _output_events(self, output: GenerationOutput) -> list[Event]:
+        self.response.usage = output.usage
+        events = [event for completion in output.outputs for event in self._completion_events(completion)]
+        if output.finished or self._parser.cut_off:
+            events += self._end_events(output.outputs)
+        return events
+
+    def _completion_events(self, completion: Completion) -> list[Event]:
+        if completion.logprobs:
+            self._logprobs += chat_logprobs(completion.logprobs, self._model.language_model.text)
+        parsed = self._parser.feed(completion.text, len(completion.token_ids))
+        self.response.reasoning_tokens = self._parser.num_reasoning_tokens
+        if completion.finish_reason is not None:
+            parsed += self._parser.finish()
+        return [event for one in parsed for event in self._message_events(one)]
+
+    def _message_events(self, parsed: MessageEvent) -> list[Event]:
+        output = self.response.output
+        if isinstance(parsed, Content):
+            logprobs, self._logprobs = self._logprobs, []
+            for entry in logprobs:
+                for token in (entry, *entry["top_logprobs"]):
+                    token["bytes"] = token["bytes"] or []  # required in this API
+            return output.add_content(parsed.text, logprobs)
+        self._logprobs.clear()  # only content has log probabilities
+        if isinstance(parsed, Reasoning):
+            return output.add_reasoning(parsed.text)
+        if isinstance(parsed, ToolCallStart):
+            return output.start_call(parsed.name)
+        return output.add_arguments(parsed.fragment)
+
+    def _end_events(self, completions: list[Completion]) -> list[Event]:
+        reason = next(
+            (finish_reason_name(one.finish_reason) for one in completions if one.finish_reason), "stop"
+        )
+        is_truncated = reason == "length" or self._parser.cut_off
+        events = self.response.output.finish(complete=not is_truncated)
+        if is_truncated:
+            self.response.truncate()
+            return [*events, self._state_event("incomplete")]
+        self.response.complete()
+        return [*events, self._state_event("completed")]
+
+    def _state_event(self, name: str) -> Event:
+        return {"type": f"response.{name}", "response": self.response.as_dict()}
+
+
+def _request_fields(request: ResponseRequest, sampling: SamplingParams) -> dict[str, Any]:
+    """The fields that a response repeats from its request, with their defaults."""
+    given = request.model_dump(exclude_none=True, by_alias=True)
+    text = given.get("text", {})
+    reasoning = given.get("reasoning", {})
     return {
         "model": request.model,
         "instructions": request.instructions,
@@ -119,8 +241,8 @@ def _as_understood(request: ResponseRequest, sampling: SamplingParams) -> dict[s
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_logprobs": request.top_logprobs or 0,
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in said.get("tools", [])],
-        "tool_choice": said.get("tool_choice", "auto"),
+        "tools": [{"parameters": None, "strict": None, **tool} for tool in given.get("tools", [])],
+        "tool_choice": given.get("tool_choice", "auto"),
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "text": {"format": {"type": "text"}, **text},
         "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
@@ -131,143 +253,3 @@ def _as_understood(request: ResponseRequest, sampling: SamplingParams) -> dict[s
         "prompt_cache_key": request.prompt_cache_key,
         "service_tier": "default",
     }
-
-
-class ResponseRun:
-    """Generates `response`.
-
-    `reader` reads its text. `explain` words an engine's refusal for the client.
-    """
-
-    def __init__(
-        self,
-        response: Response,
-        target: Target,
-        generation: GenerationRequest,
-        reader: MessageReader,
-        *,
-        explain: Callable[[InvalidParameter], ApiError],
-        trace: Trace | None,
-    ) -> None:
-        self.response = response
-        self._target = target
-        self._generation = generation
-        self._reader = reader
-        self._explain = explain
-        self._trace = trace
-        self._begun = False
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text the reader still holds
-
-    async def events(self) -> AsyncGenerator[list[Event], None]:
-        """The events of the response, those of one step together, the first and the last ones included.
-
-        Raises `ApiError` and what the core raises; for a request that the engine does not take before the first event,
-        unless that told that the response is queued. Closing the generator early aborts the generation.
-        """
-        if self.response.status == "queued":
-            yield [self._state("created"), self._state("queued")]
-        try:
-            async with aclosing(self._outputs()) as outputs:
-                async for output in outputs:
-                    if events := self._begin() + self._take(output):
-                        yield events
-                    if self._reader.cut_off:
-                        return  # nobody reads on, so nothing more need be generated
-        except InvalidParameter as error:
-            raise self._explain(error) from None
-
-    def failed(self, error: ApiError) -> list[Event]:
-        """End the response, which cannot go on; the events that tell of it."""
-        events = self.response.output.finish(complete=False) if self.response.items else []
-        code = "server_error" if error.status >= 500 else error.code or "invalid_prompt"
-        self.response.fail(code, error.message)
-        return [*events, self._state("failed")]
-
-    def _outputs(self) -> AsyncGenerator[GenerationOutput, None]:
-        return self._target.generate(self._generation, self._trace)
-
-    def _begin(self) -> list[Event]:
-        """What to tell before the first output's events."""
-        if self._begun:
-            return []
-        self._begun = True
-        was_queued, self.response.status = self.response.status == "queued", "in_progress"
-        return [*([] if was_queued else [self._state("created")]), self._state("in_progress")]
-
-    def _take(self, output: GenerationOutput) -> list[Event]:
-        self.response.usage = output.usage
-        events = [event for delta in output.deltas for event in self._add(delta)]
-        return events + self._end(output.deltas) if output.finished or self._reader.cut_off else events
-
-    def _end(self, deltas: list[Completion]) -> list[Event]:
-        reason = next((finish_name(delta.finish_reason) for delta in deltas if delta.finish_reason), "stop")
-        is_cut = reason == "length" or self._reader.cut_off
-        events = self.response.output.finish(complete=not is_cut)
-        if is_cut:
-            self.response.cut_short()
-            return [*events, self._state("incomplete")]
-        self.response.complete()
-        return [*events, self._state("completed")]
-
-    def _add(self, delta: Completion) -> list[Event]:
-        if delta.logprobs:
-            self._logprobs += chat_logprobs(delta.logprobs, self._target.language_model.text)
-        read = self._reader.feed(delta.text, len(delta.token_ids))
-        self.response.reasoning_tokens = self._reader.num_reasoning_tokens
-        if delta.finish_reason is not None:
-            read += self._reader.finish()
-        return [event for one in read for event in self._from(one)]
-
-    def _from(self, read: MessageEvent) -> list[Event]:
-        if isinstance(read, Content):
-            return self._content(read.text)
-        self._logprobs.clear()  # of the thought's or the call's own text
-        if isinstance(read, Reasoning):
-            return self.response.output.reasoning(read.text)
-        if isinstance(read, ToolCallStart):
-            return self.response.output.call(read.name)
-        return self.response.output.arguments(read.fragment)
-
-    def _content(self, text: str) -> list[Event]:
-        logprobs, self._logprobs = self._logprobs, []
-        for entry in logprobs:
-            for token in (entry, *entry["top_logprobs"]):
-                token["bytes"] = token["bytes"] or []  # which here is no optional field
-        return self.response.output.content(text, logprobs)
-
-    def _state(self, name: str) -> Event:
-        return {"type": f"response.{name}", "response": self.response.as_dict()}
-
-
-class EventWriter:
-    """Numbers the events of one response and writes them."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def write(self, events: Sequence[Event]) -> list[bytes]:
-        """The events as they go over the wire."""
-        written = []
-        for event in events:
-            numbered = {"type": event["type"], "sequence_number": self._next, **event}
-            written.append(b"event: " + event["type"].encode() + b"\ndata: " + json_text(numbered) + b"\n\n")
-            self._next += 1
-        return written
-
-
-async def written_events(run: ResponseRun) -> AsyncGenerator[list[bytes], None]:
-    """The events of `run`, as they go over the wire, those of one step together.
-
-    Raises what comes before the first event; an error after it is told by the last event.
-    """
-    writer = EventWriter()
-    begun = False
-    async with aclosing(run.events()) as steps:
-        try:
-            async for events in steps:
-                yield writer.write(events)
-                begun = True
-        except Exception as error:
-            if not begun:
-                raise
-            yield writer.write(run.failed(to_api_error(error)))

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
-from neso.frontends.openai.schemas import Integer
+from neso.frontends.openai.schemas import Integer, PromptTokensDetails, open_object
 
 
 class _Item(BaseModel):
@@ -30,14 +31,14 @@ class ImagePart(_Item):
 
 
 class RefusalPart(_Item):
-    """What a model said in place of an answer."""
+    """A refusal of the model."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 def _kind(value: Any) -> str | None:
-    """The tag of an item or part: upper case, so that the names of fields in errors are those of the client."""
+    """The discriminator of an item or part. Upper case, so that `errors.validation_error` can tell it from a field."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if kind is None and isinstance(value, dict) and "role" in value:
         kind = "message"
@@ -69,7 +70,7 @@ OutputPart = Annotated[
 
 
 class MessageItem(_Item):
-    """A message: the user's, the system's, or one that the model answered."""
+    """A message of the user, the system or the assistant."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -86,7 +87,7 @@ class FunctionCallItem(_Item):
 
 
 class FunctionCallOutputItem(_Item):
-    """What came of a call."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -94,14 +95,14 @@ class FunctionCallOutputItem(_Item):
 
 
 class ReasoningText(_Item):
-    """A part of what a model thought."""
+    """A part of reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(_Item):
-    """What a model thought before it said what follows."""
+    """Reasoning of the model before the next item."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
@@ -143,15 +144,17 @@ class FunctionTool(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="Calls fit the schema also with `tool_choice` auto.")
+    strict: bool | None = Field(
+        None, description="Constrain calls to the schema also with `tool_choice` auto."
+    )
 
     @field_validator("type", mode="before")
     @classmethod
-    def _runs_at_the_client(cls, value: Any) -> Any:
+    def _check_type(cls, value: Any) -> Any:
         if value != "function":
             raise PydanticCustomError(
                 "hosted_tool",
-                "tools of type {kind} are not there: only functions, which the client runs, can be called",
+                "tools of type {kind} are not supported: only functions, which the client runs",
                 {"kind": repr(value)},
             )
         return value
@@ -165,7 +168,7 @@ class NamedFunction(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """Those of the tools that may be called in this turn."""
+    """The subset of the tools that may be called in this turn."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -173,29 +176,29 @@ class AllowedTools(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """The form of the answer's text."""
+    """Format of the output text."""
 
     model_config = ConfigDict(protected_namespaces=())
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Of type `json_schema`.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="For type `json_schema`.")
     strict: bool | None = None
 
 
 class TextOptions(BaseModel):
-    """How the answer's text is to be."""
+    """Options of the output text."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, not used.")
 
 
 class ReasoningOptions(BaseModel):
-    """How the model is to reason."""
+    """Options of reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="For the chat template."
+        None, description="Passed to the chat template."
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Accepted, not used.")
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
@@ -204,7 +207,7 @@ class ReasoningOptions(BaseModel):
 
 
 class ResponseStreamOptions(BaseModel):
-    """What a stream holds beside its events."""
+    """Options of a stream."""
 
     include_obfuscation: bool | None = Field(None, description="Accepted, not used.")
 
@@ -212,23 +215,23 @@ class ResponseStreamOptions(BaseModel):
 class ResponseRequest(BaseModel):
     """The body of `POST /v1/responses`.
 
-    Extensions of chats (`top_k`, `seed`, `stop`, `structured_outputs`, `chat_template_kwargs` and so on) are taken by
-    the same names.
+    The extensions of chat completions (`top_k`, `seed`, `stop`, `structured_outputs`, `chat_template_kwargs` and so on)
+    are accepted under the same names.
     """
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str
-    input: str | list[InputItem] = Field(description="What the user says, or the items of a conversation.")
-    instructions: str | None = Field(None, description="The system's message, of this response only.")
-    previous_response_id: str | None = Field(None, description="The response that this one continues.")
-    store: bool | None = Field(None, description="Keep the response for later requests; true unless given.")
-    background: bool | None = Field(None, description="Answer at once, and generate meanwhile.")
+    input: str | list[InputItem] = Field(description="A user message, or the items of a conversation.")
+    instructions: str | None = Field(None, description="System message of this response only.")
+    previous_response_id: str | None = Field(None, description="The response to continue.")
+    store: bool | None = Field(None, description="Store the response for later requests; default: true.")
+    background: bool | None = Field(None, description="Return at once and generate in the background.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     max_tool_calls: Annotated[Integer, Field(ge=1)] | None = Field(
-        None, description="Of hosted tools: accepted, not used."
+        None, description="For hosted tools: accepted, not used."
     )
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -238,9 +241,9 @@ class ResponseRequest(BaseModel):
     reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
-    parallel_tool_calls: bool | None = Field(None, description="False keeps the first call only.")
+    parallel_tool_calls: bool | None = Field(None, description="False keeps only the first call.")
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="`auto` leaves out the oldest messages of a conversation that is too long."
+        None, description="`auto` drops the oldest messages of a conversation that is too long."
     )
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = (
         Field(None, max_length=16)
@@ -254,9 +257,105 @@ class ResponseRequest(BaseModel):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log probabilities are to be told."""
+        """Whether log probabilities are requested."""
         return WITH_LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     @property
     def is_stored(self) -> bool:
         return self.store is not False
+
+
+@open_object
+class OutputItem(TypedDict):
+    """A message, a function call, or reasoning."""
+
+    id: str
+    type: Literal["message", "function_call", "reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+@open_object
+class ResponseUsage(TypedDict):
+    """Token counts."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens_details: dict[str, int]
+
+
+@open_object
+class IncompleteDetails(TypedDict):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+@open_object
+class ResponseError(TypedDict):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+@open_object
+class ResponseObject(TypedDict):
+    """A response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    instructions: str | None
+    previous_response_id: str | None
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    temperature: float
+    top_p: float
+    max_output_tokens: int | None
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    metadata: dict[str, str]
+
+
+@open_object
+class ResponseEvent(TypedDict):
+    """An event of a response's stream; further fields depend on its type."""
+
+    type: str
+    sequence_number: int
+
+
+@open_object
+class DeletedResponse(TypedDict):
+    """A response was deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+@open_object
+class ItemList(TypedDict):
+    """A page of items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@open_object
+class InputTokens(TypedDict):
+    """The number of prompt tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int

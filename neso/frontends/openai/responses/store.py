@@ -1,4 +1,4 @@
-"""Responses that are kept for later requests, in the memory of this process."""
+"""Stored responses, in process memory."""
 
 from __future__ import annotations
 
@@ -8,47 +8,50 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from neso.frontends.openai.responses.chat_conversion import Item
-from neso.frontends.openai.responses.output_items import json_text
+from neso.frontends.openai.responses.output_items import dump_json
 from neso.frontends.openai.responses.run import Response
 
 
 @dataclass(eq=False)
 class EventLog:
-    """The events of a response as they go to clients, for those who come, or come back, later."""
+    """The encoded events of a response, for clients that connect later or reconnect."""
 
     events: list[bytes] = field(default_factory=list)
     ended: bool = False
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, *events: bytes) -> None:
         self.events += events
-        self._wake()
+        self._notify()
 
     def end(self) -> None:
         self.ended = True
-        self._wake()
+        self._notify()
 
     async def follow(self, start: int) -> AsyncGenerator[bytes, None]:
-        """The events from the number `start` on, up to the last."""
+        """The events from number `start` on, as they arrive, up to the last."""
         while True:
             while start < len(self.events):
                 yield self.events[start]
                 start += 1
             if self.ended:
                 return
-            await self._news.wait()
+            await self._changed.wait()
 
-    def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 @dataclass(eq=False)
 class StoredResponse:
-    """A response and what it was made of: `context`, the items that the model was given, oldest first.
+    """A response with its conversation.
 
-    `owner` is whose API key it was made with: only that one may ask for it. `task` makes it in the
-    background; `log` has its events, if it was asked for as a stream.
+    context: the items that the model was given, oldest first.
+    owner: `ApiKey.owner` of the key that created it; no other key has access.
+    task: generates the response in the background.
+    log: its events, if it is generated in the background as a stream.
+    size: bytes as JSON, an estimate of its memory.
     """
 
     response: Response
@@ -58,18 +61,17 @@ class StoredResponse:
     log: EventLog | None = None
     size: int = 0
 
-    def measure(self) -> int:
-        """Note how many bytes it takes as JSON, about what it takes in memory."""
-        self.size = len(json_text([self.response.as_dict(), self.context]))
+    def update_size(self) -> int:
+        self.size = len(dump_json([self.response.as_dict(), self.context]))
         if self.log is not None:
             self.size += sum(map(len, self.log.events))
         return self.size
 
 
 class ResponseStore:
-    """Keeps at most `max_responses` of together at most `max_bytes`; the one not used for longest goes first.
+    """Stores up to `max_responses` responses and `max_bytes` bytes; evicts the least recently used.
 
-    Those that are still being made are kept, however many they are.
+    Responses in progress are never evicted.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
@@ -79,19 +81,23 @@ class ResponseStore:
         self._bytes = 0
 
     @property
-    def keeps_any(self) -> bool:
-        """Whether a response can be kept at all."""
+    def is_enabled(self) -> bool:
+        """Whether the capacity is not zero."""
         return self._max_responses > 0 and self._max_bytes > 0
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep it, or note that it has grown."""
-        self._bytes += -stored.size + stored.measure()
+        """Add a response, or update its size."""
+        self._bytes += -stored.size + stored.update_size()
         self._stored[stored.response.id] = stored
         self._stored.move_to_end(stored.response.id)
-        self._make_room()
+        while len(self._stored) > self._max_responses or self._bytes > self._max_bytes:
+            oldest = next((key for key, entry in self._stored.items() if entry.response.has_ended), None)
+            if oldest is None:
+                return
+            self.remove(oldest)
 
     def get(self, response_id: str, owner: str) -> StoredResponse | None:
-        """The response of that id, if it is `owner`'s; it counts as used now."""
+        """The response of that id if it belongs to `owner`. Marks it as used."""
         stored = self._stored.get(response_id)
         if stored is None or stored.owner != owner:
             return None
@@ -102,19 +108,9 @@ class ResponseStore:
         return response_id in self._stored
 
     def remove(self, response_id: str) -> None:
-        """Forget it."""
         stored = self._stored.pop(response_id, None)
         if stored is not None:
             self._bytes -= stored.size
 
-    def unfinished(self) -> list[StoredResponse]:
-        """Those that are still being made."""
+    def in_progress(self) -> list[StoredResponse]:
         return [stored for stored in self._stored.values() if not stored.response.has_ended]
-
-    def _make_room(self) -> None:
-        while len(self._stored) > self._max_responses or self._bytes > self._max_bytes:
-            ended = (key for key, stored in self._stored.items() if stored.response.has_ended)
-            oldest = next(ended, None)
-            if oldest is None:
-                return
-            self.remove(oldest)

@@ -120,7 +120,7 @@ NAMES = frozenset(name for names in SCALARS.values() for name in names).union(
 """All inputs that are known here."""
 
 
-def takes_limit(signature: Signature) -> bool:
+def accepts_max_tokens(signature: Signature) -> bool:
     """Whether a model can be told `max_tokens`."""
     return InputTensors(signature).declared(SCALARS["max_tokens"], float) is not None
 

@@ -16,8 +16,8 @@ from neso.frontends.openai.tensor_models import input_tensors as sampling_inputs
 from neso.frontends.openai.tensor_models import request_tensors as text_face
 from neso.frontends.openai.tensor_models.request_tensors import LORA_NAME, LORA_TASK
 from neso.frontends.openai.tensor_models.response_text import (
-    AnswerText,
     OutputSequence,
+    OutputText,
     TextResponse,
     TokenLimit,
 )
@@ -45,7 +45,7 @@ _AT_FAULT = re.compile(r"(?:^|, )(\w+): (.+)", re.DOTALL)
 _PROMPT = ("text_input", "input_ids", "input_lengths")
 
 
-def about_field(error: ServerError, sampling: SamplingParams) -> Exception:
+def to_parameter_error(error: ServerError, sampling: SamplingParams) -> Exception:
     """The error, about the field that made the input which it names, as `NAME: …`; else as it is."""
     named = _AT_FAULT.search(error.message) if error.code is ErrorCode.INVALID_ARG else None
     field = None if named is None else _field(named[1], sampling)
@@ -65,7 +65,7 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
     return next((field for field, names in sampling_inputs.SCALARS.items() if name in names), None)
 
 
-NO_LIMIT = 2**31 - 1
+UNLIMITED_LENGTH = 2**31 - 1
 """Stands for the context length of a model that does not tell it."""
 _TRUE = ("true", "t", "yes", "1")
 """Texts of a parameter that is set."""
@@ -101,7 +101,7 @@ class TensorLanguageModel:
         self._tokenizer = tokenizer
         self._default_max_tokens = default_max_tokens
         self._accumulates = string_parameter(model.config, "accumulate_tokens").lower() in _TRUE
-        self._told_limit = text_face.takes_limit(model.signature)
+        self._told_limit = text_face.accepts_max_tokens(model.signature)
 
     async def generate(
         self, request: GenerationRequest, trace: Trace | None = None
@@ -149,7 +149,9 @@ class TensorLanguageModel:
 
     async def _count_prompt(self, request: GenerationRequest, prompt: str) -> int:
         """Tokens of the prompt; 0 where nobody needs to know or can tell. Raises `InvalidParameter`."""
-        asks = request.sampling.max_tokens is None and self._told_limit and self.max_model_len < NO_LIMIT
+        asks = (
+            request.sampling.max_tokens is None and self._told_limit and self.max_model_len < UNLIMITED_LENGTH
+        )
         may_be_long = len(prompt.encode(errors="replace")) >= self.max_model_len  # a token is a byte or more
         counts = "num_input_tokens" in self._model.signature.outputs
         if self._tokenizer is None or (counts and not asks and not may_be_long):
@@ -177,7 +179,7 @@ class TensorLanguageModel:
         if asked.max_tokens is None and self._told_limit:
             changes["max_tokens"] = max(self._room(num_prompt_tokens), asked.min_tokens)
         seeds: list[int | None] = [asked.seed]
-        if asked.n > 1 and (asked.seed is not None or text_face.takes_seed(self._model.signature)):
+        if asked.n > 1 and (asked.seed is not None or text_face.accepts_seed(self._model.signature)):
             first = random.getrandbits(31) if asked.seed is None else asked.seed
             seeds = [_wrapped(first + index) for index in range(asked.n)]
         elif asked.n > 1:
@@ -185,7 +187,7 @@ class TensorLanguageModel:
         return [msgspec.structs.replace(asked, **changes, seed=seed) for seed in seeds]
 
     def _room(self, num_prompt_tokens: int) -> int:
-        if self.max_model_len >= NO_LIMIT or self._tokenizer is None:
+        if self.max_model_len >= UNLIMITED_LENGTH or self._tokenizer is None:
             return self._default_max_tokens
         return self.max_model_len - num_prompt_tokens
 
@@ -202,7 +204,7 @@ class TensorLanguageModel:
         # when they come one by one.
         wants_stream = (
             request.stream
-            or (bool(sampling.stop) and not text_face.takes_stop(signature))
+            or (bool(sampling.stop) and not text_face.accepts_stop(signature))
             or sampling.logprobs is not None
         )
         inputs = text_face.request_tensors(
@@ -227,14 +229,14 @@ class TensorLanguageModel:
                 if sequence.done:
                     return
         except ServerError as error:
-            raise about_field(error, sampling) from None
+            raise to_parameter_error(error, sampling) from None
         finally:
             stream.cancel()
 
     def _sequence(
         self, request: GenerationRequest, prompt: _Prompt, sampling: SamplingParams
     ) -> OutputSequence:
-        text = AnswerText(
+        text = OutputText(
             sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
             prompts=prompt.echoes,
@@ -247,7 +249,7 @@ class TensorLanguageModel:
 
     async def _echoes(self, prompt: str) -> tuple[str, ...]:
         """How the model may repeat the prompt: as it is, or as its tokens without the special ones say it."""
-        if text_face.can_leave_prompt_out(self._model.signature):
+        if text_face.can_exclude_prompt(self._model.signature):
             return ()
         if self._tokenizer is None:
             return (prompt,)

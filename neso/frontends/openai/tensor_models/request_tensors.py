@@ -26,7 +26,7 @@ _KNOWN = sampling_inputs.NAMES.union(
 )
 
 
-def missing_for_text(signature: Signature) -> str:
+def unsupported_reason(signature: Signature) -> str:
     """Why a model cannot be asked for text; "" for one that can."""
     for name, tensors in ((TEXT_INPUT, signature.inputs), (TEXT_OUTPUT, signature.outputs)):
         spec = tensors.get(name)
@@ -38,39 +38,39 @@ def missing_for_text(signature: Signature) -> str:
     return ""
 
 
-def takes_json(signature: Signature) -> bool:
+def accepts_json(signature: Signature) -> bool:
     """Whether sampling parameters go to a model as one JSON text, as in vLLM's convention."""
     return InputTensors(signature).declared((SAMPLING_PARAMETERS,), str) is not None
 
 
-def takes_limit(signature: Signature) -> bool:
+def accepts_max_tokens(signature: Signature) -> bool:
     """Whether a model can be told how many tokens to generate at most."""
-    return takes_json(signature) or sampling_inputs.takes_limit(signature)
+    return accepts_json(signature) or sampling_inputs.accepts_max_tokens(signature)
 
 
-def takes_stop(signature: Signature) -> bool:
+def accepts_stop(signature: Signature) -> bool:
     """Whether a model can be told stop strings."""
-    return takes_json(signature) or InputTensors(signature).declared(sampling_inputs.STOP, str) is not None
+    return accepts_json(signature) or InputTensors(signature).declared(sampling_inputs.STOP, str) is not None
 
 
-def takes_seed(signature: Signature) -> bool:
+def accepts_seed(signature: Signature) -> bool:
     """Whether a model can be told what its choice of tokens depends on."""
     seed = sampling_inputs.SCALARS["seed"]
-    return takes_json(signature) or InputTensors(signature).declared(seed, float) is not None
+    return accepts_json(signature) or InputTensors(signature).declared(seed, float) is not None
 
 
-def can_leave_prompt_out(signature: Signature) -> bool:
+def can_exclude_prompt(signature: Signature) -> bool:
     """Whether a model can be told not to repeat the prompt."""
     return InputTensors(signature).declared(EXCLUDE_INPUT, bool) is not None
 
 
-def takes_adapter(signature: Signature) -> bool:
+def accepts_adapter(signature: Signature) -> bool:
     """Whether a model can be told which adapter to apply."""
     named = InputTensors(signature).declared(LORA_NAME, str) is not None
-    return takes_json(signature) or named or takes_adapter_number(signature)
+    return accepts_json(signature) or named or accepts_adapter_number(signature)
 
 
-def takes_adapter_number(signature: Signature) -> bool:
+def accepts_adapter_number(signature: Signature) -> bool:
     """Whether a model knows adapters by numbers."""
     return InputTensors(signature).declared(LORA_TASK, float) is not None
 
@@ -92,7 +92,7 @@ def request_tensors(
         raise InvalidParameter("cache_salt", sampling_inputs.NO_INPUT)
     if request.images:
         _put_images(inputs, request.images)
-    if takes_json(signature):
+    if accepts_json(signature):
         _flag(inputs, ("return_logprobs",), sampling.logprobs is not None)
         lora = request.lora.name if request.lora is not None else ""
         _put(inputs, (SAMPLING_PARAMETERS,), sampling_json(sampling, lora), SAMPLING_PARAMETERS)
@@ -125,7 +125,7 @@ def requested_outputs(signature: Signature, inputs: dict[str, Tensor]) -> tuple[
 def _ask_for_logprobs(inputs: InputTensors, signature: Signature, top: int) -> None:
     """TensorRT-LLM's models tell them without the tokens, and of no others."""
     spec = inputs.declared((RETURN_LOGPROBS,), bool)
-    if spec is None or LOGPROBS not in signature.outputs or not can_leave_prompt_out(signature):
+    if spec is None or LOGPROBS not in signature.outputs or not can_exclude_prompt(signature):
         raise InvalidParameter(
             "logprobs",
             f"the model tells none: it would need the inputs '{RETURN_LOGPROBS}' and '{EXCLUDE_INPUT[0]}' and the "

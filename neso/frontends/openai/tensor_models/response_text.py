@@ -27,7 +27,7 @@ from neso.server.tensor import Tensor
 _PART_OF_CHARACTER = "\ufffd"
 
 
-class AnswerText:
+class OutputText:
     """One sequence. A response's text is new, or with `accumulates` all that there is so far.
 
     The first of `prompts` that the text begins with is left out: how a model that repeats the prompt may write it. A
@@ -89,7 +89,7 @@ class AnswerText:
         return held
 
 
-class PieceLogprobs:
+class TextLogprobs:
     """Finds the tokens in the text that comes with their numbers, piece by piece.
 
     Where the tokenizer makes as many tokens of a piece as there are numbers, they are those; otherwise the piece counts
@@ -234,7 +234,7 @@ class OutputSequence:
         request_id: str,
         num_prompt_tokens: int,
         sampling: SamplingParams,
-        text: AnswerText,
+        text: OutputText,
         tokenizer: TokenizerLike | None,
         limit: TokenLimit | None = None,
     ) -> None:
@@ -244,7 +244,7 @@ class OutputSequence:
         self._text = text
         self._tokenizer = tokenizer
         self._limit = limit
-        self._pieces = PieceLogprobs(tokenizer)
+        self._pieces = TextLogprobs(tokenizer)
         self._shown = ""
         self._reported: int | None = None
         self._counted = 0

@@ -126,12 +126,15 @@ class GrpcServer:
     def _start_call(self, stream: Http2Stream, headers: Headers) -> StreamEvents:
         """Application of the HTTP/2 connections."""
         try:
-            call_headers = headers.parsed
-            if call_headers is None:
-                call_headers = headers.parsed = CallHeaders.parse(headers)
-            if (rejection := _rejection(call_headers)) is not None:
+            if headers.parsed is None:
+                parsed = CallHeaders.parse(headers)
+                headers.parsed = parsed, _rejection(parsed)
+            call_headers, rejection = headers.parsed
+            if rejection is not None:
                 return _reject(stream, rejection)
-            handler = self._find_handler(call_headers)
+            handler = None if self._interceptors else self._handlers.get(call_headers.path)
+            if handler is None:
+                handler = self._find_handler(call_headers)
         except ValueError as error:
             return _fail(stream, grpc.StatusCode.INTERNAL, str(error))
         except Exception as error:
@@ -144,8 +147,7 @@ class GrpcServer:
         return CoroutineCall(stream, call_headers, self.options, handler, self._tasks)
 
     def _find_handler(self, headers: CallHeaders) -> Any:
-        if not self._interceptors and (handler := self._handlers.get(headers.path)) is not None:
-            return handler
+        """The handler of a call's method, through the interceptors; None for an unknown method."""
         find: Callable[[Any], Awaitable[Any]] = self._look_up
         for interceptor in reversed(self._interceptors):
             find = _chain(interceptor, find)

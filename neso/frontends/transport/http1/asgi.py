@@ -197,6 +197,7 @@ def _scope(request: Request, state: dict[str, Any]) -> dict[str, Any]:
         "client": connection.peer,
         "server": connection.local,
         "state": state.copy(),
+        "extensions": {"neso.cancels_on_disconnect": {}},
     }
 
 

@@ -390,5 +390,5 @@ class HttpConnection(asyncio.Protocol):
         self._disconnected.set()
         if task is not None and not task.done():
             task.cancel()
-        if pending is not None:
+        if pending is not None and pending.on_disconnect is not None:
             pending.on_disconnect()

@@ -153,14 +153,14 @@ class StreamingResponse:
 class PendingResponse:
     """Returned by a handler that responds later from a callback, without a task.
 
-    `on_disconnect` is called if the client disconnects before `send`; a later `send` does nothing.
+    `on_disconnect`, if set, is called if the client disconnects before `send`; a later `send` does nothing.
     """
 
     __slots__ = ("_request", "on_disconnect")
 
-    def __init__(self, request: Request, on_disconnect: Callable[[], None]) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
-        self.on_disconnect = on_disconnect
+        self.on_disconnect: Callable[[], None] | None = None
 
     def send(self, response: Response) -> None:
         """Send the response and let the connection process its next request."""

@@ -160,9 +160,13 @@ class Http2Connection(asyncio.Protocol):
 
     def header_frames(self, number: int, block: bytes, flags: int) -> bytes:
         """The frames of a header block on stream `number`."""
-        if self.peer_settings.table_update:
-            block, self.peer_settings.table_update = self.peer_settings.table_update + block, b""
-        return frames.header_frames(number, block, flags, self.max_frame)
+        settings = self.peer_settings
+        if settings.table_update:
+            block, settings.table_update = settings.table_update + block, b""
+        size = len(block)
+        if size > self.max_frame:
+            return frames.header_frames(number, block, flags, self.max_frame)
+        return frames.frame_header(size, frames.HEADERS, flags | frames.END_HEADERS, number) + block
 
     def schedule(self, stream: Http2Stream) -> None:
         """Send the queued data of a stream as soon as the connection allows."""

@@ -53,7 +53,7 @@ class FrameHandler:
         """Process a frame, given by its type, flags, stream id and payload. Raises `Http2ConnectionError`."""
         if not self.settings_received:
             self._complete_handshake(kind, flags)
-        if self._blocks.incomplete and kind != frames.CONTINUATION:
+        if self._blocks.open is not None and kind != frames.CONTINUATION:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "expected CONTINUATION")
         handler = _HANDLERS.get(kind)
         if handler is None:

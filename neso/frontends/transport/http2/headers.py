@@ -116,17 +116,15 @@ class HeaderBlock(NamedTuple):
 
 
 class HeaderBlockReader:
-    """Joins a HEADERS frame and its CONTINUATION frames. `max_size`: of a block, in bytes."""
+    """Joins a HEADERS frame and its CONTINUATION frames. `max_size`: of a block, in bytes.
+
+    `open`: stream id and flags of an incomplete block, whose next frame must be a CONTINUATION; None otherwise.
+    """
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
-        self._open: tuple[int, int] | None = None  # stream and flags of an incomplete block
         self._data = bytearray()
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether only a CONTINUATION frame is allowed next."""
-        return self._open is not None
+        self.open: tuple[int, int] | None = None
 
     def on_headers(self, flags: int, stream: int, payload: bytes) -> HeaderBlock | None:
         """The block if the HEADERS frame completes it. Raises `Http2ConnectionError`."""
@@ -138,21 +136,21 @@ class HeaderBlockReader:
             payload = payload[5:]
         if flags & frames.END_HEADERS:
             return HeaderBlock(stream, flags, payload)
-        self._open = stream, flags
+        self.open = stream, flags
         self._data += payload
         return None
 
     def on_continuation(self, flags: int, stream: int, payload: bytes) -> HeaderBlock | None:
         """The block if the CONTINUATION frame completes it. Raises `Http2ConnectionError`."""
-        if self._open is None or self._open[0] != stream:
+        if self.open is None or self.open[0] != stream:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without a header block")
         self._data += payload
         if len(self._data) > self._max_size:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "header block too large")
         if not flags & frames.END_HEADERS:
             return None
-        block = HeaderBlock(*self._open, bytes(self._data))
-        self._open = None
+        block = HeaderBlock(*self.open, bytes(self._data))
+        self.open = None
         self._data.clear()
         return block
 

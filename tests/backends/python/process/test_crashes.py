@@ -1,4 +1,4 @@
-"""Processes of models that die: what becomes of their requests, of the others, and of what they held."""
+"""Processes of models that die: method becomes of their requests, of the others, and of method they held."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class TritonPythonModel:
         responses, folder = [], Path(pb_utils.get_model_dir())
         for request in requests:
             array = request.inputs()[0].as_numpy()
-            what = array.flat[0]
-            if what == -1:
+            method = array.flat[0]
+            if method == -1:
                 ctypes.string_at(0)
-            if what == -2:
+            if method == -2:
                 os._exit(3)
-            if what == -3:
+            if method == -3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what == -4:
+            if method == -4:
                 (folder / "begun").touch()
                 while not (folder / "go").exists():
                     time.sleep(0.005)
@@ -160,12 +160,12 @@ async def test_a_process_that_dies_while_it_is_idle(start):
     before = await pid_of(core)
     (instance,) = core.model("fragile")._backend._instances._instances
     os.kill(before, signal.SIGKILL)
-    await until(lambda: instance.reason)  # what is sent before its end is known would fail with it
+    await until(lambda: instance.reason)  # method is sent before its end is known would fail with it
     assert await pid_of(core) != before
 
 
 async def test_restarts_in_a_row_come_less_and_less_often(start, monkeypatch):
-    monkeypatch.setattr(instance_module, "FIRST_DELAY", 0.2)
+    monkeypatch.setattr(instance_module, "MIN_RESTART_DELAY", 0.2)
     core, _ = await start()
     started = time.monotonic()
     for stream in [send(core, -2) for _ in range(3)]:
@@ -173,7 +173,7 @@ async def test_restarts_in_a_row_come_less_and_less_often(start, monkeypatch):
     assert await pid_of(core)
     assert time.monotonic() - started > 0.2 + 0.4
     (instance,) = core.model("fragile")._backend._instances._instances
-    assert instance._delay() == 0, "what was executed in between does not count"
+    assert instance._delay() == 0, "method was executed in between does not count"
     assert (await answer(send(core, -2))).error is not None and await pid_of(core)
 
 
@@ -196,7 +196,7 @@ async def test_a_sequence_goes_on_after_a_crash(start):
 
 
 async def test_a_model_that_cannot_start_again_stays_down_with_the_reason(start, monkeypatch):
-    monkeypatch.setattr(instance_module, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(instance_module, "MIN_RESTART_DELAY", 0.01)
     core, folder = await start()
     (folder / "broken").touch()
     dying, waiting = send(core, -2), send(core, 1)

@@ -1,4 +1,4 @@
-"""Tensors in shared memory: who sees what, without copies, and when it is free again."""
+"""Tensors in shared memory: who sees method, without copies, and when it is free again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.backends.python.process.codec import INLINE_BYTES, Exchange
+from neso.backends.python.process.codec import INLINE_BYTES, MessageCodec
 from neso.backends.python.process.shared_memory import ALIGNMENT, Arena, make_file
 from neso.server.errors import Cancelled, InternalError
 from neso.server.inference_request import InferenceRequest
@@ -22,13 +22,13 @@ SIZE = 1 << 16
 
 
 class Pair:
-    """Two ends of one channel in one process; what one releases, the other is told at once."""
+    """Two ends of one channel in one process; method one releases, the other is told at once."""
 
     def __init__(self) -> None:
         files = make_file("test"), make_file("test")
         first, second = (Arena(file, SIZE, SIZE) for file in files)
-        self.left = Exchange(first, files[1], second.release)
-        self.right = Exchange(second, files[0], first.release)
+        self.left = MessageCodec(first, files[1], second.release)
+        self.right = MessageCodec(second, files[0], first.release)
 
     @property
     def in_use(self) -> int:

@@ -82,10 +82,10 @@ async def test_memory_starts_and_grows_as_told(start):
     assert await outcome(core, *values) == values
     (instance,) = core.model("model")._backend._instances._instances
     process = instance._running._process
-    assert process.exchange.own.size == 65536
+    assert process.codec.own.size == 65536
     assert "memfd:my_region" in maps(process.pid)
     assert len(await outcome(core, *[1.0] * 50_000)) == 50_000
-    assert process.exchange.own.size == 65536 + 2 * 131072
+    assert process.codec.own.size == 65536 + 2 * 131072
 
 
 @pytest.mark.parametrize("auto_complete", [True, False])

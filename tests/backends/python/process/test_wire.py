@@ -10,21 +10,21 @@ import pytest
 
 from neso.backends.python.process.codec import Decoder, encode
 from neso.backends.python.process.messages import (
-    Answer,
-    Ask,
     Block,
     Execute,
-    Free,
     Log,
+    Query,
+    Reply,
     RequestData,
     TensorData,
+    WorkDone,
 )
 
 TENSOR = TensorData("T", "FP32", (1,), None, Block(0, 9, 0, 4))
 MESSAGES = [
-    Free(3),
-    Ask(1, "load_model", ("m", None, {"file:1/model.py": b"\0\xff"})),
-    Answer(2, math.inf, ("no", "INTERNAL")),
+    WorkDone(3),
+    Query(1, "load_model", ("m", None, {"file:1/model.py": b"\0\xff"})),
+    Reply(2, math.inf, ("no", "INTERNAL")),
     Log("a", 30, "ü\ud800", "/p", 3, {"model": "m"}),
     Execute(
         7,
@@ -45,7 +45,7 @@ def test_messages_arrive_in_whatever_pieces():
 @pytest.mark.parametrize("value", [np.float64(1), object(), print, Decoder])
 def test_only_plain_data_can_be_sent(value):
     with pytest.raises(TypeError, match="cannot be passed to the server"):
-        encode(Answer(1, value))
+        encode(Reply(1, value))
 
 
 def test_nothing_but_messages_is_made_of_what_comes():

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from neso.frontends.openai.chat import image_fetcher as media
-from neso.frontends.openai.chat import public_http
-from neso.frontends.openai.chat.image_fetcher import Media
+from neso.frontends.openai.chat import image_fetcher, public_http
+from neso.frontends.openai.chat.image_fetcher import ImageFetcher
 from neso.frontends.openai.chat.public_http import is_public
 from neso.frontends.openai.errors import ApiError
 
@@ -46,28 +45,28 @@ async def site() -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def fetcher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Media]:
+async def fetcher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ImageFetcher]:
     """For which this machine is a place on the internet."""
     monkeypatch.setattr(public_http, "is_public", lambda address: True)
-    monkeypatch.setattr(media, "MAX_BYTES", 1000)
-    monkeypatch.setattr(media, "MAX_SECONDS", 60.0)
-    made = Media(["localhost"])
+    monkeypatch.setattr(image_fetcher, "MAX_BYTES", 1000)
+    monkeypatch.setattr(image_fetcher, "MAX_SECONDS", 60.0)
+    made = ImageFetcher(["localhost"])
     yield made
     await made.close()
 
 
-async def test_files_take_the_place_of_urls(fetcher: Media, site: str) -> None:
+async def test_files_take_the_place_of_urls(fetcher: ImageFetcher, site: str) -> None:
     images: tuple[Any, ...] = (
         "data:image/png;base64,AAAA",
         f"{site}/image",
         b"bytes",
         f"{site}/there?key=secret",
     )
-    assert await fetcher.fetched(images) == (images[0], FILE, b"bytes", FILE)
+    assert await fetcher.fetch(images) == (images[0], FILE, b"bytes", FILE)
 
 
 async def test_nothing_is_fetched_unless_allowed(site: str) -> None:
-    assert await Media([]).fetched((f"{site}/image",)) == (f"{site}/image",)
+    assert await ImageFetcher([]).fetch((f"{site}/image",)) == (f"{site}/image",)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +80,12 @@ async def test_nothing_is_fetched_unless_allowed(site: str) -> None:
     ],
 )
 async def test_what_does_not_work(
-    fetcher: Media, site: str, monkeypatch: pytest.MonkeyPatch, path: str, why: str
+    fetcher: ImageFetcher, site: str, monkeypatch: pytest.MonkeyPatch, path: str, why: str
 ) -> None:
     if path == "/slow":
-        monkeypatch.setattr(media, "MAX_SECONDS", 2.0)
+        monkeypatch.setattr(image_fetcher, "MAX_SECONDS", 2.0)
     with pytest.raises(ApiError, match=why) as caught:
-        await fetcher.fetched((f"{site}{path}?key=secret",))
+        await fetcher.fetch((f"{site}{path}?key=secret",))
     assert (caught.value.status, caught.value.param) == (400, "messages")
     assert "secret" not in caught.value.message
 
@@ -95,28 +94,28 @@ async def test_what_does_not_work(
     ("url", "why"),
     [
         ("http://example.com/x.png", "fetches no images from example.com"),
-        ("http://localhost@evil.com/x.png", "no URL"),
-        ("http:///x.png", "no URL"),
-        ("http://[::1/x.png", "none"),
-        ("http://localhost:x/x.png", "none"),
+        ("http://localhost@evil.com/x.png", "not a valid HTTP"),
+        ("http:///x.png", "not a valid HTTP"),
+        ("http://[::1/x.png", "invalid URL"),
+        ("http://localhost:x/x.png", "invalid URL"),
         ("http://localhost:1/x.png", "cannot be fetched"),
     ],
 )
-async def test_bad_urls(fetcher: Media, url: str, why: str) -> None:
+async def test_bad_urls(fetcher: ImageFetcher, url: str, why: str) -> None:
     with pytest.raises(ApiError, match=why):
-        await fetcher.fetched((url,))
+        await fetcher.fetch((url,))
 
 
 async def test_redirects_to_another_host_are_not_followed(
-    fetcher: Media, site: str, monkeypatch: pytest.MonkeyPatch
+    fetcher: ImageFetcher, site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetcher, "_domains", frozenset({"*"}))
     with pytest.raises(ApiError, match="another host"):
-        await fetcher.fetched((f"{site}/elsewhere",))
+        await fetcher.fetch((f"{site}/elsewhere",))
 
 
 async def test_this_machine_and_its_network_are_out_of_reach(site: str) -> None:
-    everywhere = Media(["*"])
+    everywhere = ImageFetcher(["*"])
     for url in (
         f"{site}/image",
         "http://10.0.0.1/x",
@@ -124,13 +123,13 @@ async def test_this_machine_and_its_network_are_out_of_reach(site: str) -> None:
         "http://[::ffff:127.0.0.1]/x",
     ):
         with pytest.raises(ApiError, match="no public address"):
-            await everywhere.fetched((url,))
+            await everywhere.fetch((url,))
     await everywhere.close()
 
 
 async def test_too_many() -> None:
     with pytest.raises(ApiError, match="at most 32"):
-        await Media(["a"]).fetched(tuple(f"http://a/{number}" for number in range(33)))
+        await ImageFetcher(["a"]).fetch(tuple(f"http://a/{number}" for number in range(33)))
 
 
 @pytest.mark.parametrize(

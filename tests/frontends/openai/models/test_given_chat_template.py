@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from neso.engine.text import chat_template
-from neso.frontends.openai.model_tokenizers import UNKNOWN_TEXT, TemplatedText
+from neso.frontends.openai.model_tokenizers import MISSING_TOKENIZER, ChatTemplateOverride
 from neso.generation import InvalidParameter
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -25,18 +25,21 @@ def test_a_template_is_compiled_once_for_models_with_the_same_tokens(monkeypatch
     monkeypatch.setattr(chat_template, "make_environment", make_environment)
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{# compiled once #}"
     prompts = [
-        TemplatedText(_tools(bos), source).apply_chat_template(MESSAGES) for bos in ("<s>", "<s>", "^")
+        ChatTemplateOverride(_tools(bos), source).apply_chat_template(MESSAGES) for bos in ("<s>", "<s>", "^")
     ]
     assert prompts == ["<s>hi", "<s>hi", "^hi"]
     assert len(made) == 2
 
 
 def test_a_model_without_a_tokenizer_takes_text_only() -> None:
-    for ask in (lambda: UNKNOWN_TEXT.encode("a"), lambda: UNKNOWN_TEXT.decode([1])):
+    for ask in (lambda: MISSING_TOKENIZER.encode("a"), lambda: MISSING_TOKENIZER.decode([1])):
         with pytest.raises(InvalidParameter, match="no tokenizer is known") as refused:
             ask()
         assert refused.value.field == "model"
-    assert TemplatedText(UNKNOWN_TEXT, "{{ messages[0].content }}").apply_chat_template(MESSAGES) == "hi"
+    assert (
+        ChatTemplateOverride(MISSING_TOKENIZER, "{{ messages[0].content }}").apply_chat_template(MESSAGES)
+        == "hi"
+    )
 
 
 def _tools(bos_token: str) -> Any:

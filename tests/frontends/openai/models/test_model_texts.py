@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from neso.frontends.openai.model_tokenizers import ModelTexts
-from neso.frontends.openai.tensor_models.language_model import NO_LIMIT
+from neso.frontends.openai.model_tokenizers import ModelTokenizers
+from neso.frontends.openai.tensor_models.language_model import UNLIMITED_LENGTH
 from neso.models import SHIPPED_MODELS
 from neso.server.errors import NotFound
 
@@ -40,17 +40,17 @@ class FakeCore:
         return self._models[name]
 
 
-def texts(*models: FakeModel, default: Any = None) -> ModelTexts:
-    return ModelTexts(FakeCore(*models), default)  # type: ignore[arg-type]
+def texts(*models: FakeModel, default: Any = None) -> ModelTokenizers:
+    return ModelTokenizers(FakeCore(*models), default)  # type: ignore[arg-type]
 
 
 async def test_a_directory_beside_the_model(tmp_path: Path) -> None:
     shutil.copytree(PILOT, tmp_path / "tokenizer")
     model = FakeModel("a", tmp_path, tokenizer_dir="tokenizer", max_seq_len="99")
     found = texts(model)
-    tokenizer = await found.tokenizer(model)
+    tokenizer = await found.find(model)
     assert tokenizer is not None and tokenizer.encode("hello")
-    assert await found.tokenizer(model) is tokenizer
+    assert await found.find(model) is tokenizer
     assert found.max_model_len(model) == 99
 
 
@@ -60,17 +60,17 @@ async def test_that_of_a_model_which_is_called(tmp_path: Path) -> None:
     ensemble = FakeModel("ensemble", tmp_path, ("missing", "template", "preprocessing"))
     bls = FakeModel("bls", tmp_path, tensorrt_llm_model_name="ensemble")
     found = texts(first, template, ensemble, bls)
-    assert await found.tokenizer(ensemble) is not None
-    assert await found.tokenizer(bls) is not None
-    assert await found.tokenizer(template) is None
-    assert found.max_model_len(bls) == NO_LIMIT
+    assert await found.find(ensemble) is not None
+    assert await found.find(bls) is not None
+    assert await found.find(template) is None
+    assert found.max_model_len(bls) == UNLIMITED_LENGTH
 
 
 async def test_models_that_call_themselves_end(tmp_path: Path) -> None:
     one = FakeModel("one", tmp_path, tensorrt_llm_model_name="two")
     two = FakeModel("two", tmp_path, tensorrt_llm_model_name="one")
-    assert await texts(one, two).tokenizer(one) is None
-    assert texts(one, two).max_model_len(one) == NO_LIMIT
+    assert await texts(one, two).find(one) is None
+    assert texts(one, two).max_model_len(one) == UNLIMITED_LENGTH
 
 
 async def test_one_that_cannot_be_read_is_told_of_once(
@@ -80,6 +80,6 @@ async def test_one_that_cannot_be_read_is_told_of_once(
     default = object()
     found = texts(model, default=default)
     with caplog.at_level(logging.ERROR):
-        assert [await found.tokenizer(model) for _ in range(3)] == [default] * 3
+        assert [await found.find(model) for _ in range(3)] == [default] * 3
     assert len(caplog.records) == 1
     assert "tokenizer.json is missing" in caplog.text

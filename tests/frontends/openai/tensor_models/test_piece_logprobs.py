@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripted_model import ScriptedText
 
-from neso.frontends.openai.tensor_models.response_text import PieceLogprobs
+from neso.frontends.openai.tensor_models.response_text import TextLogprobs
 from neso.generation import TokenLogprobs
 
 TEXT = ScriptedText()
@@ -20,22 +20,22 @@ def told(entries: list[TokenLogprobs]) -> list[tuple[int, str, float]]:
 def test_a_whole_text() -> None:
     expected = [(token, TEXT.decode([token]), number) for token, number in zip(IDS, NUMBERS, strict=True)]
     assert len(IDS) > 1
-    assert told(PieceLogprobs(TEXT).add(WORDS, NUMBERS)) == expected
-    assert told(PieceLogprobs(TEXT).add(WORDS, [*NUMBERS, -9.0])) == expected  # and an end token
+    assert told(TextLogprobs(TEXT).add(WORDS, NUMBERS)) == expected
+    assert told(TextLogprobs(TEXT).add(WORDS, [*NUMBERS, -9.0])) == expected  # and an end token
 
 
 def test_token_by_token() -> None:
-    pieces = PieceLogprobs(TEXT)
+    pieces = TextLogprobs(TEXT)
     entries = [
         entry
         for token, number in zip(IDS, NUMBERS, strict=True)
         for entry in pieces.add(TEXT.decode([token]), [number])
     ]
-    assert told(entries) == told(PieceLogprobs(TEXT).add(WORDS, NUMBERS))
+    assert told(entries) == told(TextLogprobs(TEXT).add(WORDS, NUMBERS))
 
 
 def test_a_character_of_several_tokens() -> None:
-    pieces = PieceLogprobs(TEXT)
+    pieces = TextLogprobs(TEXT)
     tokens = TEXT.encode("你", add_special_tokens=False)
     assert len(tokens) == 3
     assert pieces.add("", [-1.0]) == pieces.add("", [-2.0]) == []
@@ -43,5 +43,5 @@ def test_a_character_of_several_tokens() -> None:
 
 
 def test_what_does_not_fit_counts_as_one_piece() -> None:
-    assert told(PieceLogprobs(TEXT).add(WORDS, [-1.0])) == [(-1, WORDS, -1.0)]
-    assert told(PieceLogprobs(None).add(WORDS, [-1.0, -2.0])) == [(-1, WORDS, -3.0)]
+    assert told(TextLogprobs(TEXT).add(WORDS, [-1.0])) == [(-1, WORDS, -1.0)]
+    assert told(TextLogprobs(None).add(WORDS, [-1.0, -2.0])) == [(-1, WORDS, -3.0)]

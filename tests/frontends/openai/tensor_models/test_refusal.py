@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from neso.frontends.openai.tensor_models.language_model import about_field
+from neso.frontends.openai.tensor_models.language_model import to_parameter_error
 from neso.generation import GuidedDecoding, InvalidParameter, SamplingParams
 from neso.server.errors import InternalError, InvalidArgument
 
@@ -23,7 +23,7 @@ GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", source_field="r
     ],
 )
 def test_an_input_that_a_field_made(message: str, sampling: SamplingParams, field: str, told: str) -> None:
-    error = about_field(InvalidArgument(message), sampling)
+    error = to_parameter_error(InvalidArgument(message), sampling)
     assert isinstance(error, InvalidParameter)
     assert (error.field, error.message) == (field, told)
 
@@ -38,4 +38,4 @@ def test_an_input_that_a_field_made(message: str, sampling: SamplingParams, fiel
     ],
 )
 def test_others_stay_as_they_are(error: Exception) -> None:
-    assert about_field(error, SamplingParams()) is error  # type: ignore[arg-type]
+    assert to_parameter_error(error, SamplingParams()) is error  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from neso.frontends.openai.tensor_models.request_tensors import (
-    missing_for_text,
     request_tensors,
     requested_outputs,
+    unsupported_reason,
 )
 from neso.generation import (
     GenerationRequest,
@@ -83,7 +83,7 @@ def test_shapes_of_more_dimensions() -> None:
     output { name: "text_output" data_type: TYPE_STRING dims: [ 1, -1 ] }
     """
     made = Signature(text_format.Parse(f'name: "m" {config}', ModelConfig()))
-    assert missing_for_text(made) == ""
+    assert unsupported_reason(made) == ""
     sampling = SamplingParams(stop=("a", "b"))
     inputs = request_tensors(made, GenerationRequest("hi"), "hi", sampling, stream=True)
     shapes = {name: tensor.shape for name, tensor in inputs.items()}
@@ -133,7 +133,7 @@ def test_required_inputs_are_given_what_changes_nothing() -> None:
             declared("repetition_penalty", "FP32", optional=False),
         )
     )
-    assert missing_for_text(signature(more)) == ""
+    assert unsupported_reason(signature(more)) == ""
     assert tensors(more) == {
         "bad_words": [""],
         "stop_words": [""],
@@ -144,8 +144,8 @@ def test_required_inputs_are_given_what_changes_nothing() -> None:
 
 
 def test_what_a_model_needs_and_nobody_gives() -> None:
-    assert "image_embedding" in missing_for_text(signature(declared("image_embedding", "FP32", "4", False)))
-    assert missing_for_text(signature(declared("image_embedding", "FP32", "4"))) == ""
+    assert "image_embedding" in unsupported_reason(signature(declared("image_embedding", "FP32", "4", False)))
+    assert unsupported_reason(signature(declared("image_embedding", "FP32", "4"))) == ""
 
 
 @pytest.mark.parametrize(

@@ -7,45 +7,45 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.frontends.openai.tensor_models.response_text import AnswerText
+from neso.frontends.openai.tensor_models.response_text import OutputText
 
 
-def read(answer: AnswerText, *parts: str | bytes) -> list[str]:
+def read(answer: OutputText, *parts: str | bytes) -> list[str]:
     """What each part adds, and the end."""
     texts = [answer.add(part if isinstance(part, bytes) else part.encode()) for part in parts]
     return [*texts, answer.finish()]
 
 
 def test_a_character_may_come_in_two_parts() -> None:
-    assert read(AnswerText(), b"caf\xc3", b"\xa9!") == ["caf", "é!", ""]
-    assert read(AnswerText(), b"caf\xc3") == ["caf", "\ufffd"]
+    assert read(OutputText(), b"caf\xc3", b"\xa9!") == ["caf", "é!", ""]
+    assert read(OutputText(), b"caf\xc3") == ["caf", "\ufffd"]
 
 
 def test_a_repeated_prompt_is_left_out() -> None:
-    assert read(AnswerText(prompts=["a b"]), "a b c") == [" c", ""]
-    assert read(AnswerText(prompts=["a b"]), "a", " b", " c") == ["", "", " c", ""]
-    assert read(AnswerText(prompts=[" a b", "x"]), "a b c") == [" c", ""]
+    assert read(OutputText(prompts=["a b"]), "a b c") == [" c", ""]
+    assert read(OutputText(prompts=["a b"]), "a", " b", " c") == ["", "", " c", ""]
+    assert read(OutputText(prompts=[" a b", "x"]), "a b c") == [" c", ""]
 
 
 def test_other_text_is_not_held_up() -> None:
-    assert read(AnswerText(prompts=["a b"]), "a c", " d") == ["a c", " d", ""]
+    assert read(OutputText(prompts=["a b"]), "a c", " d") == ["a c", " d", ""]
 
 
 def test_a_prompt_alone_is_an_answer() -> None:
-    assert read(AnswerText(prompts=["a b"]), "a b") == ["", "a b"]
-    assert read(AnswerText(prompts=["a b"]), "a") == ["", "a"]
+    assert read(OutputText(prompts=["a b"]), "a b") == ["", "a b"]
+    assert read(OutputText(prompts=["a b"]), "a") == ["", "a"]
 
 
 def test_text_that_accumulates() -> None:
-    assert read(AnswerText(accumulates=True), "a", "a b", "a b\ufffd", "a b€") == ["a", " b", "", "€", ""]
-    assert read(AnswerText(accumulates=True, prompts=["p"]), "p", "p a", "p a b") == ["", " a", " b", ""]
+    assert read(OutputText(accumulates=True), "a", "a b", "a b\ufffd", "a b€") == ["a", " b", "", "€", ""]
+    assert read(OutputText(accumulates=True, prompts=["p"]), "p", "p a", "p a b") == ["", " a", " b", ""]
 
 
 def test_text_ends_at_a_stop_string() -> None:
-    answer = AnswerText(["END"])
+    answer = OutputText(["END"])
     assert read(answer, "one E", "ND two", "three") == ["one ", "", "", ""]
     assert answer.stop_reason == "END"
-    assert read(AnswerText(["END"], include_stop=True), "one END") == ["one END", ""]
+    assert read(OutputText(["END"], include_stop=True), "one END") == ["one END", ""]
 
 
 @given(
@@ -60,5 +60,5 @@ def test_how_the_text_is_cut_into_parts_makes_no_difference(
     data = ((prompt if repeats else "") + text).encode()
     places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
     parts = [data[start:end] for start, end in pairwise(places)]
-    whole = "".join(read(AnswerText(["zz"], prompts=[prompt]), data))
-    assert "".join(read(AnswerText(["zz"], prompts=[prompt]), *parts)) == whole
+    whole = "".join(read(OutputText(["zz"], prompts=[prompt]), data))
+    assert "".join(read(OutputText(["zz"], prompts=[prompt]), *parts)) == whole

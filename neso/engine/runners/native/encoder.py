@@ -1,0 +1,93 @@
+"""Encoder layers in C++ on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import neso._native as _native
+from neso.engine.runners.base import DEFAULT_OPTIONS, Float32Array, Int32Array, LayerStack, RunnerOptions
+from neso.engine.runners.native.packing import DTYPES, KINDS, Packer, refuse_fp8
+from neso.engine.runners.native.runner import available_cores
+from neso.engine.specs.encoder_spec import LayerRole, LayerStackSpec
+from neso.engine.weights.model_tensors import EncoderTensors
+
+logger = logging.getLogger(__name__)
+
+
+class NativeLayerStack(LayerStack):
+    """Holds the packed weights and the threads. Calls must come one at a time."""
+
+    def __init__(
+        self, spec: LayerStackSpec, layers: list[_native.EncoderLayer], cache_kind: str, threads: int
+    ) -> None:
+        self.spec = spec
+        self._layers = layers  # the encoder has pointers into them
+        self._encoder = _native.Encoder(
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            heads=spec.num_heads,
+            head_dim=spec.head_dim,
+            norm_eps=spec.norm_eps,
+            attention_scale=spec.attention_scale,
+            activation=spec.activation,
+            norm_first=spec.norm_first,
+            layers=layers,
+            cache_kind=cache_kind,
+            isa=_native.default_isa(),
+            threads=threads,
+        )
+
+    @classmethod
+    def load(
+        cls, spec: LayerStackSpec, tensors: EncoderTensors, options: RunnerOptions = DEFAULT_OPTIONS
+    ) -> NativeLayerStack:
+        refuse_fp8(options)
+        threads = options.num_threads or available_cores()
+        dtype = _dense_dtype(spec, tensors, options)
+        packer = Packer.by_options(options, dtype, threads)
+        layers = [_load_layer(spec, tensors, packer, layer) for layer in range(spec.num_layers)]
+        exact = KINDS[dtype] == "f32" and options.quantization is None
+        return cls(spec, layers, "f32" if exact else "bf16", threads)
+
+    def run(self, x: Float32Array, starts: Int32Array) -> Float32Array:
+        x = np.require(x, np.float32, ["C", "W"])
+        self._encoder.run(x, np.ascontiguousarray(starts, np.int32))
+        return x
+
+
+def _load_layer(
+    spec: LayerStackSpec, tensors: EncoderTensors, packer: Packer, layer: int
+) -> _native.EncoderLayer:
+    hidden, width = spec.hidden_size, spec.num_heads * spec.head_dim
+
+    def norm(role: LayerRole) -> npt.NDArray[np.float32]:
+        name = spec.tensor_names[role].format(layer=layer)
+        return np.stack([tensors.weight(name, (hidden,)), tensors.bias(name, hidden)])
+
+    def packed(outputs: int, inputs: int, *roles: LayerRole) -> _native.Matrix:
+        names = [spec.tensor_names[role].format(layer=layer) for role in roles]
+        bias = np.concatenate([tensors.bias(name, outputs) for name in names])
+        return packer.pack([tensors.matrix(name, (outputs, inputs)) for name in names], bias).native()
+
+    return _native.EncoderLayer(
+        norm("attention_norm"),
+        packed(width, hidden, "query", "key", "value"),
+        packed(hidden, width, "output"),
+        norm("mlp_norm"),
+        packed(spec.intermediate_size, hidden, "up"),
+        packed(hidden, spec.intermediate_size, "down"),
+    )
+
+
+def _dense_dtype(spec: LayerStackSpec, tensors: EncoderTensors, options: RunnerOptions) -> np.dtype[Any]:
+    if options.dtype != "auto":
+        return DTYPES[options.dtype]
+    name = spec.tensor_names["up"].format(layer=0)
+    found = tensors.matrix(name, (spec.intermediate_size, spec.hidden_size))
+    if isinstance(found, np.ndarray) and found.dtype in KINDS:
+        return found.dtype
+    return DTYPES["float32"]

@@ -1,0 +1,274 @@
+"""x"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+import neso._native as _native
+from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.weights.quantized import Float8Matrix, Matrix, QuantizedMatrix, dense
+
+_CHUNK_BYTES = 64 << 20
+_ALIGNMENT = 64
+
+
+class Arena:
+    """Hands out pieces of large chunks, never taken back.
+
+    Weights are read from end to end in every step. In pages of 4 KB the look-ups of addresses cost a third of the
+    bandwidth on a virtual machine, and most matrices by themselves are too small for huge pages.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = np.empty(0, np.uint8)
+        self._used = 0
+
+    def zeros(self, size: int) -> npt.NDArray[np.uint8]:
+        """Zeroed uint8[size], at a multiple of 64 bytes."""
+        if self._used + size > len(self._chunk):
+            # Pages that are never touched take no memory.
+            self._chunk = _native.zero_pages(max(size, _CHUNK_BYTES))
+            self._used = 0
+        piece = self._chunk[self._used : self._used + size]
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return piece
+
+    def copy(self, array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """A copy of uint8[size]."""
+        target = self.zeros(len(array))
+        np.copyto(target, array)
+        return target
+
+
+Kind = Literal["f32", "f16", "bf16", "int8", "int4"]
+
+PANEL = 16
+"""Outputs that lie next to each other; a matrix is padded to whole panels."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """Weights [outputs, inputs] in panels of 16 outputs.
+
+    - data: uint8, the packed weights or codes
+    - scales, offsets: float16[panels * groups * 16] of quantized kinds, to be multiplied by scale_factor; offsets
+      None where the codes are symmetric
+    - dynamic: whether activations may be rounded to 8 bits
+    - input_order: int32[inputs] where columns are permuted
+    - bias: float32[outputs] or None
+    """
+
+    kind: Kind
+    outputs: int
+    inputs: int
+    data: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float16] | None = None
+    offsets: npt.NDArray[np.float16] | None = None
+    group_size: int = 0
+    scale_factor: float = 1.0
+    dynamic: bool = False
+    input_order: npt.NDArray[np.int32] | None = None
+    bias: npt.NDArray[np.float32] | None = None
+
+    def native(self) -> _native.Matrix:
+        """The same for the kernels; it keeps the arrays alive."""
+        return _native.Matrix(
+            self.kind,
+            self.outputs,
+            self.inputs,
+            self.data,
+            _bits(self.scales),
+            _bits(self.offsets),
+            self.group_size,
+            self.scale_factor,
+            self.dynamic,
+            self.input_order,
+            self.bias,
+        )
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The fields that are arrays."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+
+    def numbers(self) -> dict[str, Any]:
+        """The fields that are not."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value for name, value in named.items() if not isinstance(value, np.ndarray | type(None))
+        }
+
+
+def _bits(values: npt.NDArray[np.float16] | None) -> npt.NDArray[np.uint16] | None:
+    return None if values is None else values.view(np.uint16)
+
+
+Float32Array = npt.NDArray[np.float32]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+"""By the option `dtype`."""
+KINDS: dict[np.dtype[Any], Kind] = {
+    np.dtype(np.float32): "f32",
+    np.dtype(np.float16): "f16",
+    np.dtype(ml_dtypes.bfloat16): "bf16",
+}
+# The largest scale becomes about this: float16 then is exact to 11 bits for scales 2^28 times smaller.
+_LARGEST_SCALE = 2.0**14
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Symmetric codes of `bits` (8 or 4) with a scale for each `group_size` inputs."""
+
+    bits: int
+    group_size: int
+
+
+# As large as llama.cpp's Q8_0 and Q4_0, with scales of the least error. Groups of 64 would save 3 % of the 8-bit
+# weights, and err more than Q8_0 does.
+INT8 = Scheme(bits=8, group_size=32)
+INT4 = Scheme(bits=4, group_size=32)
+SCHEMES: dict[str | None, Scheme | None] = {None: None, "int8": INT8, "int4": INT4, "int8_dynamic": INT8}
+"""By the option `quantization`."""
+
+
+def refuse_fp8(options: RunnerOptions) -> None:
+    """Raises `UnsupportedOption`: there is no arithmetic in 8-bit floats on a CPU."""
+    if options.quantization == "fp8":
+        raise UnsupportedOption("fp8 weights need a GPU; on a CPU there are int8, int4 and int8_dynamic")
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """How weights are kept.
+
+    - kind: of dense matrices
+    - scheme: how matrices that come dense are quantized; None leaves them dense
+    - dynamic: whether activations may be rounded to 8 bits for quantized matrices
+    """
+
+    kind: Kind
+    scheme: Scheme | None
+    dynamic: bool
+    threads: int
+    arena: Arena = field(default_factory=Arena)
+
+    @classmethod
+    def by_options(cls, options: RunnerOptions, dtype: np.dtype[Any], threads: int) -> Packer:
+        """As the options of a runner say; `dtype`: of what stays dense."""
+        dynamic = options.quantization == "int8_dynamic"
+        return cls(KINDS[dtype], SCHEMES[options.quantization], dynamic, threads)
+
+    def pack(self, parts: Sequence[Matrix], bias: Float32Array | None = None) -> PackedMatrix:
+        """Pack the parts one below the other, [outputs, inputs] each."""
+        # There is no arithmetic in 8-bit floats on a CPU: such weights count as dense.
+        known = [p.dequantize() if isinstance(p, Float8Matrix) else p for p in parts]
+        if self.scheme is not None:
+            known = [p if isinstance(p, QuantizedMatrix) else self._quantize(p, self.scheme) for p in known]
+        quantized = [part for part in known if isinstance(part, QuantizedMatrix)]
+        if len(quantized) == len(known) and _alike(quantized):
+            return self._pack_quantized(quantized, bias)
+        return self._pack_dense([dense(part) for part in known], bias)
+
+    def _quantize(self, weights: npt.NDArray[Any], scheme: Scheme) -> QuantizedMatrix:
+        outputs, inputs = weights.shape
+        source = weights if weights.dtype in KINDS else weights.astype(np.float32)
+        codes = np.empty((outputs, inputs), np.uint8)
+        scales = np.empty((outputs, -(-inputs // scheme.group_size)), np.float32)
+        _native.quantize(
+            KINDS[source.dtype],
+            _bytes(source),
+            scheme.bits,
+            scheme.group_size,
+            codes,
+            scales,
+            self.threads,
+        )
+        return QuantizedMatrix(codes, scales, None, scheme.bits, scheme.group_size)
+
+    def _pack_dense(self, parts: list[npt.NDArray[Any]], bias: Float32Array | None) -> PackedMatrix:
+        outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
+        # Only float16 weights are kept as float16: others have values that it does not.
+        kind = self.kind
+        if kind == "f16" and any(part.dtype != np.float16 for part in parts):
+            kind = "f32"
+        data = self.arena.zeros(_native.packed_bytes(kind, outputs, inputs))
+        first = 0
+        for part in parts:
+            source = part if part.dtype in KINDS else part.astype(np.float32)
+            _native.pack_dense(KINDS[source.dtype], _bytes(source), inputs, kind, first, data, self.threads)
+            first += len(part)
+        return PackedMatrix(kind, outputs, inputs, data, bias=bias)
+
+    def _pack_quantized(self, parts: list[QuantizedMatrix], bias: Float32Array | None) -> PackedMatrix:
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        kind: Kind = "int8" if parts[0].bits == 8 else "int4"
+        data = self.arena.zeros(_native.packed_bytes(kind, outputs, inputs))
+        first = 0
+        for part in parts:
+            _native.pack_codes(np.ascontiguousarray(part.codes), kind, first, data, self.threads)
+            first += part.shape[0]
+        scales = np.concatenate([part.scales for part in parts])
+        symmetric = all(part.offsets is None for part in parts)
+        offsets = None if symmetric else np.concatenate([_offsets(part) for part in parts])
+        largest = max(float(np.abs(a).max(initial=0)) for a in (scales, offsets) if a is not None)
+        # A power of two, so that nothing is lost by it.
+        factor = float(2.0 ** np.ceil(np.log2(largest / _LARGEST_SCALE))) if largest > 0 else 1.0
+        return PackedMatrix(
+            kind,
+            outputs,
+            inputs,
+            data,
+            scales=_pack_scales(scales, factor),
+            offsets=None if offsets is None else _pack_scales(offsets, factor),
+            group_size=parts[0].group_size,
+            scale_factor=factor,
+            dynamic=self.dynamic,
+            input_order=parts[0].input_order,
+            bias=bias,
+        )
+
+
+def _alike(parts: list[QuantizedMatrix]) -> bool:
+    """Whether one packed matrix can hold them all."""
+    first = parts[0]
+    return all(
+        part.bits == first.bits
+        and part.group_size == first.group_size
+        and _same_order(part.input_order, first.input_order)
+        for part in parts
+    )
+
+
+def _same_order(one: npt.NDArray[np.int32] | None, other: npt.NDArray[np.int32] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return np.array_equal(one, other)
+
+
+def _offsets(part: QuantizedMatrix) -> Float32Array:
+    return part.offsets if part.offsets is not None else -part.scales * np.float32(2 ** (part.bits - 1))
+
+
+def _pack_scales(values: Float32Array, factor: float) -> npt.NDArray[np.float16]:
+    """float32[outputs, groups] -> float16[panels * groups * 16], divided by `factor`."""
+    outputs, groups = values.shape
+    panels = -(-outputs // PANEL)
+    padded = np.zeros((panels * PANEL, groups), np.float32)
+    padded[:outputs] = values / np.float32(factor)
+    return padded.reshape(panels, PANEL, groups).transpose(0, 2, 1).astype(np.float16).reshape(-1)
+
+
+def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The memory of an array, which may be unaligned."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

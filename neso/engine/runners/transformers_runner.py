@@ -1,0 +1,230 @@
+"""x"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from neso.engine.core.step_plan import StepPlan
+from neso.engine.runners.base import (
+    DEFAULT_OPTIONS,
+    RunnerOptions,
+    UnsupportedOption,
+)
+from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
+from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
+from neso.engine.runners.torch.operations import Operations
+from neso.engine.runners.torch.step_inputs import StepInputs, step_inputs
+from neso.engine.specs.config_reader import UnsupportedModel
+from neso.engine.weights.checkpoint import Checkpoint
+from neso.engine.weights.source import CheckpointError, TensorSource
+
+NAME = "neso_paged"
+"""What `attn_implementation` is called; transformers makes no mask for it."""
+
+
+class LayerAttention(Protocol):
+    def __call__(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        scale: float,
+        cap: float,
+    ) -> Tensor:
+        """queries[T, heads, D], keys[T, kv_heads, D], values[T, kv_heads, E] -> [T, heads, E]."""
+
+
+_active: ContextVar[LayerAttention] = ContextVar("attention of the step that runs")
+
+
+@contextmanager
+def attending(attention: LayerAttention) -> Iterator[None]:
+    """All attention of models in this thread goes to `attention`."""
+    token = _active.set(attention)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _called_by_transformers(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query[1, heads, T, D], key and value [1, kv_heads, T, D]: a flat batch. Gives [1, T, heads, D]."""
+    for name in ("s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise UnsupportedModel(f"attention with {name} is not supported for models run by transformers")
+    if not getattr(module, "is_causal", True) or attention_mask is not None:
+        raise UnsupportedModel("only causal attention is supported for models run by transformers")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    attended = _active.get()(layer, query, key, value, sliding_window, scale, softcap or 0.0)
+    return attended[None], None
+
+
+AttentionInterface.register(NAME, _called_by_transformers)
+
+
+class PagedAttention:
+    """Attention over the cache, for one step."""
+
+    def __init__(self, inputs: StepInputs, cache: KVCache, operations: Operations) -> None:
+        self._inputs, self._cache, self._operations = inputs, cache, operations
+
+    def __call__(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        scale: float,
+        cap: float,
+    ) -> Tensor:
+        cache = self._cache.layers[layer]
+        self._operations.store(keys.contiguous(), values.contiguous(), self._inputs.slots, cache)
+        return self._operations.attention(queries.contiguous(), cache, self._inputs, window, scale, cap)
+
+
+class HeadProbe:
+    """Learns from one token what the layers' heads look like, which no field of config.json says for all models."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, HeadShape] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        scale: float,
+        cap: float,
+    ) -> Tensor:
+        if layer in self.shapes:
+            raise UnsupportedModel(f"layer {layer} attends more than once, which is not supported")
+        self.shapes[layer] = HeadShape(keys.shape[1], keys.shape[2], values.shape[2])
+        return torch.zeros(*queries.shape[:2], values.shape[2], dtype=values.dtype, device=values.device)
+
+
+logger = logging.getLogger(__name__)
+
+# Their frequencies depend on the longest sequence of a batch, so that a sequence's logits depended on its mates.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_KNOWN_LAYERS = ("full_attention", "sliding_attention")
+
+
+class TransformersRunner(DeviceRunner):
+    """Takes a model if all that its layers remember are keys and values."""
+
+    def __init__(self, model: nn.Module, config: Any, device: torch.device) -> None:
+        self._model, self.device = model, device
+        self._operations = operations_for(device)
+        self.vocab_size = int(config.vocab_size)
+        self.max_position = int(config.max_position_embeddings)
+        self.dtype = next(model.parameters()).dtype
+        self.heads = self._probe(int(config.num_hidden_layers))
+
+    @classmethod
+    def open(
+        cls,
+        source: TensorSource,
+        options: RunnerOptions = DEFAULT_OPTIONS,
+        check_length: Callable[[int], object] = lambda length: None,
+    ) -> TransformersRunner:
+        """`check_length`: see `open_model`. Raises `UnsupportedModel`, `UnsupportedOption`, `CheckpointError`."""
+        if options.quantization is not None:
+            raise UnsupportedOption("models run by transformers cannot be quantized here")
+        if options.max_attention_window_size is not None or options.sink_token_length:
+            raise UnsupportedOption(
+                "models run by transformers have the windows of their own; max_attention_window_size and "
+                "sink_token_length are not for them"
+            )
+        if not isinstance(source, Checkpoint):
+            raise UnsupportedModel(
+                f"{source.directory}: only Hugging Face checkpoints can be run by transformers"
+            )
+        device = prepare_device(options)
+        try:
+            config = AutoConfig.from_pretrained(source.directory, local_files_only=True).get_text_config()
+            check_config(config)
+            check_length(config.max_position_embeddings)
+            model = AutoModelForCausalLM.from_pretrained(
+                source.directory,
+                dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
+                attn_implementation=NAME,
+                local_files_only=True,
+            )
+        except UnsupportedModel:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            # The rest of such messages are hints on how to install other versions.
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"{source.directory}: transformers cannot load it: {reason}") from error
+        logger.info("transformers runner: %s, %s", type(model).__name__, device)
+        return cls(model.eval().to(device), config, device)
+
+    def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
+        inputs = step_inputs(plan, cache.layout.block_size, self.device, chosen)
+        with attending(PagedAttention(inputs, cache, self._operations)):
+            output = self._model(
+                input_ids=inputs.token_ids[None].long(),
+                position_ids=inputs.positions[None].long(),
+                use_cache=False,
+                # 0 stands for all of them.
+                logits_to_keep=0 if inputs.logits_rows is None else inputs.logits_rows.long(),
+            )
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+    @torch.inference_mode()
+    def _probe(self, num_layers: int) -> list[HeadShape]:
+        """Heads of each layer. Raises `UnsupportedModel` when layers keep anything but keys and values."""
+        probe, one = HeadProbe(), torch.ones(1, 1, dtype=torch.long, device=self.device)
+        with attending(probe):
+            self._model(input_ids=one, position_ids=one, use_cache=False)
+        if sorted(probe.shapes) != list(range(num_layers)):
+            raise UnsupportedModel(
+                f"{type(self._model).__name__}: {len(probe.shapes)} of {num_layers} layers attend by transformers' "
+                "attention interface; all must"
+            )
+        return [probe.shapes[layer] for layer in range(num_layers)]
+
+
+def check_config(config: Any) -> None:
+    """Raises `UnsupportedModel` for what a flat batch would get wrong without an error."""
+    name = config.model_type
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise UnsupportedModel(f"{name}: config field 'max_position_embeddings' is missing")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+    for kind in set(kinds) & set(_BATCH_DEPENDENT_ROPE):
+        raise UnsupportedModel(
+            f"{name}: rotary scaling {kind!r} is not supported for models run by transformers"
+        )
+    for kind in set(getattr(config, "layer_types", None) or ()) - set(_KNOWN_LAYERS):
+        raise UnsupportedModel(
+            f"{name}: layers of type {kind!r} are not supported for models run by transformers"
+        )
+    if getattr(config, "attention_chunk_size", None) or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name}: only causal attention is supported for models run by transformers")

@@ -1,0 +1,158 @@
+"""Encoders as data: stacks of bidirectional layers, text encoders and vision towers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from neso.engine.specs.config_fields import ACTIVATIONS as DECODER_ACTIVATIONS
+from neso.engine.specs.config_reader import ConfigReader, UnsupportedModel
+
+LayerRole = Literal["attention_norm", "query", "key", "value", "output", "mlp_norm", "up", "down"]
+EmbeddingRole = Literal["word", "position", "type", "norm"]
+VisionRole = Literal["class_token", "patches", "positions", "first_norm"]
+EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+
+ACTIVATIONS: dict[str, EncoderActivation] = {**DECODER_ACTIVATIONS, "quick_gelu": "quick_gelu"}
+"""By Hugging Face's names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStackSpec:
+    """Transformer layers with bidirectional attention within a sequence, LayerNorm, and biases everywhere.
+
+    `norm_first`: x += attention(norm(x)); x += mlp(norm(x)) (pre-norm, vision transformers); otherwise
+    x = norm(x + attention(x)); x = norm(x + mlp(x)) (post-norm, BERT). The MLP is down(activation(up(x))).
+    `tensor_names`: name of each role in the checkpoint without ".weight" and ".bias", with placeholder "{layer}".
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    activation: EncoderActivation
+    norm_first: bool
+    tensor_names: Mapping[LayerRole, str] = field(hash=False, repr=False)
+
+    @property
+    def attention_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifierSpec:
+    """out(activation(dense(x))) of the first token's hidden state.
+
+    `labels` name the outputs; with `multi_label` several labels can apply to one input.
+    """
+
+    dense: str
+    out: str
+    activation: Literal["tanh", "relu"]
+    labels: tuple[str, ...]
+    multi_label: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """Text encoder: norm(word + position + type) goes through the layers.
+
+    - max_position: maximum sequence length in tokens
+    - padding_id: RoBERTa's offset of positions, position = padding_id + 1 + index; None: positions start at 0
+    - num_token_types: 0 if there is no token type table
+    - prefix: optional prefix of tensor names in the checkpoint
+    """
+
+    family: str
+    vocab_size: int
+    num_positions: int
+    max_position: int
+    padding_id: int | None
+    num_token_types: int
+    layers: LayerStackSpec
+    classifier: ClassifierSpec | None
+    prefix: str
+    tensor_names: Mapping[EmbeddingRole, str] = field(hash=False, repr=False)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layers.hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec:
+    """Vision tower and projector: images of `image_size` x `image_size` pixels to embeddings for the language model.
+
+    norm([class token, patches @ matrix] + positions) goes through `layers`, which end at the layer whose output is
+    used, then through the projector linear_2(activation(linear_1(x))). The class token is dropped before the
+    projector unless `keeps_class_token`. `image_token_id` is the placeholder of an image in a prompt. `prefixes`:
+    possible prefixes of the tower's tensor names.
+    """
+
+    image_size: int
+    patch_size: int
+    layers: LayerStackSpec
+    keeps_class_token: bool
+    output_size: int
+    projector_activation: EncoderActivation
+    projector_bias: bool
+    image_token_id: int
+    prefixes: tuple[str, ...]
+    tensor_names: Mapping[VisionRole, str] = field(hash=False, repr=False)
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def tokens_per_image(self) -> int:
+        return self.num_patches + self.keeps_class_token
+
+
+def read_activation(
+    config: ConfigReader, field: str = "hidden_act", default: str = "gelu"
+) -> EncoderActivation:
+    name = config.string(field, default)
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"config field '{field}': activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def read_head_dim(hidden_size: int, num_heads: int, config: ConfigReader, field: str = "hidden_size") -> int:
+    if hidden_size % num_heads:
+        raise config.invalid(field, f"({hidden_size}) is no multiple of {num_heads} attention heads")
+    return hidden_size // num_heads
+
+
+def require_absolute_positions(config: ConfigReader) -> None:
+    kind = config.string("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise UnsupportedModel(f"config field 'position_embedding_type': {kind!r} is not supported")
+    if config.boolean("is_decoder", False):
+        raise UnsupportedModel("config field 'is_decoder': true is not supported for encoders")
+
+
+def read_classifier(
+    config: ConfigReader, dense: str, out: str, activation: Literal["tanh", "relu"] = "tanh"
+) -> ClassifierSpec | None:
+    """The classifier of a "...ForSequenceClassification" architecture; None for other architectures."""
+    architectures = config.value("architectures") or []
+    if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
+        return None
+    names = config.value("id2label")
+    if isinstance(names, dict) and names:
+        labels = tuple(str(label) for _, label in sorted(names.items(), key=lambda item: int(item[0])))
+    else:
+        labels = tuple(f"LABEL_{i}" for i in range(config.integer("num_labels", 2)))  # Hugging Face's default
+    return ClassifierSpec(
+        dense=dense,
+        out=out,
+        activation=activation,
+        labels=labels,
+        multi_label=config.value("problem_type") == "multi_label_classification",
+    )

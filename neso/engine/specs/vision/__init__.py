@@ -1,1 +1,0 @@
-"""Vision towers as data, and what joins them to a language model."""

@@ -1,1 +1,0 @@
-"""Quantized forms that Hugging Face checkpoints come in."""

@@ -1,0 +1,197 @@
+"""The generate extension over HTTP: plain JSON instead of tensors, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from neso.frontends.kserve.errors import STATUSES
+from neso.frontends.kserve.http_infer import PROTOCOL, load_headers
+from neso.frontends.kserve.http_json import (
+    read_object,
+    read_parameter,
+    read_string,
+    read_tensor,
+    write_json,
+    write_values,
+)
+from neso.frontends.kserve.service import KServeService
+from neso.frontends.transport.http1 import Request, Response, StreamingResponse, error_body
+from neso.server.errors import InvalidArgument, ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.metadata import TensorMetadata
+from neso.server.model import Model
+from neso.server.tensor import DataType
+
+NOT_ONE_RESPONSE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates "
+    "various number of responses"
+)
+_SSE = "text/event-stream; charset=utf-8"
+
+
+class GenerateEndpoint:
+    """`POST /v2/models/{model}[/versions/{version}]/generate` and `…/generate_stream`."""
+
+    def __init__(self, service: KServeService) -> None:
+        self._service = service
+
+    async def generate(self, request: Request) -> Response:
+        """Exactly one response, as JSON. The status is that of the first response, even if more follow."""
+        stream = self._submit(request)
+        status = 0
+        bodies: list[bytes] = []
+        try:
+            async for response in stream:
+                body, code = _response_body(response)
+                status = status or code
+                if body is not None:
+                    bodies.append(body)
+                if len(bodies) > 1:
+                    break
+        finally:
+            stream.cancel()
+        body = bodies[0] if len(bodies) == 1 else error_body(NOT_ONE_RESPONSE)
+        return Response(body, status or 200, headers=load_headers(request, self._service))
+
+    async def generate_stream(self, request: Request) -> StreamingResponse:
+        """Every response as a server-sent event. The first response sets the status; later errors are events."""
+        stream = self._submit(request)
+        out: StreamingResponse | None = None
+        try:
+            async for response in stream:
+                body, code = _response_body(response)
+                if out is None:
+                    out = StreamingResponse(request, code, _SSE, load_headers(request, self._service))
+                    if request.trace is not None:
+                        request.trace.sending(PROTOCOL)
+                if body is not None:
+                    out.write(b"data: %b\n\n" % body)
+                    await out.drain()
+        finally:
+            stream.cancel()
+        return out or StreamingResponse(request, 200, _SSE)
+
+    def _submit(self, request: Request) -> ResponseStream:
+        version = request.params.get("version", "")
+        model = self._service.find_model(request.params["model"], version)
+        if request.header("content-encoding") not in (None, "", "identity"):
+            raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
+        inference = read_generate_request(request.body, model, version)
+        return self._service.stream(model, inference, request.header_items, request.trace)
+
+
+def read_generate_request(body: bytes, model: Model, version: str) -> InferenceRequest:
+    """Map a JSON object to inputs and parameters. Raises `InvalidArgument`.
+
+    A key that names an input of the model sets that input, "id" sets the request id, and any other key is a
+    parameter. The members of "parameters" are treated like keys of the object itself.
+    """
+    document = read_object(body)
+    inputs = {spec.name: spec for spec in model.metadata().inputs}
+    _check_unique(body, inputs)
+    inference = InferenceRequest(model.name, {}, version)
+    for key, value in document.items():
+        if key == "parameters":
+            if key in inputs:
+                raise InvalidArgument(
+                    "Keyword: 'parameters' for nested schema also given as input tensor name"
+                )
+            if type(value) is not dict:
+                raise InvalidArgument(
+                    "Expected JSON object for keyword: 'parameters': attempt to access JSON non-object as object"
+                )
+            try:
+                for name, member in value.items():
+                    _read_member(inference, inputs, name, member)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"Converting keyword: 'parameters': {error.message}") from None
+        elif key == "id" and key not in inputs:
+            inference.id = read_string(key, value)
+        else:
+            _read_member(inference, inputs, key, value)
+    return inference
+
+
+def write_generate_response(response: InferenceResponse) -> bytes:
+    """Parameters and outputs as one flat JSON object; a tensor with one element becomes a scalar."""
+    document: dict[str, Any] = {"id": response.id} if response.id else {}
+    document["model_name"] = response.model_name
+    document["model_version"] = response.model_version
+    for name, value in response.parameters.items():
+        document.setdefault(name, value)
+    for tensor in response.outputs:
+        values = write_values(tensor, lossy=True)
+        document.setdefault(tensor.name, values[0] if len(values) == 1 else values)
+    return write_json(document)
+
+
+def _response_body(response: InferenceResponse) -> tuple[bytes | None, int]:
+    """JSON body and HTTP status of a response; the body is None for an empty final response."""
+    if response.flag_only:
+        return None, 200
+    try:
+        if response.error is not None:
+            raise response.error
+        return write_generate_response(response), 200
+    except ServerError as error:
+        return error_body(error.message), STATUSES[error.code][0]
+
+
+def _read_member(
+    inference: InferenceRequest, inputs: dict[str, TensorMetadata], name: str, value: Any
+) -> None:
+    spec = inputs.get(name)
+    if spec is None:
+        read_parameter(inference, name, value)
+        return
+    if name in inference.inputs:
+        raise InvalidArgument(f"input '{name}' already exists in request")
+    data = value if type(value) is list else [value]
+    if data and type(data[0]) is list:
+        raise _no_shape(spec)  # only scalars and flat arrays: the model's config determines the shape
+    shape = _shape(spec, len(data))
+    inference.inputs[name] = read_tensor(name, DataType(spec.datatype), shape, data)
+
+
+def _shape(spec: TensorMetadata, count: int) -> tuple[int, ...]:
+    """Shape of `count` elements: the innermost variable dimension takes what the fixed ones leave."""
+    shape = list(spec.shape)
+    for extent in shape:
+        if extent != -1:
+            if extent == 0 or count % extent:
+                raise _no_shape(spec)
+            count //= extent
+    for i in reversed(range(len(shape))):
+        if shape[i] == -1:
+            shape[i], count = count, 1
+    if count != 1:
+        raise _no_shape(spec)
+    return tuple(shape)
+
+
+def _no_shape(spec: TensorMetadata) -> InvalidArgument:
+    return InvalidArgument(f"The schema can not convert input '{spec.name}' to tensor with proper shape")
+
+
+def _check_unique(body: bytes, inputs: dict[str, TensorMetadata]) -> None:
+    """Reject duplicate inputs, of which orjson silently takes the last.
+
+    The slow parser runs only if the body contains the quoted name of an input more than once.
+    """
+    if all(body.count(b'"%b"' % name.encode()) < 2 for name in inputs):
+        return
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen and name in inputs:
+                raise InvalidArgument(f"input '{name}' already exists in request")
+            seen.add(name)
+        return dict(pairs)
+
+    try:
+        json.loads(body, object_pairs_hook=unique)
+    except RecursionError:
+        raise InvalidArgument("failed to parse the request JSON buffer: nested too deeply") from None

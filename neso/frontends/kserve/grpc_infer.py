@@ -1,0 +1,104 @@
+"""ModelInfer: unary inference that responds from the model's callback, without a task per call."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from neso.frontends.kserve.errors import as_server_error
+from neso.frontends.kserve.grpc_calls import STOPPING, ActiveCalls, text_metadata
+from neso.frontends.kserve.grpc_codec import (
+    GRPC_STATUSES,
+    decode_infer_message,
+    encode_response,
+    read_infer_request,
+)
+from neso.frontends.kserve.service import KServeService, finish_trace
+from neso.frontends.transport.grpc import CallbackCall
+from neso.server.errors import Unavailable
+from neso.server.inference_response import InferenceResponse, ResponseStream
+from neso.server.shared_memory.regions import SharedMemoryWindow
+from neso.server.tracing import Trace
+
+PROTOCOL = "GRPC"  # in the names of trace activities
+RECEIVE_STAMPS = ("GRPC_WAITREAD_START", "GRPC_WAITREAD_END")
+
+
+class ModelInfer:
+    """Handler of ModelInfer: decodes the message and submits the request."""
+
+    def __init__(self, service: KServeService, calls: ActiveCalls) -> None:
+        self._service = service
+        self._calls = calls
+
+    def __call__(self, data: bytes, call: CallbackCall) -> None:
+        service = self._service
+        received_ns = time.monotonic_ns() if service.tracing.enabled else 0
+        responder = _Responder(self._calls, call)
+        try:
+            infer = decode_infer_message(data)
+            message = infer.request
+            model = service.find_unary_model(message.model_name, message.model_version, "ModelInfer RPC")
+            if received_ns:
+                header: Callable[[str], Any] = dict(call.invocation_metadata()).get
+                responder.trace = service.start_trace(model.name, header, received_ns, RECEIVE_STAMPS)
+            request, output = read_infer_request(infer, service.shared_memory)
+            responder.shared = output.shared
+            self._calls.add_pending(responder)
+            call.on_cancel = responder.cancel
+            responder.stream = service.infer(
+                model, request, functools.partial(text_metadata, call), responder.trace, responder
+            )
+        except Exception as error:
+            responder.fail(error)
+
+
+class _Responder:
+    """Replies to a call when the model responds."""
+
+    __slots__ = ("_call", "_calls", "shared", "stream", "trace")
+
+    def __init__(self, calls: ActiveCalls, call: CallbackCall) -> None:
+        self._calls = calls
+        self._call = call
+        self.shared: Mapping[str, SharedMemoryWindow] = {}
+        self.stream: ResponseStream | None = None
+        self.trace: Trace | None = None
+
+    def __call__(self, response: InferenceResponse) -> None:
+        self._finish()
+        if self._call.done:
+            return
+        try:
+            if response.error is not None:
+                raise response.error
+            reply = encode_response(response, self.shared)
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._call.reply(reply)
+
+    def fail(self, failure: Exception) -> None:
+        """End the call with the status of an error."""
+        error = as_server_error(failure, "ModelInfer")
+        self._call.fail(GRPC_STATUSES[error.code], error.message)
+        self._finish()
+
+    def cancel(self) -> None:
+        """The client cancelled the call."""
+        self._finish()
+        if self.stream is not None:
+            self.stream.cancel()
+
+    def abort(self) -> None:
+        """The server stops."""
+        self.fail(Unavailable(STOPPING))
+        self.cancel()
+
+    def _finish(self) -> None:
+        self._calls.remove_pending(self)
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            finish_trace(trace, PROTOCOL)

@@ -1,0 +1,174 @@
+"""The infer endpoint over HTTP, its traces, and the load metrics that clients may request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import orjson
+
+from neso.frontends.kserve.errors import STATUSES
+from neso.frontends.kserve.http_codec import OutputFormat, read_infer_request, write_infer_response
+from neso.frontends.kserve.http_compression import (
+    ACCEPTED,
+    IDENTITY,
+    UnsupportedEncoding,
+    accepted_encoding,
+    compress,
+    decompress,
+)
+from neso.frontends.kserve.service import KServeService, finish_trace
+from neso.frontends.transport.http1 import (
+    HandlerResult,
+    Headers,
+    PendingResponse,
+    Request,
+    Response,
+    error_response,
+)
+from neso.server.errors import ServerError
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse
+from neso.server.model import Model
+from neso.server.tracing import Trace
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "HTTP"  # in the names of trace activities
+
+LOAD_FORMAT = b"endpoint-load-metrics-format"
+"""Request header for load metrics in the response (ORCA): `text` or `json`."""
+_LOAD_METRICS = "endpoint-load-metrics"
+
+_SLOW_HEADERS = frozenset({b"content-encoding", LOAD_FORMAT})  # handled by `infer_async` only
+
+Endpoint = Callable[[Request], PendingResponse | Awaitable[HandlerResult]]
+AsyncEndpoint = Callable[[Request], Awaitable[HandlerResult]]
+
+
+def error_to_response(error: ServerError, headers: Headers = ()) -> Response:
+    """HTTP response for a server error."""
+    return error_response(STATUSES[error.code][0], error.message, headers)
+
+
+class InferEndpoint:
+    """`POST /v2/models/{model}[/versions/{version}]/infer`. `max_input_size`: bytes of a decompressed body."""
+
+    def __init__(self, service: KServeService, max_input_size: int) -> None:
+        self._service = service
+        self._max_input_size = max_input_size
+
+    def infer(self, request: Request) -> PendingResponse | Awaitable[Response]:
+        """Respond from the model's callback, without a task, unless headers of the request need `infer_async`."""
+        headers = request.headers
+        if headers.get(b"accept-encoding", b"identity") != b"identity" or not headers.keys().isdisjoint(
+            _SLOW_HEADERS
+        ):
+            return self.infer_async(request)
+        model, inference, output_format = self._read(request)
+        pending = PendingResponse(request)
+        responder = _Responder(pending, output_format)
+        stream = self._service.infer(model, inference, request.header_items, None, responder)
+        pending.on_disconnect = stream.cancel
+        return pending
+
+    async def infer_async(self, request: Request) -> Response:
+        """The same as a coroutine, with support for traces, compression and load metrics."""
+        encoding = request.header("content-encoding")
+        if encoding not in (None, "", IDENTITY):
+            try:
+                request.body = await asyncio.to_thread(
+                    decompress, request.body, encoding, self._max_input_size
+                )
+            except UnsupportedEncoding as error:
+                return error_to_response(error, ACCEPTED)
+        model, inference, output_format = self._read(request)
+        future: asyncio.Future[InferenceResponse] = asyncio.get_running_loop().create_future()
+        stream = self._service.infer(
+            model,
+            inference,
+            request.header_items,
+            request.trace,
+            lambda response: None if future.done() else future.set_result(response),
+        )
+        try:
+            inference_response = await future
+        finally:
+            stream.cancel()  # does nothing unless this task was cancelled by a disconnect
+        response = write_infer_response(inference_response, output_format)
+        if load := load_headers(request, self._service):
+            response.headers = (*response.headers, *load)
+        accepted = accepted_encoding(request.header("accept-encoding"))
+        return response if accepted == IDENTITY else await asyncio.to_thread(compress, response, accepted)
+
+    def _read(self, request: Request) -> tuple[Model, InferenceRequest, OutputFormat]:
+        """Raises `ServerError`."""
+        service = self._service
+        version = request.params.get("version", "")
+        model = service.find_unary_model(request.params["model"], version, "HTTP end point")
+        return model, *read_infer_request(request, model, version, service.shared_memory)
+
+
+class _Responder:
+    """Sends the HTTP response when the model responds."""
+
+    __slots__ = ("_output_format", "_pending")
+
+    def __init__(self, pending: PendingResponse, output_format: OutputFormat) -> None:
+        self._pending = pending
+        self._output_format = output_format
+
+    def __call__(self, inference_response: InferenceResponse) -> None:
+        try:
+            response = write_infer_response(inference_response, self._output_format)
+        except ServerError as error:
+            response = error_to_response(error)
+        except Exception:
+            self._pending.fail()
+            return
+        self._pending.send(response)
+
+
+def traced(service: KServeService, endpoint: Endpoint, async_endpoint: AsyncEndpoint) -> Endpoint:
+    """Wrap an endpoint of a model so that sampled requests go to `async_endpoint`, with `request.trace` set."""
+    tracing = service.tracing
+
+    # A plain function that returns the endpoint's result: one more call while nothing is traced.
+    def handle(request: Request) -> PendingResponse | Awaitable[HandlerResult]:
+        if not tracing.enabled:
+            return endpoint(request)
+        stamps = ("HTTP_RECV_START", "HTTP_RECV_END")
+        trace = service.start_trace(request.params["model"], request.header, request.received_ns, stamps)
+        return endpoint(request) if trace is None else _run_traced(async_endpoint, request, trace)
+
+    return handle
+
+
+async def _run_traced(endpoint: AsyncEndpoint, request: Request, trace: Trace) -> HandlerResult:
+    request.trace = trace
+    try:
+        return await endpoint(request)
+    finally:
+        finish_trace(trace, PROTOCOL)
+
+
+def load_headers(request: Request, service: KServeService) -> Headers:
+    """Header with the server's load, if the request asks for it and a model has a KV cache; for load balancers."""
+    wanted = request.headers.get(LOAD_FORMAT)
+    if wanted is None:
+        return ()
+    load_format = wanted.lower()
+    load = service.kv_cache_load() if load_format in (b"text", b"json") else None
+    if load is None:
+        logger.debug("no %s header: unknown format %r, or no model has a KV cache", _LOAD_METRICS, wanted)
+        return ()
+    utilization, capacity = load
+    if load_format == b"json":
+        named = {"kv_cache_utilization": utilization, "max_token_capacity": capacity}
+        return ((_LOAD_METRICS, "JSON " + orjson.dumps({"named_metrics": named}).decode()),)
+    text = (
+        f"TEXT named_metrics.kv_cache_utilization={utilization:.6f}, "
+        f"named_metrics.max_token_capacity={capacity}"
+    )
+    return ((_LOAD_METRICS, text),)

@@ -1,0 +1,134 @@
+"""Triton Python model: text to the inputs of tensorrt_llm (token ids, word lists, logit biases)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from neso import load_tokenizer
+
+FALSE = ("false", "0", "no")
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
+        self.has_batch_dim = config["max_batch_size"] > 0
+        self.tokenizer = load_tokenizer(parameters["tokenizer_dir"])
+        self.add_special_tokens = parameters.get("add_special_tokens", "").lower() not in FALSE
+        eos_ids = self.tokenizer.eos_token_ids
+        self.end_id = eos_ids[0] if eos_ids else -1
+        pad_id = self.tokenizer.pad_token_id
+        self.pad_id = self.end_id if pad_id is None else pad_id
+        self.vocab_size = read_vocab_size(parameters.get("gpt_model_path", "")) or self.tokenizer.vocab_size
+
+    def execute(self, requests):
+        return [self.process(request) for request in requests]
+
+    def process(self, request):
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if not self.has_batch_dim:
+            inputs = {name: array[None] for name, array in inputs.items()}
+        try:
+            outputs = self.preprocess(inputs)
+        except ValueError as error:
+            return pb_utils.InferenceResponse(
+                error=pb_utils.TritonError(f"preprocessing: {error}", pb_utils.TritonError.INVALID_ARG)
+            )
+        if not self.has_batch_dim:
+            outputs = {name: array[0] for name, array in outputs.items()}
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
+
+    def preprocess(self, inputs):
+        """Map inputs to outputs, both arrays by name with a batch dimension.
+
+        Outputs of absent optional inputs are left out.
+        """
+        batch_size = len(inputs["QUERY"])
+        if not batch_size:
+            raise ValueError("QUERY: has no rows")
+        input_ids, lengths = self.encode("QUERY", inputs)
+        outputs = {
+            "INPUT_ID": input_ids,
+            "REQUEST_INPUT_LEN": lengths,
+            "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
+            "BAD_WORDS_IDS": self.encode_words("BAD_WORDS_DICT", inputs, batch_size),
+            "STOP_WORDS_IDS": self.encode_words("STOP_WORDS_DICT", inputs, batch_size),
+            "EMBEDDING_BIAS": self.logit_biases(inputs, batch_size),
+            "OUT_END_ID": inputs.get("END_ID", np.full((batch_size, 1), self.end_id, np.int32)),
+            "OUT_PAD_ID": inputs.get("PAD_ID", np.full((batch_size, 1), self.pad_id, np.int32)),
+        }
+        if "DECODER_QUERY" in inputs:
+            decoder_ids, decoder_lengths = self.encode("DECODER_QUERY", inputs)
+            outputs |= {"DECODER_INPUT_ID": decoder_ids, "REQUEST_DECODER_INPUT_LEN": decoder_lengths}
+        if "PROMPT_TABLE_EXTRA_ID" in inputs:
+            # Ids beyond the vocabulary are rows of the prompt embedding table.
+            is_virtual = input_ids >= self.vocab_size
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.where(is_virtual, inputs["PROMPT_TABLE_EXTRA_ID"], 0)
+        return outputs
+
+    def encode(self, name, inputs):
+        """Tokenize an input: ids int32[batch, longest], padded on the right, and lengths int32[batch, 1]."""
+        texts = [decode_text(name, text) for text in inputs[name].flat]
+        ids = self.tokenizer.encode_batch(texts, add_special_tokens=self.add_special_tokens)
+        return pad(ids, self.pad_id), np.array([[len(row)] for row in ids], np.int32)
+
+    def encode_words(self, name, inputs, batch_size):
+        """Word lists int32[batch, 2, longest]: concatenated token ids, and the end offset of each word (-1: none).
+
+        Each word is listed with and without a leading space, because these are different tokens.
+        """
+        if name not in inputs:
+            return np.zeros((batch_size, 2, 0), np.int32)
+        words = [[decode_text(name, word) for word in row.flat if word] for row in inputs[name]]
+        variants = [self.tokenize_variants(row) for row in words]
+        ids = [[token for word in row for token in word] for row in variants]
+        ends = [np.cumsum([len(word) for word in row], dtype=int) for row in variants]
+        longest = max(1, *map(len, ids))
+        return np.stack([pad(ids, 0, longest), pad(ends, -1, longest)], axis=1)
+
+    def tokenize_variants(self, words):
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        ids = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [variant for variant in dict.fromkeys(map(tuple, ids)) if variant]
+
+    def logit_biases(self, inputs, batch_size):
+        """float32[batch, vocab_size]; float32[batch, 0] without biases."""
+        words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
+        if words is None and weights is None:
+            return np.zeros((batch_size, 0), np.float32)
+        if words is None or weights is None or words.size != weights.size:
+            raise ValueError(
+                "embedding_bias_words and embedding_bias_weights must come together, one for one"
+            )
+        biases = np.zeros((batch_size, self.vocab_size), np.float32)
+        rows = zip(biases, words.reshape(batch_size, -1), weights.reshape(batch_size, -1), strict=True)
+        for bias, row_words, row_weights in rows:
+            for word, weight in zip(row_words, row_weights, strict=True):
+                text = decode_text("EMBEDDING_BIAS_WORDS", word)
+                np.add.at(bias, self.tokenizer.encode(text, add_special_tokens=False), weight)
+        return biases
+
+
+def decode_text(name, data):
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: is not UTF-8") from None
+
+
+def pad(rows, value, length=None):
+    """int32[len(rows), length], padded on the right; `length` defaults to the longest row."""
+    length = max(map(len, rows)) if length is None else length
+    array = np.full((len(rows), length), value, np.int32)
+    for target, row in zip(array, rows, strict=True):
+        target[: len(row)] = row
+    return array
+
+
+def read_vocab_size(model_path):
+    """Vocabulary size of the checkpoint, which may exceed the tokenizer's; 0 if unknown."""
+    path = Path(model_path) / "config.json"
+    return int(json.loads(path.read_text()).get("vocab_size", 0)) if path.is_file() else 0

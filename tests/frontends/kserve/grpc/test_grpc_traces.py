@@ -1,0 +1,66 @@
+"""What the gRPC front end notes in the traces of its requests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from kserve_grpc_requests import one_input, repeat_request
+from tritonclient.grpc import service_pb2
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "server" / "tracing"))
+
+from trace_reader import ReadTrace, check_order, read_traces
+
+from neso.server.tracing import TraceConfig, Tracing
+
+FRONT_END = {"GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRPC_SEND_END"}
+
+
+@pytest.fixture
+async def written(core, tmp_path):
+    """Every request is traced. `await written()`: the traces so far; nothing is traced any more."""
+    settings = [f"triton,file={tmp_path}/trace.json", "rate=1", "level=TIMESTAMPS"]
+    tracing = core.tracing = Tracing(TraceConfig.parse(settings))
+
+    async def written() -> list[ReadTrace]:
+        await tracing.close()
+        path = tmp_path / "trace.json"
+        return read_traces(path) if path.exists() else []
+
+    return written
+
+
+def identity(request_id: str, data: bytes) -> service_pb2.ModelInferRequest:
+    return service_pb2.ModelInferRequest(
+        model_name="identity", id=request_id, inputs=[one_input()], raw_input_contents=[data]
+    )
+
+
+async def test_infer(written, stub):
+    await stub.ModelInfer(identity("a", bytes(8)))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.ModelInfer(identity("b", bytes(7)))
+    (trace,) = await written()
+    assert (trace.model, trace.request_id) == ("identity", "a")
+    assert {*FRONT_END, "INFER_RESPONSE_COMPLETE"} <= trace.timestamps.keys()
+    check_order(trace.timestamps)
+
+
+async def test_each_request_of_a_stream_has_a_trace_of_its_own(written, stub):
+    async def requests():
+        yield identity("a", bytes(8))
+        yield identity("wrong", bytes(7))
+        yield repeat_request("b", 3)
+        yield repeat_request("none", 0)
+
+    async for _ in stub.ModelStreamInfer(requests()):
+        pass
+    traces = await written()
+    assert [trace.request_id for trace in traces] == ["a", "b", "none"]
+    for trace in traces:
+        assert trace.timestamps.keys() >= FRONT_END
+        front_end = {name: trace.timestamps[name] for name in FRONT_END}
+        check_order(front_end)

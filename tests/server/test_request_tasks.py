@@ -1,0 +1,57 @@
+"""Requests that are cancelled are answered, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+from neso.server.backend import RequestTasks
+from neso.server.errors import Cancelled
+from neso.server.inference_request import InferenceRequest
+from neso.server.inference_response import InferenceResponse, ResponseStream
+
+
+def new_stream() -> ResponseStream:
+    return ResponseStream(InferenceRequest("model", {}))
+
+
+async def only_response(stream: ResponseStream) -> InferenceResponse:
+    (response,) = [response async for response in stream]
+    return response
+
+
+async def work(stream: ResponseStream, begun: asyncio.Event) -> None:
+    begun.set()
+    await asyncio.Event().wait()
+
+
+def test_a_client_that_cancels_before_the_task_begins_is_answered():
+    async def run() -> None:
+        tasks, stream, begun = RequestTasks(), new_stream(), asyncio.Event()
+        tasks.start(stream, work(stream, begun))
+        stream.cancel()
+        response = await asyncio.wait_for(only_response(stream), 60)
+        assert isinstance(response.error, Cancelled) and not begun.is_set()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_comes_cancelled_is_answered():
+    async def run() -> None:
+        tasks, stream = RequestTasks(), new_stream()
+        stream.cancel()
+        tasks.start(stream, work(stream, asyncio.Event()))
+        assert isinstance((await asyncio.wait_for(only_response(stream), 60)).error, Cancelled)
+
+    asyncio.run(run())
+
+
+def test_the_end_of_the_model_is_the_end_of_its_requests():
+    async def run() -> None:
+        tasks, stream, begun = RequestTasks(), new_stream(), asyncio.Event()
+        task = tasks.start(stream, work(stream, begun))
+        await begun.wait()
+        await asyncio.wait_for(tasks.end(), 60)
+        assert task.cancelled() and stream.closed
+        assert isinstance((await only_response(stream)).error, Cancelled)
+
+    asyncio.run(run())

@@ -1,0 +1,27 @@
+"""The choice of cases for the default tier."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+from pairwise import pairwise_cover
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 4), (5, 5, 5), (2, 3, 4, 5), (7, 1, 3)])
+def test_every_pair_of_values_is_covered(sizes):
+    cases = list(product(*map(range, sizes)))
+    chosen = [cases[position] for position in pairwise_cover(cases)]
+    for i, j in combinations(range(len(sizes)), 2):
+        assert {(case[i], case[j]) for case in chosen} == set(product(range(sizes[i]), range(sizes[j])))
+    assert len(chosen) <= len(cases)
+
+
+def test_cover_is_much_smaller_than_the_matrix():
+    assert len(pairwise_cover(list(product(range(5), repeat=4)))) < 50
+
+
+def test_incomplete_matrices():
+    cases = [(0, 0, 0), (0, 1, 1), (1, 0, 1)]
+    assert pairwise_cover(cases) == {0, 1, 2}
+    assert pairwise_cover([]) == set()
