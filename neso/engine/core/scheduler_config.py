@@ -1,4 +1,4 @@
-"""Limits and policies of scheduling."""
+"""Options of the scheduler."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from neso.engine.core.admission import STATIC_BATCHING, BatchSchedulerPolicy, Gp
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a step. `max_num_batched_tokens` is the token budget; `max_prefill_chunk` bounds the share of one
-    sequence, so that a long prompt does not starve other prompts. `max_decode_stretch`: how many times as long a
-    step that decodes may take for the prompts beside it (see `PrefillPacer`); 0 does not limit it, which gives the
-    first token of a prompt soonest and the others unevenly. `enable_overlap`: schedule the next step while one runs,
-    with a runner that can. `batch_scheduler_policy`, `gpt_model_type`: when waiting requests begin, see `admission`.
-    `priority_ageing_seconds`: what a level of priority is worth, see `WaitingQueue`. `max_queue_size`: requests that
-    may wait; more are refused."""
+    """Options of the scheduler.
+
+    - max_num_seqs: running sequences; max_num_batched_tokens: token budget of a step
+    - max_prefill_chunk: tokens of one sequence in a step, so that a long prompt does not starve others
+    - max_decode_stretch: limit of the duration of a step that decodes, relative to decoding alone (see
+      `PrefillPacer`); 0 for no limit, which minimizes the time to the first token and makes the others uneven
+    - enable_overlap: schedule the next step while one runs, if the runner can
+    - batch_scheduler_policy, gpt_model_type: when waiting requests start, see `admission`
+    - priority_ageing_seconds: waiting time that a priority level is worth, see `WaitingQueue`
+    - max_queue_size: requests that may wait; more are refused
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 1024
@@ -30,7 +34,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_flight_batching(self) -> bool:
-        """Whether requests join while others run."""
+        """Whether requests start while others run."""
         return self.gpt_model_type not in STATIC_BATCHING
 
     def __post_init__(self) -> None:
