@@ -49,18 +49,19 @@ def check_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 MAX_LOGPROBS = 20
 MAX_LOGITS_BYTES = 64 << 20
-"""Of the logits of one request, where the engine's options do not say whether they may be had."""
+"""Limit of the logits of one request, unless the engine's options allow or forbid them."""
 
 
 class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of its logits an engine gives; the first name is vLLM's, the others are TensorRT-LLM's.
+    """Limits of the log probabilities and logits that requests may ask for.
 
-    A vocabulary of 128256 has half a megabyte of logits for every position.
+    The first name is vLLM's, the others are TensorRT-LLM's. The logits of one position take half a megabyte for a
+    vocabulary of 128256.
 
-    - max_logprobs: the most `logprobs` and `prompt_logprobs`; -1 allows as many as the vocabulary has, and `logprobs`
-      -1 for all of them, but no more than 20 for every token of a prompt
+    - max_logprobs: limit of `logprobs` and `prompt_logprobs`; -1: the size of the vocabulary, and `logprobs` -1 for
+      all tokens, but at most 20 for each token of a prompt
     - gather_context_logits, gather_generation_logits: whether requests may have the logits of their prompts and of
-      their tokens; None: up to `MAX_LOGITS_BYTES` a request
+      their tokens; None: up to `MAX_LOGITS_BYTES` per request
     """
 
     max_logprobs: int = MAX_LOGPROBS
@@ -74,7 +75,7 @@ class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     def check(
         self, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, vocab_size: int
     ) -> None:
-        """Raises `InvalidParameter` for what a request of these lengths, in tokens, must not ask for."""
+        """Raises `InvalidParameter` if a request with these lengths, in tokens, exceeds a limit."""
         if self.max_logprobs == ALL_LOGPROBS:
             _check_logprobs("logprobs", params.logprobs, ALL_LOGPROBS, vocab_size)
             _check_logprobs("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
