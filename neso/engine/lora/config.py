@@ -20,16 +20,15 @@ LORA_DISABLED = "LoRA feature is not enabled."
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether and how many adapters an engine takes; the names are vLLM's, those with `lora_cache_` TensorRT-LLM's.
+    """Options of LoRA. The names are vLLM's; those with `lora_cache_` are TensorRT-LLM's.
 
-    - enable_lora: without it no request may name an adapter; `lora_modules` switches it on; "auto": where the runner
-      can apply them
-    - lora_modules: name to directory of the adapters that are loaded at the start
+    - enable_lora: whether requests may name adapters; implied by `lora_modules`; "auto": if the runner supports it
+    - lora_modules: adapters that are loaded at start, name to directory
     - max_loras: adapters in one batch; requests for others wait
-    - max_lora_rank, lora_cache_max_adapter_size: the largest rank; the smaller one counts
-    - lora_cache_host_memory_bytes: memory of the adapters that are loaded, in use or not
-    - allow_runtime_lora: whether clients of the server may load adapters from its disk
-    - lora_cache_optimal_adapter_size, lora_cache_gpu_memory_fraction: accepted; there are no pages for them to size
+    - max_lora_rank, lora_cache_max_adapter_size: limits of the rank; the smaller one applies
+    - lora_cache_host_memory_bytes: limit of the memory of all loaded adapters
+    - allow_runtime_lora: whether clients may load adapters from the server's disk
+    - lora_cache_optimal_adapter_size, lora_cache_gpu_memory_fraction: accepted without effect: adapters are not paged
     """
 
     enable_lora: bool | Literal["auto"] = False

@@ -30,7 +30,7 @@ Watch = Callable[[AdapterError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The end of a load; `error` is None if the version can be used."""
+    """A finished load; `error` is None if the version can be used."""
 
     version: int
     error: AdapterError | None
@@ -38,14 +38,14 @@ class Loaded:
 
 @dataclass(slots=True)
 class _Known:
-    """An adapter by name: its version in memory or on the way, 0 when it was evicted and must be read again.
+    """An adapter by name. `version`: in memory or loading; 0: it was evicted and must be read again.
 
-    `proven`: it has been loaded once, so its name stays when it cannot be read again.
+    `loaded_before`: the name is kept when it cannot be read again.
     """
 
     version: int
     path: str | None
-    proven: bool = False
+    loaded_before: bool = False
 
 
 class LoraManager(Addon):
@@ -72,15 +72,16 @@ class LoraManager(Addon):
         self._refused_by_runner: list[int] = []  # versions whose slots are to be freed
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-loader")
 
-    # -- adapters in, adapters out ------------------------------------------------------------------------------
+    # -- names --------------------------------------------------------------------------------------------------
 
     def load(self, request: LoraRequest, watch: Watch | None = None) -> int:
-        """Start to load an adapter; returns its version. Where the name has an adapter, it keeps that one until the new
-        one is there. `watch` is called with the error, or None, when it has ended.
+        """Start to load an adapter; returns its version. A name keeps its adapter until the new one is loaded.
+
+        `watch` is called at the end of the load, with the error or None.
 
         Raises `AdapterError` if there is nothing to load it from.
         """
-        version = self._on_the_way(request)
+        version = self._version_loading(request)
         if not version:
             candidate = _Known(0, request.path)
             version = candidate.version = self._start_loading(request, candidate)
@@ -90,7 +91,7 @@ class LoraManager(Addon):
         return version
 
     def unload(self, name: str) -> bool:
-        """Forget a name; requests that use its adapter go on. False if there is none."""
+        """Remove a name; requests in flight finish with its adapter. False if there is no such name."""
         for version in [v for v in self._candidates if self._name_of[v] == name]:
             del self._candidates[version]
         known = self._known.pop(name, None)
@@ -101,7 +102,7 @@ class LoraManager(Addon):
         return True
 
     def names(self) -> dict[str, str | None]:
-        """The adapters that can be asked for, with the paths of those that have one."""
+        """The adapters that requests can name, with the paths of those that were loaded from one."""
         return {name: known.path for name, known in self._known.items()}
 
     # -- sequences ----------------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ class LoraManager(Addon):
         return bool(self._loading)
 
     def wait(self, timeout: float) -> None:
-        """Wait for a load, if nothing else is to be done, for so many seconds at most."""
+        """Wait until a load ends, at most `timeout` seconds."""
         if self._loading:
             wait(self._loading.values(), timeout=timeout, return_when="FIRST_COMPLETED")
 
@@ -203,7 +204,7 @@ class LoraManager(Addon):
         return 0 if use is None else use.version
 
     def take_loaded(self) -> list[Loaded]:
-        """The loads that have ended since the last call."""
+        """The loads that ended since the last call."""
         ended = []
         for version in [version for version, future in self._loading.items() if future.done()]:
             error = self._finish(version, self._loading.pop(version))
@@ -213,11 +214,11 @@ class LoraManager(Addon):
         return ended
 
     def fill_slots(self) -> dict[int, Exception]:
-        """Give the runner the adapters that the next step has in its slots; those, by version, that it did not take."""
+        """Give the runner the adapters whose slots have changed. Returns those that it refused, by version."""
         failed: dict[int, Exception] = {}
         for slot, version in self.slots.take_changes():
             try:
-                # An adapter may have come and gone since.
+                # The adapter may have been removed since.
                 self._runner.set_adapter(slot, self._cache.get(version))
             except Exception as error:
                 logger.exception("adapter '%s' could not be put in its slot", self._name_of.get(version, ""))
@@ -225,7 +226,7 @@ class LoraManager(Addon):
                     failed[version] = error
         return failed
 
-    def _on_the_way(self, request: LoraRequest) -> int:
+    def _version_loading(self, request: LoraRequest) -> int:
         for version, known in self._candidates.items():
             if self._name_of[version] == request.name and request.path == known.path is not None:
                 return version
@@ -261,32 +262,32 @@ class LoraManager(Addon):
                 f"adapter '{name}' has no room: those in use take "
                 f"{self._cache.num_bytes} of {self._cache.capacity} bytes (lora_cache_host_memory_bytes)"
             )
-        except AdapterError as refused:
-            error = AdapterError(f"adapter '{name}': {refused}", refused.field)
-        except Exception as defect:
+        except AdapterError as invalid:
+            error = AdapterError(f"adapter '{name}': {invalid}", invalid.field)
+        except Exception as failure:
             logger.exception("adapter '%s' could not be loaded", name)
-            error = AdapterError(f"adapter '{name}': {type(defect).__name__}: {defect}")
+            error = AdapterError(f"adapter '{name}': {type(failure).__name__}: {failure}")
         if candidate is not None:
-            self._settle(name, candidate, failed=error is not None)
+            self._assign(name, candidate, failed=error is not None)
         self._drop_unless_needed(version)
         return error
 
     def _keep(self, version: int, packed: PackedAdapter) -> None:
         for evicted in self._cache.put(version, packed):
-            self._forget_evicted(evicted)
+            self._on_evicted(evicted)
         self.slots.add(version)
         logger.info("adapter '%s' is loaded, %.1f MiB", self._name_of[version], packed.num_bytes / 2**20)
 
-    def _settle(self, name: str, candidate: _Known, *, failed: bool) -> None:
-        """Let a name have what was loaded for it, or take note that it could not be loaded."""
+    def _assign(self, name: str, candidate: _Known, *, failed: bool) -> None:
+        """Assign a loaded adapter to its name, or record that loading failed."""
         self.revision += 1
         if not failed:
             replaced = self._known.get(name)
             self._known[name] = candidate
-            candidate.proven = True
+            candidate.loaded_before = True
             if replaced is not None and replaced is not candidate:
                 self._drop_unless_needed(replaced.version)
-        elif candidate.proven:
+        elif candidate.loaded_before:
             candidate.version = 0
         elif self._known.get(name) is candidate:
             del self._known[name]
@@ -303,8 +304,8 @@ class LoraManager(Addon):
             self._cache.drop(version)
         self._name_of.pop(version, None)
 
-    def _forget_evicted(self, version: int) -> None:
-        """What has a path is read again when it is asked for."""
+    def _on_evicted(self, version: int) -> None:
+        """An adapter with a path is read again when it is requested."""
         self.slots.remove(version)
         name = self._name_of.pop(version)
         known = self._known[name]

@@ -1,4 +1,4 @@
-"""SamplingBatch tokens from filtered distributions for all rows of a batch."""
+"""Draws tokens from filtered distributions for all rows of a batch: the reference of every runner's `choose`."""
 
 from __future__ import annotations
 
