@@ -15,11 +15,11 @@ from neso.server.inference_request import InferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class TensorField:
-    """One input or output. `data_type` as in config.pbtxt; `dims` are without the batch dimension.
+    """One input or output. `data_type` as in config.pbtxt; `dims` without the batch dimension.
 
-    `optional`: an input that may be left out. Where there is a batch dimension: `scalar` is one element, whose
-    dimension the backend does not see (`reshape { shape: [ ] }`); requests of one batch may differ in the extent of
-    what is `ragged`.
+    - optional: the input can be omitted
+    - scalar: with a batch dimension, the backend sees one element without its dimension (`reshape { shape: [ ] }`)
+    - ragged: with a batch dimension, requests of one batch can differ in shape (`allow_ragged_batch`)
     """
 
     name: str
@@ -31,7 +31,7 @@ class TensorField:
 
 
 def add_inputs(config: Any, fields: Iterable[TensorField]) -> None:
-    """Add those whose names a `ModelConfig` does not have."""
+    """Add the inputs that a `ModelConfig` does not have."""
     for field in _missing(config, fields):
         tensor = _add(config.input, field)
         tensor.optional = field.optional
@@ -42,7 +42,7 @@ def add_inputs(config: Any, fields: Iterable[TensorField]) -> None:
 
 
 def add_outputs(config: Any, fields: Iterable[TensorField]) -> None:
-    """The same for outputs."""
+    """Add the outputs that a `ModelConfig` does not have."""
     for field in _missing(config, fields):
         _add(config.output, field)
 
@@ -59,19 +59,19 @@ def _add(tensors: Any, field: TensorField) -> Any:
 
 
 def bool_input(request: InferenceRequest, name: str, *, default: bool) -> bool:
-    """An input that is one boolean."""
+    """The value of a boolean input with one element."""
     tensor = request.inputs.get(name)
     return default if tensor is None else bool(tensor.array.reshape(-1)[0])
 
 
 def text_input(request: InferenceRequest, name: str) -> str:
-    """An input that is one text. Raises `InvalidArgument` if it is not UTF-8."""
+    """The value of a string input with one element. Raises `InvalidArgument` if it is not UTF-8."""
     (value,) = request.inputs[name].strings()
     return value
 
 
 def request_logprobs(values: dict[str, Any], wanted: Container[str]) -> None:
-    """Add to sampling parameters what the outputs `wanted` need, unless they say how many log probabilities."""
+    """Set `logprobs` in sampling parameters as the outputs `wanted` need it, unless it is set."""
     if "logprobs" in wanted:
         values.setdefault("logprobs", 1)
     if "cumulative_logprob" in wanted:
@@ -80,8 +80,13 @@ def request_logprobs(values: dict[str, Any], wanted: Container[str]) -> None:
 
 def json_input(request: InferenceRequest, name: str) -> dict[str, Any]:
     """An input that is the text of a JSON object. Raises `InvalidArgument`."""
+    return json_object(name, text_input(request, name))
+
+
+def json_object(name: str, text: str) -> dict[str, Any]:
+    """The JSON object that input `name` holds as text. Raises `InvalidArgument`."""
     try:
-        values = orjson.loads(text_input(request, name))
+        values = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise InvalidArgument(f"{name}: not valid JSON: {error}") from None
     if not isinstance(values, dict):
@@ -90,5 +95,5 @@ def json_input(request: InferenceRequest, name: str) -> dict[str, Any]:
 
 
 def tensor_error_text(error: InvalidParameter) -> str:
-    """What it says, with the name of the tensor where clients of text know another."""
+    """The message of an error, with the name of the tensor where it differs from the field."""
     return f"image: {error.message}" if error.field == "images" else str(error)

@@ -19,8 +19,9 @@ from neso.server.errors import Cancelled, InvalidArgument
 from neso.server.inference_response import InferenceResponse, ResponseStream
 
 if TYPE_CHECKING:
-    from neso.generation import LanguageModel, PoolingModel
+    from neso.generation import GenerationOutput, LanguageModel, PoolingModel
     from neso.server.core import Core
+    from neso.server.inference_request import InferenceRequest
     from neso.server.rate_limiter.limiter import LimitedInstances
     from neso.server.statistics import ModelStatistics
 
@@ -38,6 +39,8 @@ BUILTIN = {
 EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 """Extras of the `neso` package required by backends."""
 ENTRY_POINT_GROUP = "neso.backends"
+TextFields = Callable[["GenerationOutput"], dict[str, Any]]
+"""Converts an output to members of a JSON response of the generate extension."""
 _IMPORTING = threading.Lock()
 """Models load in threads; concurrent imports of backends that import each other can fail as a deadlock."""
 
@@ -128,7 +131,7 @@ class Backend(ABC):
     def __init__(self, context: ModelContext) -> None:
         self.context = context
         self.on_reschedule: Callable[[ResponseStream], None] | None = None
-        self.tasks = RequestTasks()
+        self.request_tasks = RequestTasks()
 
     @classmethod  # noqa: B027  optional
     def auto_complete(
@@ -146,11 +149,24 @@ class Backend(ABC):
 
     def submit_generation(self, stream: ResponseStream) -> None:
         """Start to execute a request whose payload is a `GenerationRequest`; by default with `language_model`."""
-        self.tasks.start(stream, self._run_language_model(stream))
+        self.request_tasks.start(stream, self._run_language_model(stream))
 
     def submit_pooling(self, stream: ResponseStream) -> None:
         """Start to execute a request whose payload is a `PoolingRequest`; by default with `pooling_model`."""
-        self.tasks.start(stream, self._run_pooling_model(stream))
+        self.request_tasks.start(stream, self._run_pooling_model(stream))
+
+    @property
+    def text_inputs(self) -> Mapping[str, type]:
+        """Inputs that `read_text_request` takes as Python values, with their types; empty if it is not supported."""
+        return {}
+
+    def read_text_request(self, request: InferenceRequest, values: Mapping[str, Any]) -> TextFields | None:
+        """Set the payload of a generate request from the values of `text_inputs` and the request's parameters.
+
+        Returns the function that converts a result to members of the JSON response; None if the request needs
+        tensors or is not valid, which `submit` reports.
+        """
+        return None
 
     @property
     def num_instances(self) -> int:

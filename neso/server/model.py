@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from neso.generation import GenerationOutput, GenerationRequest, InvalidParameter, PooledOutput
-from neso.server.backend import Backend, ModelContext
+from neso.server.backend import Backend, ModelContext, TextFields
 from neso.server.errors import (
     Cancelled,
     ErrorCode,
@@ -77,6 +77,15 @@ class Model:
     def pooling_model(self) -> PoolingModel | None:
         """Pooling interface (embeddings, scores); None if the model has none."""
         return self._backend.pooling_model
+
+    @property
+    def text_inputs(self) -> Mapping[str, type]:
+        """See `Backend.text_inputs`."""
+        return self._backend.text_inputs
+
+    def read_text_request(self, request: InferenceRequest, values: Mapping[str, Any]) -> TextFields | None:
+        """See `Backend.read_text_request`."""
+        return self._backend.read_text_request(request, values)
 
     @property
     def uses_cache(self) -> bool:
@@ -217,7 +226,7 @@ class Model:
             self._batcher.close()
         if self._cached is not None:
             await self._cached.close()
-        await self._backend.tasks.end()
+        await self._backend.request_tasks.end()
         try:
             await self._backend.unload()
         finally:

@@ -1,4 +1,4 @@
-"""The backend of language models on Neso's engine; names `llm` and `neso`."""
+"""The backend of language models on Neso's engine, named `llm` or `neso`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from neso.backends.llm.engine_backend import EngineBackend, engine_config
-from neso.backends.llm.tensor_request import complete_signature, parse
-from neso.backends.llm.tensor_response import ResponseTensors
+from neso.backends.llm.tensor_request import SCALAR_INPUTS, complete_signature, read_scalars, read_tensors
+from neso.backends.llm.tensor_response import ResponseFields, ResponseTensors
 from neso.engine.config import EngineConfig
 from neso.generation import GenerationOutput
+from neso.server.backend import TextFields
 from neso.server.errors import InvalidArgument
+from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 
 
 class LlmBackend(EngineBackend):
-    """Texts in, texts out; see `signature`."""
+    """Serves text generation with the tensors of `tensor_request.INPUTS`."""
 
     @classmethod
     def auto_complete(
@@ -32,7 +34,7 @@ class LlmBackend(EngineBackend):
             raise InvalidArgument(
                 f"model '{self.context.name}' gives vectors, not text: serve it by the backend 'embedding'"
             )
-        request = parse(stream.request)
+        request = read_tensors(stream.request)
         tensors = ResponseTensors(request)
         model, version = self.context.name, self.context.version
 
@@ -44,3 +46,17 @@ class LlmBackend(EngineBackend):
 
         stream.begin_generation(request.generation)
         self.generate_to(stream, request.generation, deliver)
+
+    @property
+    def text_inputs(self) -> Mapping[str, type]:
+        return SCALAR_INPUTS if self.engine.info.generates else {}
+
+    def read_text_request(self, request: InferenceRequest, values: Mapping[str, Any]) -> TextFields | None:
+        try:
+            read = read_scalars(request, values)
+        except InvalidArgument:
+            return None  # `submit` reports the error
+        if read.generation.draft is not None:
+            return None  # has further output tensors
+        request.payload, request.single_response = read.generation, not read.stream
+        return ResponseFields(read)

@@ -203,7 +203,7 @@ class EngineBackend(Backend):
             )
 
     async def unload(self) -> None:
-        await self.tasks.end()
+        await self.request_tasks.end()
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -276,7 +276,7 @@ class EngineBackend(Backend):
         self, stream: ResponseStream, request: GenerationRequest | PoolingRequest, submission: _EngineRequest
     ) -> None:
         if is_slow(request):
-            self.tasks.start(stream, submission.submit_in_thread(request))
+            self.request_tasks.start(stream, submission.submit_in_thread(request))
         else:
             submission.submit(request)
 
@@ -353,7 +353,7 @@ class EngineBackend(Backend):
 
     def run_task(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work`, which answers a request with tensors; its exceptions become the response."""
-        task = self.tasks.start(stream, self._run_work(stream, work))
+        task = self.request_tasks.start(stream, self._run_work(stream, work))
         task.add_done_callback(lambda _: work.close())  # it may not have started
         return task
 
@@ -368,7 +368,7 @@ class EngineBackend(Backend):
         if isinstance(error, EngineError):
             error = self._server_error(error)
         if isinstance(error, InvalidParameter) and stream.request.payload is None:
-            stream.fail(InvalidArgument(tensor_error_text(error)))
+            stream.reject(InvalidArgument(tensor_error_text(error)))
         elif isinstance(error, (InvalidParameter, ServerError)):
             stream.fail_with(error)
         else:

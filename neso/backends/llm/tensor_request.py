@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from neso.backends.request_tensors import (
     add_inputs,
     add_outputs,
     bool_input,
-    json_input,
+    json_object,
     request_logprobs,
     text_input,
 )
@@ -50,12 +51,12 @@ INPUTS = (
     TensorField("return_generation_logits", "TYPE_BOOL", optional=True),
     TensorField("prompt_vocab_size", "TYPE_INT32", optional=True),
     TensorField(IMAGE, "TYPE_STRING", (-1,), optional=True),
-    # TensorRT-LLM's, for an adapter; for weights of another type, config.pbtxt names the input.
+    # LoRA adapters, as in TensorRT-LLM; config.pbtxt can declare lora_weights with another type.
     TensorField("lora_task_id", "TYPE_UINT64", optional=True),
     TensorField("lora_weights", "TYPE_FP16", (-1, -1), optional=True),
     TensorField("lora_config", "TYPE_INT32", (-1, 3), optional=True),
     *(TensorField(name, "TYPE_FP32", (-1, -1), optional=True) for name in VECTORS),
-    # TensorRT-LLM's, for guessed tokens.
+    # Draft tokens, as in TensorRT-LLM.
     TensorField("draft_input_ids", "TYPE_INT32", (-1,), optional=True),
     TensorField("draft_logits", "TYPE_FP32", (-1, -1), optional=True),
     TensorField("draft_acceptance_threshold", "TYPE_FP32", optional=True),
@@ -74,11 +75,11 @@ OUTPUTS = (
     TensorField("total_accepted_draft_tokens", "TYPE_INT32"),
     TensorField("acceptance_rate", "TYPE_FP32"),
 )
-"""One element a sequence; [prompt, vocabulary] and [sequence, token, vocabulary] of logits."""
+"""One element per sequence; logits are [prompt, vocab_size] and [sequence, token, vocab_size]."""
 
 
 def complete_signature(config: Any) -> None:
-    """Add the inputs and outputs that the `ModelConfig` does not name, and make the model decoupled."""
+    """Add missing inputs and outputs to the `ModelConfig`, and make the model decoupled."""
     config.model_transaction_policy.decoupled = True
     config.max_batch_size = 0
     add_inputs(config, INPUTS)
@@ -93,9 +94,9 @@ _DTYPES: dict[np.dtype[Any], FloatType] = {
 
 
 def requested_adapter(request: InferenceRequest, values: dict[str, Any]) -> LoraRequest | None:
-    """The adapter, by `lora_name` among the sampling parameters, which is taken out of `values`, or by tensors.
+    """The LoRA adapter, by `lora_name` in `values` (removed from there) or by tensors. None without an adapter.
 
-    `lora_path` beside the name says where it is, on the server's disk. Raises `InvalidArgument`.
+    `lora_path` in `values` is its path on the server's disk. Raises `InvalidArgument`.
     """
     name, path = values.pop("lora_name", None), values.pop("lora_path", None)
     task = request.inputs.get("lora_task_id")
@@ -117,8 +118,8 @@ def requested_adapter(request: InferenceRequest, values: dict[str, Any]) -> Lora
 def adapter_of_task(
     task_id: int, weights: npt.NDArray[Any] | None = None, config: npt.NDArray[np.int32] | None = None
 ) -> LoraRequest:
-    """The adapter that clients know by a number. The first time, it comes with its tensors (TensorRT-LLM's form):
-    `weights` [rows, width] and `config` [rows, 3]. Raises `InvalidArgument`.
+    """The adapter that clients identify by a number (TensorRT-LLM). The first request has its tensors: `weights`
+    [rows, width] and `config` [rows, 3]. Raises `InvalidArgument`.
     """
     return LoraRequest(name=f"{TASK_PREFIX}{task_id}", tensors=_tensors(weights, config))
 
@@ -132,13 +133,13 @@ def _by_name(name: object, path: object) -> LoraRequest:
 
 
 def _tensors(weights: npt.NDArray[Any] | None, config: npt.NDArray[np.int32] | None) -> LoraTensors | None:
-    """None if neither has come."""
+    """None if neither is given."""
     if weights is None and config is None:
         return None
     if weights is None or config is None:
         raise InvalidArgument("lora_weights: must come together with lora_config")
     rows, columns = weights, config
-    # A batch of one may be around them; newer clients add a column that says whether the adapter is DoRA.
+    # May have a batch dimension of 1; newer clients add a fourth column, the DoRA flag.
     if rows.ndim == 3 and len(rows) == 1:
         rows = rows[0]
     columns = columns.reshape(-1, columns.shape[-1])
@@ -164,7 +165,7 @@ DRAFT_NAMES = ("draft_input_ids", "draft_logits", "draft_acceptance_threshold")
 
 
 def read_draft(ids: Any, logits: Any, threshold: Any) -> DraftTokens | None:
-    """Of the values of `DRAFT_NAMES`, each an array, a list or None. Raises `InvalidArgument`."""
+    """Draft tokens from the values of `DRAFT_NAMES`, each an array, a list or None. Raises `InvalidArgument`."""
     if ids is None:
         if threshold is not None or logits is not None:
             raise InvalidArgument("draft_input_ids: must come with the other tensors of a draft")
@@ -184,26 +185,53 @@ def read_draft(ids: Any, logits: Any, threshold: Any) -> DraftTokens | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
-    """What a client of the tensor protocols asks for."""
+    """A text-generation request in the convention of `INPUTS`. `wanted`: names of the outputs besides text_output."""
 
     generation: GenerationRequest
     prompt: str
     stream: bool
     exclude_input: bool
     wanted: frozenset[str]
-    """Outputs beside text_output."""
 
 
-def parse(request: InferenceRequest) -> TensorRequest:
-    """Raises `InvalidArgument` that names what is wrong."""
-    prompt = text_input(request, "text_input")
-    stream = bool_input(request, "stream", default=False)
+SCALAR_INPUTS: dict[str, type] = {
+    "text_input": str,
+    "stream": bool,
+    "sampling_parameters": str,
+    "exclude_input_in_output": bool,
+    "return_finish_reason": bool,
+    "return_logprobs": bool,
+    "return_num_input_tokens": bool,
+    "return_num_output_tokens": bool,
+}
+"""Inputs that a request can have as Python values instead of tensors; their outputs need no tensors either."""
+
+
+def read_tensors(request: InferenceRequest) -> TensorRequest:
+    """Read a request from its input tensors and parameters. Raises `InvalidArgument`."""
+    flags = {
+        name: bool_input(request, name, default=False)
+        for name in request.inputs
+        if name == "stream" or name.startswith("return_")
+    }
+    values: dict[str, Any] = {
+        "text_input": text_input(request, "text_input"),
+        "exclude_input_in_output": bool_input(request, "exclude_input_in_output", default=True),
+    }
+    if "sampling_parameters" in request.inputs:
+        values["sampling_parameters"] = text_input(request, "sampling_parameters")
+    return read_scalars(request, values | flags)
+
+
+def read_scalars(request: InferenceRequest, scalars: Mapping[str, Any]) -> TensorRequest:
+    """Read a request whose `SCALAR_INPUTS` are Python values. Raises `InvalidArgument`."""
+    prompt: str = scalars["text_input"]
     wanted = {
         name.removeprefix("return_")
-        for name in request.inputs
-        if name.startswith("return_") and bool_input(request, name, default=False)
+        for name, value in scalars.items()
+        if name.startswith("return_") and value
     }
-    values = _sampling_values(request)
+    values = _sampling_values(request, scalars)
     lora = requested_adapter(request, values)
     draft = _draft(request, values)
     request_logprobs(values, wanted)
@@ -214,7 +242,7 @@ def parse(request: InferenceRequest) -> TensorRequest:
     except InvalidParameter as error:
         raise InvalidArgument(str(error)) from None
     return TensorRequest(
-        # The id in the protocol is the client's own business and need not be unique; the engine takes another.
+        # The client's request id need not be unique; the engine generates its own.
         generation=GenerationRequest(
             prompt,
             sampling,
@@ -225,14 +253,14 @@ def parse(request: InferenceRequest) -> TensorRequest:
             **_vectors(request),
         ),
         prompt=prompt,
-        stream=stream,
-        exclude_input=bool_input(request, "exclude_input_in_output", default=True),
+        stream=bool(scalars.get("stream", False)),
+        exclude_input=bool(scalars.get("exclude_input_in_output", True)),
         wanted=frozenset(wanted),
     )
 
 
 def _vectors(request: InferenceRequest) -> dict[str, Any]:
-    """What stands in place of tokens: see `GenerationRequest`."""
+    """Embeddings and images of the prompt, as fields of `GenerationRequest`."""
     fields: dict[str, Any] = {name: request.inputs[name].array for name in VECTORS if name in request.inputs}
     size = request.inputs.get("prompt_vocab_size")
     if size is not None:
@@ -257,7 +285,7 @@ _NOT_SCALAR = frozenset(
 
 
 def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | None:
-    """Guessed tokens, from the tensors that TensorRT-LLM's backend has for them or, but for logits, from `values`."""
+    """Draft tokens from TensorRT-LLM's tensors or, except the logits, from `values`, which they are removed from."""
     given = {name: values.pop(name, None) for name in ("draft_input_ids", "draft_acceptance_threshold")}
     for name in DRAFT_NAMES:
         tensor = request.inputs.get(name)
@@ -266,15 +294,15 @@ def _draft(request: InferenceRequest, values: dict[str, Any]) -> DraftTokens | N
     return read_draft(*(given.get(name) for name in DRAFT_NAMES))
 
 
-def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
-    """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
-    if "sampling_parameters" in request.inputs:
-        return json_input(request, "sampling_parameters")
+def _sampling_values(request: InferenceRequest, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of `sampling_parameters` (a JSON object) if it is given, else the request's parameters."""
+    if "sampling_parameters" in scalars:
+        return json_object("sampling_parameters", scalars["sampling_parameters"])
     return {name: _from_json(name, value) for name, value in request.parameters.items()}
 
 
 def _from_json(name: str, value: object) -> Any:
-    """A request parameter has no lists or objects: those come as JSON text, as in `"stop": "[\\"a\\", \\"b\\"]"`."""
+    """Parse lists and objects, which a request parameter holds as JSON text: `"stop": "[\\"a\\", \\"b\\"]"`."""
     if isinstance(value, str) and value[:1] in ("[", "{") and name in _NOT_SCALAR:
         try:
             return orjson.loads(value)

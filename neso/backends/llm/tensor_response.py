@@ -1,8 +1,9 @@
-"""Writes generated text as tensors."""
+"""Responses of a text-generation model as tensors or JSON values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import orjson
@@ -36,10 +37,10 @@ class _Sequence:
 
 
 class ResponseTensors:
-    """Gathers the outputs of one request; `take` gives what has come since the last call.
+    """Collects the outputs of one request; `take` returns what was added since the last call.
 
-    A streaming client takes after every output and gets deltas, others take once, at the end. The tensors have
-    one element a sequence; a sequence without anything new has an empty text.
+    For a stream it is called after every output, otherwise once at the end. The tensors have one element per
+    sequence; a sequence without new tokens has an empty text.
     """
 
     def __init__(self, request: TensorRequest) -> None:
@@ -52,7 +53,7 @@ class ResponseTensors:
                 sequence.text = request.prompt
 
     def add(self, output: GenerationOutput) -> None:
-        """Take note of an output."""
+        """Add an output."""
         self._usage = output.usage
         if output.context_logits is not None:
             self._context_logits = output.context_logits
@@ -60,7 +61,7 @@ class ResponseTensors:
             self._sequences[delta.index].extend(delta)
 
     def take(self) -> list[Tensor]:
-        """`text_output` and the outputs that were asked for."""
+        """`text_output` and the requested outputs."""
         sequences = self._sequences
         self._sequences = [_Sequence(cumulative_logprob=s.cumulative_logprob) for s in sequences]
         wanted = self._request.wanted
@@ -83,7 +84,7 @@ class ResponseTensors:
         return tensors + self._logits(sequences)
 
     def _logits(self, sequences: list[_Sequence]) -> list[Tensor]:
-        """Those of the prompt come once, with the first response."""
+        """Logits; those of the prompt are in the first response."""
         tensors = []
         if self._context_logits is not None:
             tensors.append(Tensor("context_logits", DataType.FP32, self._context_logits))
@@ -94,8 +95,36 @@ class ResponseTensors:
         return tensors
 
 
+class ResponseFields:
+    """Converts outputs of a request to the JSON members of a generate response, for `SCALAR_INPUTS`.
+
+    A member has one element per sequence, or is that element if there is one sequence.
+    """
+
+    def __init__(self, request: TensorRequest) -> None:
+        self._wanted = request.wanted
+        self._num_sequences = request.generation.sampling.n
+        self._prefix = "" if request.exclude_input else request.prompt
+
+    def __call__(self, output: GenerationOutput) -> dict[str, Any]:
+        prefix, self._prefix = self._prefix, ""
+        sequences = [_Sequence(prefix) for _ in range(self._num_sequences)]
+        for delta in output.outputs:
+            sequences[delta.index].extend(delta)
+        fields: dict[str, list[Any]] = {"text_output": [s.text for s in sequences]}
+        if "finish_reason" in self._wanted:
+            fields["finish_reason"] = [s.finish_reason for s in sequences]
+        if "logprobs" in self._wanted:
+            fields["logprobs"] = [_as_json(s.logprobs) for s in sequences]
+        if "num_input_tokens" in self._wanted:
+            fields["num_input_tokens"] = [output.usage.prompt_tokens]
+        if "num_output_tokens" in self._wanted:
+            fields["num_output_tokens"] = [s.num_tokens for s in sequences]
+        return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
+
+
 def _draft_tensors(usage: Usage) -> list[Tensor]:
-    """What became of the guessed tokens of a request."""
+    """Numbers of drafted and accepted tokens of a request."""
     drafted, accepted = usage.draft_tokens, usage.accepted_draft_tokens
     rate = accepted / drafted if drafted else 0.0
     return [
@@ -106,7 +135,7 @@ def _draft_tensors(usage: Usage) -> list[Tensor]:
 
 
 def _padded(sequences: list[FloatRows | None]) -> FloatRows:
-    """float32[sequence, token, vocabulary]; zeros behind the shorter ones."""
+    """float32[sequence, token, vocab_size], shorter sequences padded with zeros."""
     shapes = [rows.shape for rows in sequences if rows is not None]
     length, vocabulary = max(shapes, default=(0, 0))
     padded = np.zeros((len(sequences), length, vocabulary), np.float32)
@@ -117,11 +146,11 @@ def _padded(sequences: list[FloatRows | None]) -> FloatRows:
 
 
 def _as_json(logprobs: list[TokenLogprobs]) -> str:
-    """One object a position: token id → log probability, rank and text, of the sampled token, then of the top ones."""
+    """One object per position: token id → log probability, rank and text; the sampled token, then the most likely."""
     positions = []
     for entry in logprobs:
         sampled = {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.token}
-        position = {str(entry.token_id): sampled}  # first, as in vLLM: by that it is known
+        position = {str(entry.token_id): sampled}  # first, as in vLLM
         for rank, (token, logprob, text) in enumerate(entry.top, start=1):
             position.setdefault(str(token), {"logprob": logprob, "rank": rank, "decoded_token": text})
         positions.append(position)

@@ -122,7 +122,7 @@ class VllmBackend(Backend):
         )
 
     async def unload(self) -> None:
-        await self.tasks.end()
+        await self.request_tasks.end()
         if self._engine is not None:
             await self._engine.stop()
         if self._metrics is not None:
@@ -151,7 +151,7 @@ class VllmBackend(Backend):
     # -- the tensor face ----------------------------------------------------------------------------------------
 
     def submit(self, request: ResponseStream) -> None:
-        self.tasks.start(request, self._answer(request))
+        self.request_tasks.start(request, self._answer(request))
 
     async def _answer(self, stream: ResponseStream) -> None:
         """Answer one request; what goes wrong becomes the response."""

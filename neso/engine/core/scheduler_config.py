@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from neso.engine.core.admission import STATIC_BATCHING, BatchSchedulerPolicy, GptModelType
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the scheduler.
+    """Limits of a step and the policy of the scheduler. The descriptions are the help texts of the options."""
 
-    - max_num_seqs: running sequences; max_num_batched_tokens: token budget of a step
-    - max_prefill_chunk: tokens of one sequence in a step, so that a long prompt does not starve others
-    - max_decode_stretch: limit of the duration of a step that decodes, relative to decoding alone (see
-      `PrefillPacer`); 0 for no limit, which minimizes the time to the first token and makes the others uneven
-    - enable_overlap: schedule the next step while one runs, if the runner can
-    - batch_scheduler_policy, gpt_model_type: when waiting requests start, see `admission`
-    - priority_ageing_seconds: waiting time that a priority level is worth, see `WaitingQueue`
-    - max_queue_size: requests that may wait; more are refused
-    """
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
-    max_prefill_chunk: int = 512
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    max_decode_stretch: float = 2.0
-    enable_overlap: bool = True
-    batch_scheduler_policy: BatchSchedulerPolicy = "max_utilization"
-    gpt_model_type: GptModelType = "inflight_fused_batching"
-    priority_ageing_seconds: float = 10.0
-    max_queue_size: int | None = None
+    max_num_seqs: Annotated[int, Meta(description="Maximum number of sequences in a step.")] = 64
+    max_num_batched_tokens: Annotated[int, Meta(description="Token budget of a step.")] = 1024
+    max_prefill_chunk: Annotated[
+        int, Meta(description="Maximum number of prompt tokens of one sequence in a step.")
+    ] = 512
+    block_size: Annotated[int, Meta(description="Number of tokens of a KV-cache block.")] = 16
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse the KV cache of common prefixes of prompts.")
+    ] = True
+    max_decode_stretch: Annotated[
+        float,
+        Meta(description="Maximum factor by which prefills lengthen a step that decodes; 0 for no limit."),
+    ] = 2.0
+    enable_overlap: Annotated[
+        bool, Meta(description="Schedule the next step while one runs, if the runner supports it.")
+    ] = True
+    batch_scheduler_policy: Annotated[
+        BatchSchedulerPolicy, Meta(description="When waiting requests are admitted.")
+    ] = "max_utilization"
+    gpt_model_type: Annotated[GptModelType, Meta(description="In-flight or static batching.")] = (
+        "inflight_fused_batching"
+    )
+    priority_ageing_seconds: Annotated[
+        float, Meta(description="Waiting time that outweighs one level of priority; 0 disables it.")
+    ] = 10.0
+    max_queue_size: Annotated[
+        int | None, Meta(description="Maximum number of waiting requests; further ones are rejected.")
+    ] = None
 
     @property
     def in_flight_batching(self) -> bool:

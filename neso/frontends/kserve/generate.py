@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from typing import Any
 
 from neso.frontends.kserve.errors import STATUSES
@@ -17,12 +18,15 @@ from neso.frontends.kserve.http_json import (
 )
 from neso.frontends.kserve.service import KServeService
 from neso.frontends.transport.http1 import Request, Response, StreamingResponse, error_body
+from neso.generation import GenerationOutput
+from neso.server.backend import TextFields
 from neso.server.errors import InvalidArgument, ServerError
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.metadata import TensorMetadata
 from neso.server.model import Model
 from neso.server.tensor import DataType
+from neso.server.tracing import TraceLevel
 
 NOT_ONE_RESPONSE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates "
@@ -39,12 +43,12 @@ class GenerateEndpoint:
 
     async def generate(self, request: Request) -> Response:
         """Exactly one response, as JSON. The status is that of the first response, even if more follow."""
-        stream = self._submit(request)
+        stream, fields_of = self._submit(request)
         status = 0
         bodies: list[bytes] = []
         try:
             async for response in stream:
-                body, code = _response_body(response)
+                body, code = _response_body(response, fields_of)
                 status = status or code
                 if body is not None:
                     bodies.append(body)
@@ -57,11 +61,11 @@ class GenerateEndpoint:
 
     async def generate_stream(self, request: Request) -> StreamingResponse:
         """Every response as a server-sent event. The first response sets the status; later errors are events."""
-        stream = self._submit(request)
+        stream, fields_of = self._submit(request)
         out: StreamingResponse | None = None
         try:
             async for response in stream:
-                body, code = _response_body(response)
+                body, code = _response_body(response, fields_of)
                 if out is None:
                     out = StreamingResponse(request, code, _SSE, load_headers(request, self._service))
                     if request.trace is not None:
@@ -73,24 +77,91 @@ class GenerateEndpoint:
             stream.cancel()
         return out or StreamingResponse(request, 200, _SSE)
 
-    def _submit(self, request: Request) -> ResponseStream:
+    def _submit(self, request: Request) -> tuple[ResponseStream, TextFields | None]:
+        """The responses, and for a request without tensors the function that converts their results."""
         version = request.params.get("version", "")
         model = self._service.find_model(request.params["model"], version)
         if request.header("content-encoding") not in (None, "", "identity"):
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-        inference = read_generate_request(request.body, model, version)
-        return self._service.stream(model, inference, request.header_items, request.trace)
+        document = _read_document(request.body, model)
+        if request.trace is None or TraceLevel.TENSORS not in request.trace.level:
+            inference = InferenceRequest(model.name, {}, version)
+            values = _read_text_values(document, model, inference)
+            if values is not None:
+                self._service.prepare(inference, request.header_items, request.trace)
+                fields_of = model.read_text_request(inference, values)
+                if fields_of is not None:
+                    return model.submit(inference), fields_of
+        inference = _read_tensors(document, model, version)
+        return self._service.stream(model, inference, request.header_items, request.trace), None
+
+
+def _read_text_values(
+    document: dict[str, Any], model: Model, inference: InferenceRequest
+) -> dict[str, Any] | None:
+    """The values of the model's text inputs; other members become parameters of `inference`.
+
+    None if the request needs tensors, or has an error, which `_read_tensors` raises.
+    """
+    types = model.text_inputs
+    if "text_input" not in types:
+        return None
+    values: dict[str, Any] = {}
+    members: list[tuple[str, Any]] = []
+    for name, value in document.items():
+        if name == "parameters":
+            if type(value) is not dict:
+                return None
+            members += value.items()
+        elif name == "id" and name not in model.signature.inputs:
+            if type(value) is not str:
+                return None
+            inference.id = value
+        else:
+            members.append((name, value))
+    try:
+        for name, value in members:
+            if name in types:
+                if type(value) is not types[name] or name in values or not _is_unicode(value):
+                    return None
+                values[name] = value
+            elif name in model.signature.inputs:
+                return None
+            else:
+                read_parameter(inference, name, value)
+    except InvalidArgument:
+        return None
+    return values if "text_input" in values else None
+
+
+def _is_unicode(value: Any) -> bool:
+    """False for text with a lone surrogate, which JSON can hold."""
+    if type(value) is not str or value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_generate_request(body: bytes, model: Model, version: str) -> InferenceRequest:
-    """Map a JSON object to inputs and parameters. Raises `InvalidArgument`.
+    """Map a JSON object to input tensors and parameters. Raises `InvalidArgument`.
 
     A key that names an input of the model sets that input, "id" sets the request id, and any other key is a
     parameter. The members of "parameters" are treated like keys of the object itself.
     """
+    return _read_tensors(_read_document(body, model), model, version)
+
+
+def _read_document(body: bytes, model: Model) -> dict[str, Any]:
     document = read_object(body)
+    _check_unique(body, document, model.signature.inputs)
+    return document
+
+
+def _read_tensors(document: dict[str, Any], model: Model, version: str) -> InferenceRequest:
     inputs = {spec.name: spec for spec in model.metadata().inputs}
-    _check_unique(body, inputs)
     inference = InferenceRequest(model.name, {}, version)
     for key, value in document.items():
         if key == "parameters":
@@ -114,7 +185,7 @@ def read_generate_request(body: bytes, model: Model, version: str) -> InferenceR
     return inference
 
 
-def write_generate_response(response: InferenceResponse) -> bytes:
+def write_generate_response(response: InferenceResponse, fields_of: TextFields | None = None) -> bytes:
     """Parameters and outputs as one flat JSON object; a tensor with one element becomes a scalar."""
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
@@ -124,17 +195,19 @@ def write_generate_response(response: InferenceResponse) -> bytes:
     for tensor in response.outputs:
         values = write_values(tensor, lossy=True)
         document.setdefault(tensor.name, values[0] if len(values) == 1 else values)
+    if fields_of is not None and isinstance(response.result, GenerationOutput):
+        document |= fields_of(response.result)
     return write_json(document)
 
 
-def _response_body(response: InferenceResponse) -> tuple[bytes | None, int]:
+def _response_body(response: InferenceResponse, fields_of: TextFields | None) -> tuple[bytes | None, int]:
     """JSON body and HTTP status of a response; the body is None for an empty final response."""
     if response.flag_only:
         return None, 200
     try:
         if response.error is not None:
             raise response.error
-        return write_generate_response(response), 200
+        return write_generate_response(response, fields_of), 200
     except ServerError as error:
         return error_body(error.message), STATUSES[error.code][0]
 
@@ -175,12 +248,14 @@ def _no_shape(spec: TensorMetadata) -> InvalidArgument:
     return InvalidArgument(f"The schema can not convert input '{spec.name}' to tensor with proper shape")
 
 
-def _check_unique(body: bytes, inputs: dict[str, TensorMetadata]) -> None:
+def _check_unique(body: bytes, document: dict[str, Any], inputs: Container[str]) -> None:
     """Reject duplicate inputs, of which orjson silently takes the last.
 
     The slow parser runs only if the body contains the quoted name of an input more than once.
     """
-    if all(body.count(b'"%b"' % name.encode()) < 2 for name in inputs):
+    nested = document.get("parameters")
+    names = [*document, *(nested if type(nested) is dict else ())]
+    if all(body.count(b'"%b"' % name.encode(errors="replace")) < 2 for name in names if name in inputs):
         return
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -134,10 +134,14 @@ class KServeService:
         self, model: Model, request: InferenceRequest, headers: Headers, trace: Trace | None
     ) -> ResponseStream:
         """Submit a request and return its responses."""
+        self.prepare(request, headers, trace)
+        return model.submit(request)
+
+    def prepare(self, request: InferenceRequest, headers: Headers, trace: Trace | None) -> None:
+        """Add the forwarded headers and the trace to a request."""
         if self._header_forwarding is not None:
             request.parameters.update(self._header_forwarding.parameters(headers()))
         request.trace = trace
-        return model.submit(request)
 
     def start_trace(
         self,

@@ -135,7 +135,7 @@ class ChoicesResponse:
         """
         if self._request.return_token_ids and not self._model.has_token_ids:
             raise invalid(
-                "return_token_ids", "Invalid 'return_token_ids': the model returns text, not tokens."
+                "return_token_ids", "Invalid 'return_token_ids': the model returns text but no tokens."
             )
         requests = [
             generation_request(

@@ -1,4 +1,4 @@
-"""The parsers of one kind by name, and which one a chat template is for."""
+"""Registry of parsers by name, with detection by chat template."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, Protocol, TypeVar
 
 AUTO = "auto"
-"""Stands for the parser that the chat template is for."""
+"""Name that selects the parser by the chat template."""
 
 
 class _Parser(Protocol):
@@ -20,9 +20,10 @@ P = TypeVar("P", bound=_Parser)
 
 
 class ParserRegistry(Generic[P]):
-    """Classes of parsers, which are made without arguments: `builtin` ones, and other packages' entry points.
+    """Parser classes, instantiated without arguments: `builtin` ones, and entry points of other packages in `group`.
 
-    `aliases` are other names of builtin ones. `words` may stand in place of a name. `kind` is for errors.
+    aliases: alternative names of builtin parsers.
+    words: special names, listed in errors. kind: noun for errors.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ParserRegistry(Generic[P]):
         self._words = words
 
     def find(self, name: str) -> P:
-        """The parser of that name. Raises `ValueError` that names the ones there are."""
+        """The parser of that name. Raises `ValueError` that lists the known names."""
         parsers: dict[str, type[P]] = {**self._builtin, **entry_point_parsers(self._group)}
         name = self._aliases.get(name, name)
         if name not in parsers:
@@ -49,7 +50,7 @@ class ParserRegistry(Generic[P]):
         return parsers[name]()
 
     def detect(self, template: str) -> P | None:
-        """The parser for models with this chat template, if it tells."""
+        """The parser whose `matches` accepts this chat template, entry points first; None if there is none."""
         parsers: list[type[P]] = [*entry_point_parsers(self._group).values(), *self._builtin.values()]
         for parser in parsers:
             if parser.matches(template):
@@ -59,5 +60,5 @@ class ParserRegistry(Generic[P]):
 
 @cache
 def entry_point_parsers(group: str) -> dict[str, Any]:
-    """The parsers of other packages, by name."""
+    """The parsers of other packages by name."""
     return {point.name: point.load() for point in entry_points(group=group)}

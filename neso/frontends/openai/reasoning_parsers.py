@@ -1,4 +1,4 @@
-"""The reasoning parsers by name, and which one a chat template is for."""
+"""Reasoning parsers: formats in which models write reasoning, and their detection by chat template."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from neso.frontends.openai.tool_parsers.text_source import partial_end
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Text, as far as it is known whether it is reasoning or what follows it."""
+    """Text, split into reasoning and content."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ReasoningParser:
-    """A way in which models write what they think before they answer.
+    """A format of reasoning before the content of a message.
 
-    Subclasses set the marks. Those of other packages are entry points of the group `neso.reasoning_parsers`: classes of
-    this kind, which are made without arguments.
+    Subclasses set the marks. Other packages register subclasses as entry points of the group `neso.reasoning_parsers`;
+    they are instantiated without arguments.
     """
 
     opens: ClassVar[tuple[str, ...]]
-    """Marks that begin reasoning; none is the beginning of another."""
+    """Marks that begin reasoning; none is a prefix of another."""
     closes: ClassVar[tuple[str, ...]]
     """Marks that end it."""
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    """Tokens that the marks are made of: they are shown to the parser also where special tokens are skipped."""
+    """Special tokens in the marks; the parser receives them even if special tokens are skipped."""
     always_reasons: ClassVar[bool] = False
-    """Whether the answer begins with reasoning unless the prompt has closed it."""
+    """Whether the output begins with reasoning unless the prompt has closed it."""
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Whether a model whose chat template this is writes its reasoning in this way."""
+        """Whether models with this chat template use this format."""
         return False
 
     def begins_inside(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` begins within reasoning: many templates have opened it already."""
+        """Whether the output begins within reasoning, which many templates open at the end of the prompt."""
         if self.is_closed(prompt):
             return False
         return self.always_reasons or prompt.rstrip().endswith(self.opens)
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether the prompt has closed the reasoning already: the template was told that none is wanted."""
+        """Whether the prompt ends with closed reasoning, as templates write it when reasoning is disabled."""
         return prompt.rstrip().endswith(self.closes)
 
     def stream(self, prompt: str = "") -> ReasoningStream:
-        """Begin to read the answer to `prompt`."""
+        """A parser of the output for `prompt`."""
         return ReasoningStream(self.opens, self.closes, inside=self.begins_inside(prompt))
 
 
 class ReasoningStream:
-    """Splits one message while it is generated; reasoning is what the message begins with.
+    """Splits one message into reasoning and content incrementally.
 
-    White space around reasoning is dropped. What comes out does not depend on how the text was cut into pieces.
+    Whitespace around reasoning is dropped. The joined output does not depend on how the text was split.
     """
 
     def __init__(self, opens: tuple[str, ...], closes: tuple[str, ...], *, inside: bool) -> None:
@@ -70,18 +70,18 @@ class ReasoningStream:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the text goes on with reasoning, as far as is known."""
+        """Whether the current position is within reasoning."""
         return self._inside
 
     def feed(self, text: str) -> Split:
-        """Take more text in."""
+        """Add text. Returns what can be classified."""
         self._text += text
         while self._state():
             pass
         return self._take()
 
     def finish(self) -> Split:
-        """There is no more text: what was held back."""
+        """End the text. Returns what was held back."""
         if self._inside:
             self._reasoning.append(self._text if self._text.strip() else "")
         elif self._state != self._read_space:
@@ -90,7 +90,7 @@ class ReasoningStream:
         return self._take()
 
     def _read_open(self) -> bool:
-        """Decide whether there is reasoning; a mark in front is dropped, also where the prompt has opened it."""
+        """Decide whether there is reasoning; drop the opening mark, even if the prompt had opened reasoning."""
         start = self._text.lstrip()
         for mark in self._opens:
             if start.startswith(mark):
@@ -111,7 +111,7 @@ class ReasoningStream:
         return True
 
     def _read_reasoning(self) -> bool:
-        """Pass reasoning on up to its end; white space is held back, as it may be the last."""
+        """Pass reasoning on up to its closing mark; hold back whitespace, which may be trailing."""
         found = [(at, mark) for mark in self._closes if (at := self._text.find(mark)) >= 0]
         if found:
             at, mark = min(found)
@@ -145,7 +145,7 @@ class ReasoningStream:
 
 
 class ThinkParser(ReasoningParser):
-    """`<think>…</think>`: Qwen 3, DeepSeek V3.1, GLM 4.5 and many others. The prompt tells whether it is open."""
+    """`<think>…</think>`: Qwen 3, DeepSeek V3.1, GLM 4.5 and many others."""
 
     opens = ("<think>",)
     closes = ("</think>",)
@@ -157,7 +157,7 @@ class ThinkParser(ReasoningParser):
 
 
 class DeepSeekR1Parser(ThinkParser):
-    """The same of models that always reason and may leave the opening tag out."""
+    """`<think>…</think>` of models that always reason and may omit the opening tag."""
 
     always_reasons = True
 
@@ -179,7 +179,7 @@ class MistralParser(ReasoningParser):
 
 
 class GraniteParser(ReasoningParser):
-    """Granite 3.2 says it in words."""
+    """Granite 3.2: sentences as marks."""
 
     opens = ("Here is my thought process:", "Here's my thought process:")
     closes = ("Here is my response:", "Here's my response:")
@@ -202,7 +202,7 @@ class SeedOssParser(ReasoningParser):
 
 
 GROUP = "neso.reasoning_parsers"
-"""The entry points of other packages' parsers."""
+"""Entry point group of other packages' parsers."""
 
 BUILTIN: dict[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekR1Parser,
@@ -213,16 +213,16 @@ BUILTIN: dict[str, type[ReasoningParser]] = {
 }
 ALIASES = {"think": "qwen3", "deepseek_v3": "qwen3", "glm45": "qwen3"}
 NONE = "none"
-"""Stands for a model that does not reason."""
+"""Name for a model that does not reason."""
 
 _REGISTRY = ParserRegistry("reasoning parser", GROUP, BUILTIN, ALIASES, words=(AUTO, NONE))
 
 
 def find_reasoning_parser(name: str) -> ReasoningParser | None:
-    """The parser of that name, none for "none". Raises `ValueError` that names the ones there are."""
+    """The parser of that name; None for "none". Raises `ValueError` that lists the known names."""
     return None if name == NONE else _REGISTRY.find(name)
 
 
 def detect_reasoning_parser(template: str) -> ReasoningParser | None:
-    """The parser for models with this chat template, if it tells of reasoning."""
+    """The parser for models with this chat template; None if it has no reasoning."""
     return _REGISTRY.detect(template)

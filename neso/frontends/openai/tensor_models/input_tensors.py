@@ -1,4 +1,4 @@
-"""Sampling parameters as the one JSON text that vLLM's convention has for them."""
+"""Sampling parameters as input tensors: one per parameter (TensorRT-LLM), or one JSON text (vLLM)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Value = str | bool | int | float
 
 
 class InputTensors:
-    """The inputs of one request, in the types and shapes that the model's configuration declares."""
+    """The input tensors of one request, with the data types and shapes that the model declares."""
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
         self.tensors: dict[str, Tensor] = {}
 
     def declared(self, names: Sequence[str], kind: type) -> TensorSpec | None:
-        """The first of `names` that the model declares for `kind`: `str`, `bool` or `float` for any number."""
+        """The first input of `names` with elements of `kind` (see `kind_of`), or None."""
         for name in names:
             spec = self._signature.inputs.get(name)
             if spec is not None and kind_of(spec) is kind:
@@ -34,7 +34,7 @@ class InputTensors:
         return None
 
     def put(self, spec: TensorSpec, values: Sequence[Value], field: str) -> None:
-        """Add an input. Raises `InvalidParameter(field, …)` for what does not fit it."""
+        """Add an input. Raises `InvalidParameter(field, …)` for values that do not fit its shape or data type."""
         shape = _shape(spec, len(values), field)
         if self._signature.max_batch_size:
             shape = (1, *shape)
@@ -43,12 +43,12 @@ class InputTensors:
 
 
 def kind_of(spec: TensorSpec) -> type:
-    """What one element of a tensor is: `str`, `bool` or `float` for any number."""
+    """Python type of the elements: `str`, `bool`, or `float` for all numeric data types."""
     return {DataType.BYTES: str, DataType.BOOL: bool}.get(spec.datatype, float)
 
 
 def _shape(spec: TensorSpec, count: int, field: str) -> tuple[int, ...]:
-    """The last dimension that may vary takes the values, others that may are 1."""
+    """The shape for `count` values: they fill the last variable dimension, other variable dimensions are 1."""
     free = max((axis for axis, extent in enumerate(spec.dims) if extent == -1), default=None)
     shape = tuple(
         count if axis == free else 1 if extent == -1 else extent for axis, extent in enumerate(spec.dims)
@@ -82,8 +82,8 @@ BAD_WORDS = ("bad_words",)
 GUIDE_TYPE, GUIDE = ("guided_decoding_guide_type",), ("guided_decoding_guide",)
 
 DEFAULTS = SamplingParams()
-ALWAYS_GIVEN = ("max_tokens", "temperature", "top_p")
-"""Given even where the client gave none: that means 1 in OpenAI's API, whatever the model's own default is."""
+ALWAYS_SENT = ("max_tokens", "temperature", "top_p")
+"""Sent even if the client did not set them: OpenAI's defaults differ from the model's."""
 _NOT_SCALAR = frozenset(
     {
         "n",
@@ -96,15 +96,15 @@ _NOT_SCALAR = frozenset(
         "embedding_bias",
         "logprobs",
         "include_stop_str_in_output",
-        "shown_special_tokens",  # no client asks for them: what reads tool calls would like to see them
+        "shown_special_tokens",  # set by the tool call parser, not by clients
         "guided_decoding",
     }
 )
-_REFUSED = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_bias", "embedding_bias")
+_NO_INPUT_EXISTS = ("stop_token_ids", "stop_words", "allowed_token_ids", "logit_bias", "embedding_bias")
 
 
 def names_of(parameter: str) -> tuple[str, ...]:
-    """What the input for a parameter may be called: its name here, TensorRT-LLM's, and that of its newer API."""
+    """Possible input names of a parameter: its own, TensorRT-LLM's, and that of TensorRT-LLM's LLM API."""
     aliases = (alias for alias, name in ALIASES.items() if name == parameter)
     return (parameter, *aliases, f"sampling_param_{parameter}")
 
@@ -117,27 +117,27 @@ SCALARS = {
 NAMES = frozenset(name for names in SCALARS.values() for name in names).union(
     STOP, BAD_WORDS, GUIDE_TYPE, GUIDE
 )
-"""All inputs that are known here."""
+"""All known input names."""
 
 
 def accepts_max_tokens(signature: Signature) -> bool:
-    """Whether a model can be told `max_tokens`."""
+    """Whether a model has an input for `max_tokens`."""
     return InputTensors(signature).declared(SCALARS["max_tokens"], float) is not None
 
 
 def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
-    """Add the inputs of one sequence. Raises `InvalidParameter` for what the model cannot be told.
+    """Add the sampling inputs of one sequence. Raises `InvalidParameter` for parameters without an input.
 
-    Not of `n`, and of `stop` only where the model takes it: those who read the text cut it anyway.
+    `n` has none, and `stop` is optional, because `response_text` cuts the text at stop strings.
     """
-    for name in _REFUSED:
+    for name in _NO_INPUT_EXISTS:
         if getattr(sampling, name) != getattr(DEFAULTS, name):
             raise InvalidParameter(name, NO_INPUT)
     if sampling.shown_special_tokens and inputs.declared(SCALARS["skip_special_tokens"], bool) is not None:
-        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)  # there it is all or none
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)  # the model shows all or none
     for name, names in SCALARS.items():
         _write_scalar(inputs, name, names, getattr(sampling, name))
-    _write_words(inputs, "stop", STOP, sampling.stop, refuse=False)
+    _write_words(inputs, "stop", STOP, sampling.stop, required=False)
     _write_words(inputs, "bad_words", BAD_WORDS, sampling.bad_words)
     if sampling.guided_decoding is not None:
         _write_guide(inputs, sampling.guided_decoding)
@@ -145,14 +145,14 @@ def write_sampling(inputs: InputTensors, sampling: SamplingParams) -> None:
 
 def _write_scalar(inputs: InputTensors, name: str, names: Sequence[str], value: Any) -> None:
     if name == "top_k":
-        value = max(int(value), 0)  # -1 is the other way to say that there is no limit
+        value = max(int(value), 0)  # -1 also means no limit
     default = getattr(DEFAULTS, name)
     kind = bool if isinstance(value if default is None else default, bool) else float
     spec = None if isinstance(value, str) else inputs.declared(names, kind)
     if spec is None:
-        if value != default and name != "max_tokens":  # which those who read the text see to
+        if value != default and name != "max_tokens":  # enforced by `response_text`
             raise InvalidParameter(name, NO_INPUT)
-    elif (value is not None and (value != default or name in ALWAYS_GIVEN)) or not spec.optional:
+    elif (value is not None and (value != default or name in ALWAYS_SENT)) or not spec.optional:
         inputs.put(spec, [_number(name, value)], name)
 
 
@@ -160,16 +160,16 @@ def _number(name: str, value: Any) -> Value:
     if value is None:
         return 1 if name == "best_of" else 0
     if name == "seed" and value < 0:
-        return int(value) + 2**64  # the same bits
+        return int(value) + 2**64  # the same 64 bits
     return value  # type: ignore[no-any-return]
 
 
 def _write_words(
-    inputs: InputTensors, field: str, names: Sequence[str], words: Sequence[Any], *, refuse: bool = True
+    inputs: InputTensors, field: str, names: Sequence[str], words: Sequence[Any], *, required: bool = True
 ) -> None:
     spec = inputs.declared(names, str)
     if spec is None:
-        if words and refuse:
+        if words and required:
             raise InvalidParameter(field, NO_INPUT)
     elif words:
         if not all(isinstance(word, str) for word in words):
@@ -180,8 +180,8 @@ def _write_words(
 
 
 def _write_guide(inputs: InputTensors, guide: GuidedDecoding) -> None:
-    """TensorRT-LLM's pair of inputs."""
-    kind, text = _guide_of(guide)
+    """TensorRT-LLM's pair of inputs for guided decoding."""
+    kind, text = _trtllm_guide(guide)
     kind_spec, text_spec = inputs.declared(GUIDE_TYPE, str), inputs.declared(GUIDE, str)
     if kind_spec is None or (text and text_spec is None):
         raise InvalidParameter(guide.field, NO_INPUT)
@@ -190,8 +190,8 @@ def _write_guide(inputs: InputTensors, guide: GuidedDecoding) -> None:
         inputs.put(text_spec, [text], guide.field)
 
 
-def _guide_of(guide: GuidedDecoding) -> tuple[str, str]:
-    """The type and the text of a guide; without a text, any JSON object."""
+def _trtllm_guide(guide: GuidedDecoding) -> tuple[str, str]:
+    """Type and text of the guide; an empty text is any JSON object."""
     if guide.whitespace_pattern is not None or guide.disable_any_whitespace:
         raise InvalidParameter(guide.field, "the model takes no rules for whitespace")
     if guide.json_object or guide.json is True:
@@ -206,14 +206,14 @@ def _guide_of(guide: GuidedDecoding) -> tuple[str, str]:
     ):
         if text is not None:
             return kind, str(text)
-    raise AssertionError("a guide has one of its kinds")
+    raise AssertionError("exactly one kind is set")
 
 
 def _escaped(text: str) -> str:
     return "".join(f"\\{character}" if character in r"\.^$|?*+()[]{}" else character for character in text)
 
 
-_NOT_IN_JSON = (
+_NOT_IN_VLLM = (
     "stop_words",
     "embedding_bias",
     "return_context_logits",
@@ -233,17 +233,17 @@ _GUIDE_FIELDS = (
 
 
 def sampling_json(sampling: SamplingParams, lora_name: str = "") -> str:
-    """What differs from the defaults, by the names of vLLM's `SamplingParams`. Raises `InvalidParameter`."""
+    """Non-default parameters as JSON, by the names of vLLM's `SamplingParams`. Raises `InvalidParameter`."""
     values: dict[str, Any] = {}
     for name in SamplingParams.__struct_fields__:
         value = getattr(sampling, name)
         given = value != getattr(DEFAULTS, name)
-        if given and name in _NOT_IN_JSON:
+        if given and name in _NOT_IN_VLLM:
             raise InvalidParameter(name, NO_INPUT)
-        if value is not None and (given or name in ALWAYS_GIVEN):
+        if value is not None and (given or name in ALWAYS_SENT):
             values[name] = value
     if values.pop("shown_special_tokens", ()):
-        values["skip_special_tokens"] = False  # there it is all or none
+        values["skip_special_tokens"] = False  # the model shows all or none
     guide: GuidedDecoding | None = values.pop("guided_decoding", None)
     if guide is not None:
         values["structured_outputs"] = _guide_json(guide)

@@ -1,4 +1,4 @@
-"""A language model over tensors."""
+"""A language model over a model with text tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from neso.frontends.openai.choices import merge
-from neso.frontends.openai.tensor_models import input_tensors as sampling_inputs
-from neso.frontends.openai.tensor_models import request_tensors as text_face
+from neso.frontends.openai.tensor_models import input_tensors, request_tensors
 from neso.frontends.openai.tensor_models.request_tensors import LORA_NAME, LORA_TASK
 from neso.frontends.openai.tensor_models.response_text import (
     OutputSequence,
@@ -32,7 +31,7 @@ from neso.generation import (
     Usage,
     encode_text,
 )
-from neso.server.config.model_config import string_parameter
+from neso.server.config.model_config import parse_bool, string_parameter
 from neso.server.errors import ErrorCode, ServerError
 from neso.server.inference_request import InferenceRequest
 
@@ -41,13 +40,13 @@ if TYPE_CHECKING:
     from neso.server.tracing import Trace
 
 
-_AT_FAULT = re.compile(r"(?:^|, )(\w+): (.+)", re.DOTALL)
+_NAMED_INPUT = re.compile(r"(?:^|, )(\w+): (.+)", re.DOTALL)
 _PROMPT = ("text_input", "input_ids", "input_lengths")
 
 
 def to_parameter_error(error: ServerError, sampling: SamplingParams) -> Exception:
-    """The error, about the field that made the input which it names, as `NAME: …`; else as it is."""
-    named = _AT_FAULT.search(error.message) if error.code is ErrorCode.INVALID_ARG else None
+    """`InvalidParameter` for an error message `INPUT: …` about an input made from a request field; else `error`."""
+    named = _NAMED_INPUT.search(error.message) if error.code is ErrorCode.INVALID_ARG else None
     field = None if named is None else _field(named[1], sampling)
     return error if named is None or field is None else InvalidParameter(field, named[2])
 
@@ -56,23 +55,21 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
     if name in _PROMPT:
         return "prompt"
     guide = sampling.guided_decoding
-    if name in (*sampling_inputs.GUIDE, *sampling_inputs.GUIDE_TYPE):
+    if name in (*input_tensors.GUIDE, *input_tensors.GUIDE_TYPE):
         return None if guide is None else guide.field
-    if name in sampling_inputs.STOP:
+    if name in input_tensors.STOP:
         return "stop"
     if name in (*LORA_NAME, *LORA_TASK):
-        return "model"  # whose name has the adapter's in it
-    return next((field for field, names in sampling_inputs.SCALARS.items() if name in names), None)
+        return "model"  # its name includes the adapter's
+    return next((field for field, names in input_tensors.SCALARS.items() if name in names), None)
 
 
 UNLIMITED_LENGTH = 2**31 - 1
-"""Stands for the context length of a model that does not tell it."""
-_TRUE = ("true", "t", "yes", "1")
-"""Texts of a parameter that is set."""
+"""Context length of a model whose context length is unknown."""
 
 
 class _Prompt(NamedTuple):
-    """`num_tokens` 0 where nobody needs to know. An answer that begins with one of `echoes` repeats the prompt."""
+    """`num_tokens`: 0 if not counted. `echoes`: forms in which the output may repeat the prompt."""
 
     text: str
     num_tokens: int
@@ -80,10 +77,10 @@ class _Prompt(NamedTuple):
 
 
 class TensorLanguageModel:
-    """`LanguageModel` of a model that takes `text_input` and gives `text_output`.
+    """`LanguageModel` over a model with the tensors `text_input` and `text_output`; a sequence is an inference request.
 
-    Each sequence is an inference request. `tokenizer` is None where there is none: then tokens are counted by the model
-    or not at all. `default_max_tokens` is for requests without a limit to models of unknown context length.
+    tokenizer: counts tokens if the model does not; None if unknown.
+    default_max_tokens: for requests without `max_tokens` if the context length is unknown.
     """
 
     def __init__(
@@ -96,45 +93,45 @@ class TensorLanguageModel:
     ) -> None:
         self.text = text
         self.max_model_len = max_model_len
-        self.default_sampling = SamplingDefaults()  # its inputs have defaults of their own
+        self.default_sampling = SamplingDefaults()  # the model applies its own defaults
         self._model = model
         self._tokenizer = tokenizer
         self._default_max_tokens = default_max_tokens
-        self._accumulates = string_parameter(model.config, "accumulate_tokens").lower() in _TRUE
-        self._told_limit = text_face.accepts_max_tokens(model.signature)
+        self._accumulates = bool(parse_bool(string_parameter(model.config, "accumulate_tokens")))
+        self._accepts_max_tokens = request_tensors.accepts_max_tokens(model.signature)
 
     async def generate(
         self, request: GenerationRequest, trace: Trace | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """See `LanguageModel.generate`. Raises `ServerError` too: what the model answers."""
+        """See `LanguageModel.generate`. Also raises the model's `ServerError`."""
         text = self._prompt_text(request)
         count = await self._count_prompt(request, text)
         samplings = self._samplings(request.sampling, count)
         prompt = _Prompt(text, count, await self._echoes(text))
         runs = [self._run(request, prompt, sampling, trace) for sampling in samplings]
-        async with aclosing(runs[0] if len(runs) == 1 else self._together(runs, count)) as outputs:
+        async with aclosing(runs[0] if len(runs) == 1 else self._merged(runs, count)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def _together(
+    async def _merged(
         self, runs: list[AsyncGenerator[GenerationOutput, None]], count: int
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """The outputs of several sequences as those of one request."""
+        """The outputs of several sequences, merged into those of one request."""
         usages = [Usage(count)] * len(runs)
-        ended = [False] * len(runs)
+        finished = [False] * len(runs)
         async with aclosing(merge(runs)) as outputs:
             async for index, output in outputs:
-                usages[index], ended[index] = output.usage, output.finished
+                usages[index], finished[index] = output.usage, output.finished
                 yield replace(
                     output,
                     outputs=[replace(delta, index=index) for delta in output.deltas],
-                    usage=_sum(usages),
-                    finished=all(ended),
+                    usage=_total(usages),
+                    finished=all(finished),
                     num_sequences=len(runs),
                 )
 
     def _prompt_text(self, request: GenerationRequest) -> str:
-        """The prompt as text; tokens where text can stand for them. Raises `InvalidParameter`."""
+        """The prompt as text. Raises `InvalidParameter` for token ids that no text is tokenized to."""
         if isinstance(request.prompt, str):
             return request.prompt
         if self._tokenizer is None:
@@ -148,13 +145,15 @@ class TensorLanguageModel:
         raise InvalidParameter("prompt", "the model takes text, and no text has these tokens")
 
     async def _count_prompt(self, request: GenerationRequest, prompt: str) -> int:
-        """Tokens of the prompt; 0 where nobody needs to know or can tell. Raises `InvalidParameter`."""
-        asks = (
-            request.sampling.max_tokens is None and self._told_limit and self.max_model_len < UNLIMITED_LENGTH
+        """Number of prompt tokens; 0 if unknown or not needed. Raises `InvalidParameter`."""
+        needs_count = (
+            request.sampling.max_tokens is None
+            and self._accepts_max_tokens
+            and self.max_model_len < UNLIMITED_LENGTH
         )
         may_be_long = len(prompt.encode(errors="replace")) >= self.max_model_len  # a token is a byte or more
         counts = "num_input_tokens" in self._model.signature.outputs
-        if self._tokenizer is None or (counts and not asks and not may_be_long):
+        if self._tokenizer is None or (counts and not needs_count and not may_be_long):
             return 0
         count = await self._count(prompt, request)
         if count >= self.max_model_len:
@@ -168,25 +167,27 @@ class TensorLanguageModel:
         tokens = await encode_text(self._tokenizer, prompt, add_special_tokens=request.add_special_tokens)
         return len(tokens)
 
-    def _samplings(self, asked: SamplingParams, num_prompt_tokens: int) -> list[SamplingParams]:
-        """Those of each sequence, with a limit, and with seeds of their own where there are several.
+    def _samplings(self, sampling: SamplingParams, num_prompt_tokens: int) -> list[SamplingParams]:
+        """Sampling parameters per sequence, with `max_tokens`, and with distinct seeds for several sequences.
 
-        Without one a model might take the same for all of them.
+        Without a seed, a model might use the same default seed for all of them.
         """
-        if asked.uses_beams and asked.n > 1:
+        if sampling.uses_beams and sampling.n > 1:
             raise InvalidParameter("n", "the model gives the best of its beams only")
         changes: dict[str, int | None] = {"n": 1}
-        if asked.max_tokens is None and self._told_limit:
-            changes["max_tokens"] = max(self._room(num_prompt_tokens), asked.min_tokens)
-        seeds: list[int | None] = [asked.seed]
-        if asked.n > 1 and (asked.seed is not None or text_face.accepts_seed(self._model.signature)):
-            first = random.getrandbits(31) if asked.seed is None else asked.seed
-            seeds = [_wrapped(first + index) for index in range(asked.n)]
-        elif asked.n > 1:
-            seeds = [None] * asked.n
-        return [msgspec.structs.replace(asked, **changes, seed=seed) for seed in seeds]
+        if sampling.max_tokens is None and self._accepts_max_tokens:
+            changes["max_tokens"] = max(self._max_output(num_prompt_tokens), sampling.min_tokens)
+        seeds: list[int | None] = [sampling.seed]
+        if sampling.n > 1 and (
+            sampling.seed is not None or request_tensors.accepts_seed(self._model.signature)
+        ):
+            first = random.getrandbits(31) if sampling.seed is None else sampling.seed
+            seeds = [_wrap_seed(first + index) for index in range(sampling.n)]
+        elif sampling.n > 1:
+            seeds = [None] * sampling.n
+        return [msgspec.structs.replace(sampling, **changes, seed=seed) for seed in seeds]
 
-    def _room(self, num_prompt_tokens: int) -> int:
+    def _max_output(self, num_prompt_tokens: int) -> int:
         if self.max_model_len >= UNLIMITED_LENGTH or self._tokenizer is None:
             return self._default_max_tokens
         return self.max_model_len - num_prompt_tokens
@@ -198,16 +199,15 @@ class TensorLanguageModel:
         sampling: SamplingParams,
         trace: Trace | None,
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """One sequence. Ending it early cancels the inference request."""
+        """Generate one sequence. Closing the generator cancels the inference request."""
         signature = self._model.signature
-        # A model that does not know where to stop is followed, so that it can be stopped; tokens are best told apart
-        # when they come one by one.
+        # Stream also to stop a model that has no input for stop strings, and to get log probabilities per token.
         wants_stream = (
             request.stream
-            or (bool(sampling.stop) and not text_face.accepts_stop(signature))
+            or (bool(sampling.stop) and not request_tensors.accepts_stop(signature))
             or sampling.logprobs is not None
         )
-        inputs = text_face.request_tensors(
+        inputs = request_tensors.request_tensors(
             signature, request, prompt.text, sampling, stream=self._model.decoupled and wants_stream
         )
         sequence = self._sequence(request, prompt, sampling)
@@ -216,7 +216,7 @@ class TensorLanguageModel:
                 self._model.name,
                 inputs,
                 id=request.request_id,
-                requested_outputs=text_face.requested_outputs(signature, inputs),
+                requested_outputs=request_tensors.requested_outputs(signature, inputs),
                 priority=max(request.priority, 0),
                 trace=trace,
             )
@@ -243,13 +243,13 @@ class TensorLanguageModel:
             accumulates=self._accumulates,
         )
         limit = None
-        if not self._told_limit and sampling.max_tokens is not None and self._tokenizer is not None:
+        if not self._accepts_max_tokens and sampling.max_tokens is not None and self._tokenizer is not None:
             limit = TokenLimit(self._tokenizer, sampling.max_tokens)
         return OutputSequence(request.request_id, prompt.num_tokens, sampling, text, self._tokenizer, limit)
 
     async def _echoes(self, prompt: str) -> tuple[str, ...]:
-        """How the model may repeat the prompt: as it is, or as its tokens without the special ones say it."""
-        if text_face.can_exclude_prompt(self._model.signature):
+        """How the output may repeat the prompt: as sent, or decoded from its tokens without special ones."""
+        if request_tensors.can_exclude_prompt(self._model.signature):
             return ()
         if self._tokenizer is None:
             return (prompt,)
@@ -257,12 +257,12 @@ class TensorLanguageModel:
         return prompt, self._tokenizer.decode(tokens)
 
 
-def _sum(usages: list[Usage]) -> Usage:
+def _total(usages: list[Usage]) -> Usage:
     return Usage(
         max(usage.prompt_tokens for usage in usages), sum(usage.completion_tokens for usage in usages)
     )
 
 
-def _wrapped(seed: int) -> int:
-    """Within the range of seeds."""
+def _wrap_seed(seed: int) -> int:
+    """Wrap to 64 bits."""
     return seed if seed < 2**64 else seed - 2**64

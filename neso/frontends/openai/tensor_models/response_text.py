@@ -1,4 +1,4 @@
-"""One sequence of a request, from the model's responses to outputs."""
+"""Responses of models with text tensors, converted to generation outputs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from neso.server.errors import InternalError
 from neso.server.inference_response import InferenceResponse
 from neso.server.tensor import Tensor
 
-_PART_OF_CHARACTER = "\ufffd"
+_REPLACEMENT = "\ufffd"
 
 
 class OutputText:
-    """One sequence. A response's text is new, or with `accumulates` all that there is so far.
+    """Text of one sequence. Each response has new text, or with `accumulates` the whole text so far.
 
-    The first of `prompts` that the text begins with is left out: how a model that repeats the prompt may write it. A
-    text that is no more than the prompt is an answer of its own, of a model that gives back what it is told.
+    prompts: possible forms of the prompt; the first one that the text begins with is removed, unless it is the whole
+    text (of an echo model).
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class OutputText:
 
     @property
     def stop_reason(self) -> str | None:
-        """The stop string that has ended the text."""
+        """The stop string at which the text ended, or None."""
         return self._stop.matched
 
     def add(self, text: bytes, *, match_stop: bool = True) -> str:
-        """What the client gets for a response's text."""
+        """Add a response's text. Returns the new text for the client."""
         fresh = self._fresh(text)
         if self._prompts:
             self._held += fresh
@@ -63,7 +63,7 @@ class OutputText:
         return self._stop.add(fresh, match=match_stop).text
 
     def finish(self) -> str:
-        """The rest, when no more responses come."""
+        """The held-back text at the end."""
         held = self._held + self._decoder.decode(b"", final=True)
         self._held, self._prompts = "", []
         return self._stop.add(held).text + self._stop.flush()
@@ -71,14 +71,14 @@ class OutputText:
     def _fresh(self, text: bytes) -> str:
         if not self._accumulates:
             return self._decoder.decode(text)
-        whole = text.decode("utf-8", "replace").rstrip(_PART_OF_CHARACTER)
+        whole = text.decode("utf-8", "replace").rstrip(_REPLACEMENT)
         fresh = whole[len(self._seen) :] if whole.startswith(self._seen) else ""
         self._seen += fresh
         return fresh
 
     def _without_prompt(self) -> str:
-        """What is held, once it is known whether the prompt comes first."""
-        text = self._held.lstrip()  # detokenizers may lose the space before the first word, or add one
+        """The held-back text without the prompt; "" until it is known whether it begins with the prompt."""
+        text = self._held.lstrip()  # detokenizers may drop or add a space before the first word
         for prompt in map(str.lstrip, self._prompts):
             if text.startswith(prompt) and len(text) > len(prompt):
                 self._held, self._prompts = "", []
@@ -90,43 +90,44 @@ class OutputText:
 
 
 class TextLogprobs:
-    """Finds the tokens in the text that comes with their numbers, piece by piece.
+    """Assigns log probabilities that come without token ids to the tokens of each piece of text.
 
-    Where the tokenizer makes as many tokens of a piece as there are numbers, they are those; otherwise the piece counts
-    as one token, whose log probability is the sum. Numbers without a text wait for it; those of end tokens have none.
+    If the tokenizer splits a piece into as many tokens as there are log probabilities, they belong to these tokens;
+    otherwise the piece counts as one token with their sum. Log probabilities without text are held until there is some;
+    those of end-of-sequence tokens have none.
     """
 
     def __init__(self, tokenizer: TokenizerLike | None) -> None:
         self._tokenizer = tokenizer
         self._waiting: list[float] = []
 
-    def add(self, text: str, numbers: Sequence[float]) -> list[TokenLogprobs]:
-        """The tokens of the next piece."""
-        numbers = [*self._waiting, *numbers]
-        if not text or not numbers:
-            self._waiting = numbers
+    def add(self, text: str, values: Sequence[float]) -> list[TokenLogprobs]:
+        """The tokens of the next piece of text."""
+        values = [*self._waiting, *values]
+        if not text or not values:
+            self._waiting = values
             return []
         self._waiting = []
         tokenizer = self._tokenizer
         tokens = tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else []
-        if tokenizer is not None and len(tokens) in (len(numbers), len(numbers) - 1) and len(tokens) > 1:
+        if tokenizer is not None and len(tokens) in (len(values), len(values) - 1) and len(tokens) > 1:
             texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
             return [
                 TokenLogprobs(token, shown, number, 0)
-                for token, shown, number in zip(tokens, texts, numbers, strict=False)
+                for token, shown, number in zip(tokens, texts, values, strict=False)
             ]
-        return [TokenLogprobs(tokens[0] if len(tokens) == 1 else -1, text, sum(numbers), 0)]
+        return [TokenLogprobs(tokens[0] if len(tokens) == 1 else -1, text, sum(values), 0)]
 
 
 class TokenLimit:
-    """Cuts the text of one sequence off, as tokens of its model's tokenizer count."""
+    """Enforces `max_tokens` on the text of one sequence, for models without an input for it."""
 
     def __init__(self, tokenizer: TokenizerLike, max_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._left = max_tokens
 
     def add(self, text: str) -> tuple[str, bool]:
-        """The text as far as there is room for it, and whether it was cut or leaves no room."""
+        """The text up to the limit, and whether the limit is reached."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         left, self._left = self._left, max(self._left - len(tokens), 0)
         if len(tokens) <= left:
@@ -135,7 +136,7 @@ class TokenLimit:
         return kept.rstrip("\ufffd"), True
 
 
-_GOES_ON = ("", "none", "null", "not_finished")
+_NOT_FINISHED = ("", "none", "null", "not_finished")
 _REASONS = {
     "length": FinishReason.LENGTH,
     "max_tokens": FinishReason.LENGTH,
@@ -147,7 +148,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class TextResponse:
-    """One response. `text` is UTF-8, perhaps broken within a character; None of what it does not say."""
+    """One response. `text` is UTF-8 and may end within a character; missing outputs are None."""
 
     text: bytes = b""
     finish_reason: FinishReason | None = None
@@ -159,7 +160,7 @@ class TextResponse:
 
     @classmethod
     def of(cls, response: InferenceResponse) -> TextResponse:
-        """Raises `ServerError`: the response's own, or `InternalError` for outputs that cannot be read."""
+        """Raises `ServerError`: the response's error, or `InternalError` for invalid outputs."""
         if response.error is not None:
             raise response.error
         outputs = {tensor.name: tensor for tensor in response.outputs}
@@ -167,12 +168,12 @@ class TextResponse:
         stop = _text(outputs.get("stop_reason")).decode("utf-8", "replace")
         return cls(
             _text(outputs.get("text_output")),
-            None if reason in _GOES_ON else _REASONS.get(reason, FinishReason.STOP),
-            None if stop.lower() in _GOES_ON else stop,
+            None if reason in _NOT_FINISHED else _REASONS.get(reason, FinishReason.STOP),
+            None if stop.lower() in _NOT_FINISHED else stop,
             _count(outputs.get("num_input_tokens")),
             _count(outputs.get("num_output_tokens")),
             _logprobs(outputs.get("logprobs")),
-            _numbers(outputs.get("output_log_probs")),
+            _values(outputs.get("output_log_probs")),
         )
 
 
@@ -191,12 +192,12 @@ def _count(tensor: Tensor | None) -> int | None:
     return int(np.asarray(tensor.array).reshape(-1)[0])
 
 
-def _numbers(tensor: Tensor | None) -> tuple[float, ...]:
+def _values(tensor: Tensor | None) -> tuple[float, ...]:
     return () if tensor is None else tuple(np.asarray(tensor.array, np.float64).reshape(-1).tolist())
 
 
 def _logprobs(tensor: Tensor | None) -> list[TokenLogprobs] | None:
-    """A list of objects, token id to its log probability, rank and text; the token that was taken comes first."""
+    """Parse vLLM's format: per position an object from token id to logprob, rank and text, generated token first."""
     text = _text(tensor)
     if not text:
         return None
@@ -223,10 +224,10 @@ def _position(position: dict[str, dict[str, Any]]) -> TokenLogprobs:
 
 
 class OutputSequence:
-    """Reads the responses for one sequence, the only one of the outputs that it makes.
+    """Converts the responses for one sequence to outputs.
 
-    `tokenizer` counts the tokens that the model does not count; None where there is none. `limit`: of a model that
-    does not know `max_tokens`.
+    tokenizer: counts tokens if the model does not; None if unknown.
+    limit: for a model without an input for `max_tokens`.
     """
 
     def __init__(
@@ -244,8 +245,8 @@ class OutputSequence:
         self._text = text
         self._tokenizer = tokenizer
         self._limit = limit
-        self._pieces = TextLogprobs(tokenizer)
-        self._shown = ""
+        self._text_logprobs = TextLogprobs(tokenizer)
+        self._sent = ""
         self._reported: int | None = None
         self._counted = 0
         self._finish_reason: FinishReason | None = None
@@ -253,18 +254,18 @@ class OutputSequence:
         self.done = False
 
     def read(self, response: TextResponse, *, final: bool) -> GenerationOutput | None:
-        """The output that a response makes, None if it shows nothing new. After the last, `done` is True."""
-        enough = self._num_tokens >= self._sampling.min_tokens
-        self._note(response)
-        text = self._text.add(response.text, match_stop=enough)
+        """The output for a response; None if it has nothing new. Sets `done` at the end of the sequence."""
+        match_stop = self._num_tokens >= self._sampling.min_tokens
+        self._update(response)
+        text = self._text.add(response.text, match_stop=match_stop)
         if final:
             text += self._text.finish()
         self.done = final
         if self._text.stop_reason is not None:
             self._stop(FinishReason.STOP, self._text.stop_reason)
         if self._limit is not None:
-            text = self._within(self._limit, text)
-        self._shown += text
+            text = self._limited(self._limit, text)
+        self._sent += text
         self._count(text)
         logprobs = self._logprobs(response)
         return self._output(text, logprobs) if text or logprobs or self.done else None
@@ -273,8 +274,8 @@ class OutputSequence:
     def _num_tokens(self) -> int:
         return self._counted if self._reported is None else self._reported
 
-    def _note(self, response: TextResponse) -> None:
-        """Take in what a response says beside its text."""
+    def _update(self, response: TextResponse) -> None:
+        """Update counts and finish reason."""
         if response.num_input_tokens is not None:
             self._num_prompt_tokens = response.num_input_tokens
         if response.num_output_tokens is not None:
@@ -286,7 +287,7 @@ class OutputSequence:
         self.done = True
         self._finish_reason, self._stop_reason = reason, stop
 
-    def _within(self, limit: TokenLimit, text: str) -> str:
+    def _limited(self, limit: TokenLimit, text: str) -> str:
         kept, reached = limit.add(text)
         if kept != text or (reached and not self.done):
             self._stop(FinishReason.LENGTH)
@@ -295,20 +296,20 @@ class OutputSequence:
     def _count(self, text: str) -> None:
         if self._tokenizer is None or self._reported is not None:
             return
-        if self.done:  # pieces of a text may have more tokens than the whole
-            self._counted = len(self._tokenizer.encode(self._shown, add_special_tokens=False))
+        if self.done:  # pieces can have more tokens than the joined text
+            self._counted = len(self._tokenizer.encode(self._sent, add_special_tokens=False))
         elif text:
             self._counted += len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _logprobs(self, response: TextResponse) -> list[TokenLogprobs] | None:
-        """As many as were asked for: the token itself comes beside them."""
-        wanted = self._sampling.logprobs
-        if wanted is None:
+        """Log probabilities with the requested number of top tokens."""
+        top = self._sampling.logprobs
+        if top is None:
             return None
         if response.piece_logprobs:
-            return self._pieces.add(response.text.decode("utf-8", "replace"), response.piece_logprobs)
+            return self._text_logprobs.add(response.text.decode("utf-8", "replace"), response.piece_logprobs)
         entries = response.logprobs or []
-        return [replace(entry, top=entry.top[:wanted]) for entry in entries] if wanted >= 0 else entries
+        return [replace(entry, top=entry.top[:top]) for entry in entries] if top >= 0 else entries
 
     def _output(self, text: str, logprobs: list[TokenLogprobs] | None) -> GenerationOutput:
         delta = Completion(0, text, [], logprobs=logprobs)
@@ -318,7 +319,7 @@ class OutputSequence:
         return GenerationOutput(self._request_id, [delta], usage, finished=self.done)
 
     def _reason(self) -> FinishReason:
-        """Why it has ended: what the model says, or what the number of its tokens tells."""
+        """The model's finish reason, else inferred from the number of tokens."""
         if self._finish_reason is not None:
             return self._finish_reason
         limit = None if self._limit is not None else self._sampling.max_tokens

@@ -1,4 +1,4 @@
-"""How models write tool calls, and how to read them."""
+"""Tool call parsers: formats in which models write tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a tool call parser."""
+"""Interface of a tool call parser."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 MAX_CALL_CHARS = 131072
-"""Longest call that is read, unless the server is told otherwise."""
+"""Default of `--max-tool-call-parse-bytes`: the longest call that is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that belongs to the message's content."""
+    """Text of the message's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call of the function `name` begins; `index` counts the calls of the message from 0."""
+    """Start of call number `index` (from 0), of the function `name`."""
 
     index: int
     name: str
@@ -28,7 +28,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of the JSON text of a call's arguments."""
+    """A fragment of the JSON text of a call's arguments."""
 
     index: int
     fragment: str
@@ -39,9 +39,9 @@ ToolEvent = Content | ToolCallStart | ToolCallArguments
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the model may call: `schema` is the JSON schema of its arguments.
+    """A function that the model may call. `schema`: JSON schema of its arguments.
 
-    `strict`: whether the client wants calls that fit the schema also where the model is free to call.
+    strict: calls must match the schema even if the model chooses whether to call.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Function:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """A whole message: its content, and its calls as (name, JSON text of the arguments)."""
+    """A whole message: content, and calls as (name, JSON text of the arguments)."""
 
     content: str
     calls: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, event: ToolEvent) -> None:
-        """Take an event in."""
+        """Append an event."""
         if isinstance(event, Content):
             self.content += event.text
         elif isinstance(event, ToolCallStart):
@@ -68,66 +68,63 @@ class ParsedMessage:
 
 
 class ToolStream(ABC):
-    """Reads one message while it is generated.
-
-    The events, joined, do not depend on how the text was cut into pieces.
-    """
+    """Parses one message incrementally. The joined events do not depend on how the text was split."""
 
     @abstractmethod
     def feed(self, text: str) -> list[ToolEvent]:
-        """What more text makes known."""
+        """Add text. Returns the events that are certain."""
 
     @abstractmethod
     def finish(self) -> list[ToolEvent]:
-        """What is known once there is no more text."""
+        """End the text. Returns the remaining events."""
 
     @property
     def cut_off(self) -> bool:
-        """Whether a call that was announced has been cut off because it was too long."""
+        """Whether a reported call was cut off because it exceeded the maximum length."""
         return False
 
 
 class ToolParser(ABC):
     """A format of tool calls.
 
-    Formats of other packages are entry points of the group `neso.tool_parsers`: classes of this kind, which are made
-    without arguments.
+    Other packages register subclasses as entry points of the group `neso.tool_parsers`; they are instantiated without
+    arguments.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    """Tokens that the format is made of: they are shown to the parser also where special tokens are skipped."""
+    """Special tokens of the format; the parser receives them even if special tokens are skipped."""
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        """Whether a model whose chat template this is writes its calls in this format."""
+        """Whether models with this chat template use this format."""
         return False
 
     @abstractmethod
     def stream(
         self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
     ) -> ToolStream:
-        """Begin to read a message, whose writer knows `functions`.
+        """A parser for one message of a model that was offered `functions`.
 
-        An eager reader announces a call as soon as its name is known, and passes its arguments on as they are written;
-        another one announces only calls that are complete and valid. What is no valid call is content, as it was
-        written. So is a call of more than `max_call_chars`; one that is announced is cut off there.
+        An eager parser reports a call as soon as its name is known, and its arguments as they arrive; otherwise only
+        complete and valid calls are reported. Invalid calls are content, unchanged. So are calls of more than
+        `max_call_chars` characters; a call that is already reported is cut off there.
         """
 
     @abstractmethod
     def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> dict[str, Any]:
-        """The format, of those of structural tags, of a message that calls one of `functions`, or several of them."""
+        """The structural-tag format of a message that consists of one call, or of one or more calls, of `functions`."""
 
     def free_form(self, functions: Sequence[Function], *, many_calls: bool) -> dict[str, Any] | None:
-        """The format of a message with any text, in which a call, once begun, fits its function's schema.
+        """The structural-tag format of a message with any text in which every call matches its function's schema.
 
-        None where the beginning of a call cannot be told from other text.
+        None if the start of a call cannot be distinguished from other text.
         """
         return None
 
     def parse(
         self, text: str, functions: Sequence[Function] = (), *, max_call_chars: int = MAX_CALL_CHARS
     ) -> ParsedMessage:
-        """Read a whole message."""
+        """Parse a whole message."""
         stream = self.stream(functions, eager=False, max_call_chars=max_call_chars)
         message = ParsedMessage("")
         for event in stream.feed(text) + stream.finish():

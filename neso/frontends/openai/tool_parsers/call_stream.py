@@ -1,4 +1,4 @@
-"""What the readers of all formats have in common."""
+"""Base class of the parsers of all formats."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*({_NAME})\s*,\s*"(?:arguments|parameter
 
 
 class CallStream(ToolStream):
-    """Reads content up to a marker, and what follows it by the format's coroutine `read_calls`.
+    """Passes content on up to a marker, and parses the following text with the format's coroutine `read_calls`.
 
-    That one says `begin`, `arguments` and `end_call` for each call, and raises `NoCall` where the text is none: from
-    behind the last call (or the marker) on it is content then. White space before a call and behind the last is
-    dropped. Text that was tried as calls in vain is counted: beyond the limit of a call no more is tried, so that
-    reading takes a time that is linear in the text.
+    `read_calls` calls `begin`, `arguments` and `end_call` for each call, and raises `NoCall` if the text is not a call;
+    the text after the last call (or the marker) is then content. Whitespace before a call and after the last one is
+    dropped. Text that was parsed as a call without success counts towards a limit of `max_call_chars`; beyond it
+    markers are ignored, so that the total time is linear in the length of the text.
     """
 
     markers: tuple[str, ...] = ()
-    """What begins calls; none is the beginning of another."""
+    """Texts that start calls; none is a prefix of another."""
     opening: ClassVar[str] = ""
-    """With this character a message begins that is calls without a marker."""
+    """First character of a message that consists of calls without a marker; "" if there are none."""
 
     def __init__(
         self, functions: Sequence[Function] = (), *, eager: bool = True, max_call_chars: int = MAX_CALL_CHARS
@@ -55,27 +55,25 @@ class CallStream(ToolStream):
         self.source = TextSource(max_call_chars)
         self._eager = eager
         self._marker = re.compile("|".join(map(re.escape, self.markers)) or r"(?!)")
-        self._in_vain_left = max_call_chars
+        self._failed_chars_left = max_call_chars
         self._events: list[ToolEvent] = []
-        self._held: list[ToolEvent] = []  # of a call that is not certain yet
+        self._held: list[ToolEvent] = []  # events of a call that may turn out invalid
         self._calls = 0
-        self._begun = False  # a call is announced, and not at its end
+        self._is_open = False  # a call is reported and not yet complete
         self._cut_off = False
-        self._content_end = 0  # of the source's text: content, should no call follow
+        self._content_end = 0  # end of the text that is content if no call follows
         self._marked = False
-        self._after_call = False  # nothing but white space since a call
+        self._after_call = False  # only whitespace since the last call
         self._reading = self._read()
         next(self._reading)
 
     @abstractmethod
     def read_calls(self, marker: str) -> Reading[None]:
-        """Read calls from behind `marker` on, "" where the message begins with `opening`. Raises `NoCall`."""
+        """Parse calls after `marker`; "" if the message begins with `opening`. Raises `NoCall`."""
 
     def read_broken(self) -> Reading[None]:
-        """Read on behind an announced call that turned out to be broken: drop what still belongs to it."""
+        """After a reported call turned out invalid: drop the rest of it."""
         yield from ()
-
-    # -- for those who feed it ----------------------------------------------------------------------------------
 
     def feed(self, text: str) -> list[ToolEvent]:
         self.source.text += text
@@ -91,38 +89,38 @@ class CallStream(ToolStream):
     def cut_off(self) -> bool:
         return self._cut_off
 
-    # -- for formats --------------------------------------------------------------------------------------------
+    # Called by `read_calls`.
 
     def begin(self, name: str) -> None:
-        """A call of the function `name` begins. Raises `NoCall` if that cannot be."""
+        """Start a call of the function `name`. Raises `NoCall` if it is unknown or too long."""
         self.source.check()
         if not name or not (self._marked or self._knows(name)):
             raise NoCall
         self._held.append(ToolCallStart(self._calls, name))
         if self._eager:
-            self._begun = True
-            self._announce()
+            self._is_open = True
+            self._report()
 
     def arguments(self, fragment: str) -> None:
-        """More of the arguments of the call that has begun."""
+        """Append to the arguments of the current call."""
         self._held.append(ToolCallArguments(self._calls, fragment))
         if self._eager:
-            self._announce()
+            self._report()
 
     def end_call(self) -> None:
-        """The call is complete. Raises `NoCall` if it was not announced, and is not valid or too long."""
+        """Complete the current call. Raises `NoCall` if it is not yet reported and its arguments are invalid."""
         if not self._eager:
             text = "".join(event.fragment for event in self._held if isinstance(event, ToolCallArguments))
             if not is_json_object(text):
                 raise NoCall
-        self._announce()
-        self._begun = False
+        self._report()
+        self._is_open = False
         self._calls += 1
         self._after_call = True
         self.source.start = 0
 
     def json_arguments(self) -> Reading[None]:
-        """Take an object of JSON, and pass it on as the arguments while it comes. Raises `NoCall`."""
+        """Parse a JSON object, and pass it on as arguments while it arrives. Raises `NoCall`."""
         if not self._eager:
             self.arguments((yield from self.source.json_object()))
             return
@@ -141,9 +139,9 @@ class CallStream(ToolStream):
                 raise NoCall
 
     def object_call(self) -> Reading[None]:
-        """Take an object with a call's name and arguments, up to the end of these; its brace may follow.
+        """Parse an object with a call's name and arguments. Raises `NoCall`.
 
-        An object whose members come in another order is taken whole. Raises `NoCall`.
+        If the arguments do not follow the name directly, the object is parsed as a whole.
         """
         source, scanner = self.source, ObjectScanner()
         scanned = source.position
@@ -153,7 +151,7 @@ class CallStream(ToolStream):
                 self.begin(orjson.loads(head[1]))
                 yield from self.json_arguments()
                 self.end_call()
-                # The closing brace, and members that follow the arguments.
+                # Members after the arguments, and the closing brace.
                 yield from self.rest_of_object()
                 return
             try:
@@ -176,10 +174,8 @@ class CallStream(ToolStream):
         self.end_call()
 
     def rest_of_object(self) -> Reading[None]:
-        """Take what follows the arguments in a call's object."""
+        """Parse the rest of a call's object after the arguments."""
         yield from self.source.json_object(opened=True)
-
-    # -- the machine --------------------------------------------------------------------------------------------
 
     def _knows(self, name: str) -> bool:
         return not self.functions or name in self.functions
@@ -198,11 +194,11 @@ class CallStream(ToolStream):
             self.source.position = 0
 
     def _read_content(self) -> Reading[str | None]:
-        """Pass text on up to a marker, which is taken; None at the end."""
+        """Pass content on up to the next marker. Returns the marker, or None at the end of the text."""
         source = self.source
         while True:
             text = source.text
-            found = self._marker.search(text) if self._in_vain_left >= 0 else None
+            found = self._marker.search(text) if self._failed_chars_left >= 0 else None
             certain = text[: found.start()] if found else text[: len(text) - partial_end(text, self.markers)]
             content = certain.rstrip()
             self._content(content)
@@ -221,7 +217,7 @@ class CallStream(ToolStream):
             yield
 
     def _try(self, marker: str) -> Reading[None]:
-        """Read calls behind a marker; what is no call is content again."""
+        """Parse calls after a marker; if there are none, the text is content."""
         source = self.source
         source.start = 0
         self._marked = bool(marker)
@@ -229,21 +225,21 @@ class CallStream(ToolStream):
         try:
             yield from self.read_calls(marker)
         except NoCall:
-            if self._begun:
-                yield from self._go_on_behind_broken()
+            if self._is_open:
+                yield from self._recover()
             else:
                 self._held.clear()
-                self._in_vain_left -= len(marker) + source.position - self._content_end
+                self._failed_chars_left -= len(marker) + source.position - self._content_end
                 if source.over_limit:
-                    self._in_vain_left = -1
+                    self._failed_chars_left = -1
                 source.position = self._content_end
                 self._content(source.text[: source.position])
         source.start = None
         source.drop_read()
 
-    def _go_on_behind_broken(self) -> Reading[None]:
-        """A call that is announced already is no call, or too long."""
-        self._begun = False
+    def _recover(self) -> Reading[None]:
+        """Continue after a reported call turned out invalid or too long."""
+        self._is_open = False
         self._calls += 1
         self._after_call = True
         source = self.source
@@ -252,16 +248,16 @@ class CallStream(ToolStream):
         if not self._cut_off:
             yield from self.read_broken()
             return
-        while not source.ended:  # nothing more is said
+        while not source.ended:  # the rest of the message is dropped
             source.text = ""
             source.position = 0
             yield
         source.position = len(source.text)
 
     def _pass_on(self, end: int) -> None:
-        """Pass the text up to `end` on as arguments, and no more than a call may have."""
+        """Pass the text up to `end` on as arguments, within the maximum length of a call."""
         source = self.source
-        assert source.start is not None, "arguments are a part of a call"
+        assert source.start is not None, "within a call"
         allowed = source.limit + source.start - source.position
         fragment = source.text[source.position : min(end, source.position + max(allowed, 0))]
         source.position = end
@@ -270,8 +266,8 @@ class CallStream(ToolStream):
         source.drop_read()
         source.check()
 
-    def _announce(self) -> None:
-        """The events that were held are out: the text that they are of is no content any more."""
+    def _report(self) -> None:
+        """Report the held events; their text can no longer become content."""
         self._events += self._held
         self._held.clear()
         self.source.drop_read()
@@ -288,7 +284,7 @@ class CallStream(ToolStream):
 
 
 class CallParser(ToolParser):
-    """A format that a `CallStream` of one class reads."""
+    """A format whose stream is a `CallStream`."""
 
     stream_class: ClassVar[type[CallStream]]
 
@@ -299,7 +295,7 @@ class CallParser(ToolParser):
 
 
 def _read_call(text: str) -> tuple[str, str] | None:
-    """The name and the arguments' JSON text of a call's object, None if it is no call."""
+    """Name and arguments (JSON text) of a call's object; None if it is not a call."""
     try:
         call: Any = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -311,12 +307,12 @@ def _read_call(text: str) -> tuple[str, str] | None:
         return None
     if arguments is None:
         return name, "{}"
-    if isinstance(arguments, str):  # some models write the arguments' text as a string, as the API does
+    if isinstance(arguments, str):  # some models write the arguments as a JSON string
         return (name, arguments) if is_json_object(arguments) else None
     if not isinstance(arguments, dict):
         return None
     try:
         exact = json.loads(text)[key]  # orjson rounds integers of more than 64 bits
         return name, json.dumps(exact, ensure_ascii=False)
-    except RecursionError:  # of which orjson takes some more
+    except RecursionError:  # nested deeper than `json` supports
         return None

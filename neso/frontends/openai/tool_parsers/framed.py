@@ -1,4 +1,4 @@
-"""Formats that put names and arguments between tokens of their own: DeepSeek V3, R1 and V3.1, Kimi K2."""
+"""Formats that frame names and arguments with special tokens: DeepSeek V3, R1 and V3.1, Kimi K2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The tokens around all calls, around each, and before the arguments."""
+    """The special tokens around all calls, around each call, and before the arguments."""
 
     begin_all: str
     begin: str
@@ -49,7 +49,7 @@ KIMI = Frame(
 
 
 class FramedParser(ToolParser):
-    """Calls within frames; `separator` stands between two calls where they are forced."""
+    """Calls within frames. `separator`: between two calls in `forced_form`."""
 
     frame: ClassVar[Frame]
     separator: ClassVar[str] = ""
@@ -67,11 +67,11 @@ class FramedParser(ToolParser):
         return triggered([calls], trigger=self.frame.begin_all, many=False)
 
     def begin_call(self, name: str) -> str:
-        """What stands before a call's arguments."""
+        """Text before a call's arguments."""
         return f"{self.frame.begin}{name}{self.frame.separator}"
 
     def end_call(self) -> str:
-        """What stands behind them."""
+        """Text after a call's arguments."""
         return self.frame.end
 
     def _calls(self, functions: Sequence[Function], many_calls: bool) -> Form:
@@ -81,7 +81,7 @@ class FramedParser(ToolParser):
 
 
 class DeepSeekV3Parser(FramedParser):
-    """DeepSeek V3 and R1: type, name and a block of JSON."""
+    """DeepSeek V3 and R1: type, name and a JSON code block."""
 
     frame = DEEPSEEK
     special_tokens = (DEEPSEEK.begin_all, DEEPSEEK.begin, DEEPSEEK.separator, DEEPSEEK.end, DEEPSEEK.end_all)
@@ -127,7 +127,7 @@ _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
 class FramedStream(CallStream):
-    """Reads the frames of one model; those of DeepSeek's two versions differ in what stands between the tokens."""
+    """Parses frames of either model, and both of DeepSeek's versions, which differ in the text between the tokens."""
 
     def __init__(
         self, frame: Frame, functions: Sequence[Function], *, eager: bool, max_call_chars: int

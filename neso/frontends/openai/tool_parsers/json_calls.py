@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON objects with a name and arguments: Llama 3, Mistral, Granite 3, Phi 4, Jamba."""
+"""Formats with calls as JSON objects of name and arguments: Llama 3, Mistral, Granite 3, Phi 4, Jamba."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Llama3Stream(CallStream):
 class Llama3Parser(CallParser):
     """Llama 3.1 to 3.3: `{"name": "f", "parameters": {…}}`, with or without `<|python_tag|>`, several by `;`.
 
-    Llama 4 has `<|python_start|>` and `<|python_end|>` around it. Without a tag only a message that begins with a call
-    of a function that is known is calls.
+    Llama 4 puts `<|python_start|>` and `<|python_end|>` around it. Without a tag, a message has calls only if it begins
+    with a call of a known function.
     """
 
     stream_class = Llama3Stream
@@ -60,7 +60,7 @@ class Llama3Parser(CallParser):
 
 
 class ListParser(ToolParser):
-    """A marker and a list of objects, `[{"name": "f", "arguments": {…}}, …]`."""
+    """A marker and a JSON list of calls, `[{"name": "f", "arguments": {…}}, …]`."""
 
     marker: ClassVar[str]
     other_markers: ClassVar[tuple[str, ...]] = ()
@@ -85,7 +85,7 @@ class ListParser(ToolParser):
 
 
 class ListStream(CallStream):
-    """Reads a list of calls behind a marker; a single one may stand without brackets."""
+    """Parses a list of calls after a marker, or a single call without brackets."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ListStream(CallStream):
             yield from self.source.take(self._end)
 
     def read_list(self) -> Reading[None]:
-        """Take a list of calls, or one. Raises `NoCall`."""
+        """Parse a list of calls, or a single one. Raises `NoCall`."""
         source = self.source
         if (yield from source.take("[")) is None:
             yield from self.object_call()
@@ -157,7 +157,7 @@ class JambaParser(ListParser):
 
 
 class MistralParser(ListParser):
-    """Mistral's tokenizers before 11: `[TOOL_CALLS][{"name": "f", "arguments": {…}}, …]`. Reads the newer, too."""
+    """Mistral tokenizers before v11: `[TOOL_CALLS][{"name": "f", "arguments": {…}}, …]`. Also parses v11."""
 
     marker = TOOL_CALLS
     special_tokens = (TOOL_CALLS, CALL_ID, ARGS)
@@ -173,7 +173,7 @@ class MistralParser(ListParser):
 
 
 class MistralV11Parser(MistralParser):
-    """Version 11 and later: `[TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[ARGS]{…}`. Reads the older, too."""
+    """Version 11 and later: `[TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[ARGS]{…}`. Also parses the older format."""
 
     @classmethod
     def matches(cls, template: str) -> bool:

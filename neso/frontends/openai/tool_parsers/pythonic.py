@@ -1,4 +1,4 @@
-"""Calls written as Python: Llama 4 and small Llama 3.2, `[get_weather(city="Paris"), get_time()]`."""
+"""Calls in Python syntax: Llama 4 and small Llama 3.2, `[get_weather(city="Paris"), get_time()]`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 class PythonicStream(CallStream):
-    """Each argument is passed on when its value is complete. Values may also be written as JSON."""
+    """Passes each argument on when its value is complete. Values are Python or JSON literals."""
 
     markers = (START,)
     opening = "["
@@ -66,7 +66,7 @@ class PythonicStream(CallStream):
         self.end_call()
 
     def _read_key(self) -> Reading[str | None]:
-        """Take the next argument's name and `=`; None at the closing bracket, which is taken."""
+        """Consume the next argument's name and `=`; None after consuming the closing bracket."""
         source = self.source
         yield from source.space()
         if (yield from source.take(",")):
@@ -81,7 +81,7 @@ class PythonicStream(CallStream):
         return key
 
     def _read_value(self) -> Reading[str]:
-        """Take text up to the comma or bracket that ends an argument."""
+        """Consume text up to the comma or bracket that ends an argument."""
         source = self.source
         at = source.position
         closing: list[str] = []
@@ -114,7 +114,7 @@ class PythonicStream(CallStream):
 
 
 class PythonicParser(CallParser):
-    """Without `<|python_start|>` only a message that begins with a call of a known function is calls."""
+    """Without `<|python_start|>`, a message has calls only if it begins with a call of a known function."""
 
     stream_class = PythonicStream
     special_tokens = (START, END)
@@ -129,7 +129,7 @@ class PythonicParser(CallParser):
 
 
 def _arguments_form(schema: dict[str, Any]) -> Form:
-    """`a=…, b=…`: the required parameters, then any of the others, in their order."""
+    """`a=…, b=…`: the required parameters, then any of the optional ones, in order."""
     parameters = properties(schema)
     required = [(name, value) for name, value, needed in parameters if needed]
     optional = [(name, value) for name, value, needed in parameters if not needed]
@@ -141,7 +141,7 @@ def _arguments_form(schema: dict[str, Any]) -> Form:
 
 
 def _optional_form(parameters: Sequence[tuple[str, dict[str, Any]]], *, first: bool) -> Form:
-    """None or some of `parameters`; before the first of all there is no comma."""
+    """Any of `parameters` in order; `first`: without a comma before the first one."""
     choices = [
         sequence(
             const(f"{'' if first else ', '}{name}="),

@@ -1,4 +1,4 @@
-"""The tool call parsers by name, and which one a chat template is for."""
+"""The tool call parsers by name, and their detection by chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neso.frontends.openai.tool_parsers.pythonic import PythonicParser
 from neso.frontends.openai.tool_parsers.tagged import Glm45Parser, HermesParser, Qwen3CoderParser
 
 GROUP = "neso.tool_parsers"
-"""The entry points of other packages' parsers."""
+"""Entry point group of other packages' parsers."""
 
 BUILTIN: dict[str, type[ToolParser]] = {
     "deepseek_v3": DeepSeekV3Parser,
@@ -40,16 +40,16 @@ ALIASES = {
     "llama4_pythonic": "pythonic",
     "qwen3_xml": "qwen3_coder",
 }
-"""Other names by which Triton and vLLM know them."""
+"""Names used by Triton and vLLM."""
 
 _REGISTRY = ParserRegistry("tool call parser", GROUP, BUILTIN, ALIASES)
 
 
 def find_tool_parser(name: str) -> ToolParser:
-    """The parser of that name. Raises `ValueError` that names the ones there are."""
+    """The parser of that name. Raises `ValueError` that lists the known names."""
     return _REGISTRY.find(name)
 
 
 def detect_tool_parser(template: str) -> ToolParser:
-    """The parser for models with this chat template; Hermes' where it tells nothing."""
+    """The parser for models with this chat template; Hermes if none matches."""
     return _REGISTRY.detect(template) or HermesParser()

@@ -1,15 +1,4 @@
-"""Formats that put every argument into tags of its own: Qwen3-Coder and GLM 4.5.
-
-    <tool_call>
-    <function=get_weather>
-    <parameter=city>
-    Paris
-    </parameter>
-    </function>
-    </tool_call>
-
-What a value is says the function's schema: text is taken as it stands, anything else is JSON.
-"""
+"""Formats with calls between `<tool_call>` and `</tool_call>`: Hermes, Qwen3-Coder, GLM 4.5."""
 
 from __future__ import annotations
 
@@ -38,13 +27,13 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolCallTagsParser(CallParser):
-    """A call in tags of its own, several on lines that follow each other."""
+    """One call per pair of tags, on consecutive lines."""
 
     special_tokens: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     @abstractmethod
     def call_form(self, function: Function) -> Form:
-        """A call of `function`, from tag to tag."""
+        """The structural-tag format of a call of `function`, including the tags."""
 
     def forced_form(self, functions: Sequence[Function], *, many_calls: bool) -> Form:
         return repeated([self.call_form(f) for f in functions], separator="\n", many=many_calls)
@@ -54,7 +43,7 @@ class ToolCallTagsParser(CallParser):
 
 
 class ToolCallTagsStream(CallStream):
-    """Behind a broken call, what stands before the next tag is dropped."""
+    """After an invalid call, text up to the next tag is dropped."""
 
     markers: tuple[str, ...] = (OPEN,)
 
@@ -64,7 +53,7 @@ class ToolCallTagsStream(CallStream):
 
 
 class HermesStream(ToolCallTagsStream):
-    """Some models forget the closing brace or tag: what stands before the next tag is dropped."""
+    """Some models omit the closing brace or tag; text up to the next tag is dropped."""
 
     def read_calls(self, marker: str) -> Reading[None]:
         yield from self.source.space()
@@ -76,7 +65,7 @@ class HermesStream(ToolCallTagsStream):
 
 
 class HermesParser(ToolCallTagsParser):
-    """Reads `<tool_call>` blocks."""
+    """Hermes, Qwen 2.5 and 3, neso-pilot and others: `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`."""
 
     stream_class = HermesStream
 
@@ -95,14 +84,14 @@ KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 
 
 class TaggedStream(ToolCallTagsStream):
-    """Passes each argument on when its tag is closed."""
+    """Passes each argument on when its tag is closed. Values of string parameters are plain text, others JSON."""
 
     @abstractmethod
     def read_argument(self) -> Reading[tuple[str, str] | None]:
-        """Take the next argument, its name and text; None at the end of the call, which is taken."""
+        """Consume the next argument. Returns its name and text; None after consuming the end of the call."""
 
     def read_arguments(self, name: str) -> Reading[None]:
-        """Take the call of `name` from its arguments on."""
+        """Parse the arguments of a call of `name`, and its end."""
         self.begin(name)
         function = self.functions.get(name)
         types = {} if function is None else {key: value for key, value, _ in properties(function.schema)}
@@ -117,7 +106,7 @@ class TaggedStream(ToolCallTagsStream):
 
 
 class Qwen3CoderStream(TaggedStream):
-    """The outer tag and the closing ones of parameters are forgotten at times."""
+    """Some models omit the outer tag and the closing tags of parameters."""
 
     markers = (OPEN, FUNCTION)
 
@@ -146,7 +135,7 @@ class Qwen3CoderStream(TaggedStream):
 
 
 class Qwen3CoderParser(ToolCallTagsParser):
-    """Qwen3-Coder's tags."""
+    """Qwen3-Coder: `<tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>`, on lines."""
 
     stream_class = Qwen3CoderStream
 
@@ -187,7 +176,7 @@ class Glm45Stream(TaggedStream):
 
 
 class Glm45Parser(ToolCallTagsParser):
-    """GLM 4.5's tags: `<tool_call>name`, then `<arg_key>…</arg_key>` and `<arg_value>…</arg_value>` by turns."""
+    """GLM 4.5: `<tool_call>name`, then alternating `<arg_key>…</arg_key>` and `<arg_value>…</arg_value>`."""
 
     stream_class = Glm45Stream
     special_tokens = (OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)
@@ -205,7 +194,7 @@ class Glm45Parser(ToolCallTagsParser):
 
 
 def _json_value(schema: dict[str, Any], text: str) -> str:
-    """JSON text of a value as it stands between tags."""
+    """JSON text of a value between tags."""
     kinds = _kinds(schema)
     if text.strip() == "null" and "null" in kinds:
         return "null"
@@ -217,7 +206,7 @@ def _json_value(schema: dict[str, Any], text: str) -> str:
 
 
 def _kinds(schema: dict[str, Any]) -> set[str]:
-    """The types that a schema allows; empty where it does not say."""
+    """The JSON types that a schema allows; empty if it does not restrict them."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}
@@ -234,7 +223,7 @@ def _kinds(schema: dict[str, Any]) -> set[str]:
 
 
 def _parameters_form(schema: dict[str, Any], begin: str, end: str) -> Form:
-    """The parameters in their order; those that are not required may be left out. `begin` has the name's place."""
+    """The parameters in order, optional ones may be omitted. `begin` has a placeholder for the name."""
     elements: list[Form] = []
     for name, value, required in properties(schema):
         argument = sequence(const(begin.format(name)), _value_form(value, end))
@@ -243,10 +232,10 @@ def _parameters_form(schema: dict[str, Any], begin: str, end: str) -> Form:
 
 
 def _value_form(schema: dict[str, Any], end: str) -> Form:
-    """A value up to `end`, and that: text where the schema says no more than that it is one."""
-    texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
-        return sequence(either(*map(const, texts)), const(end))
+    """A value and `end`: plain text for an unrestricted string, else JSON."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return sequence(either(*map(const, values)), const(end))
     kinds = _kinds(schema)
     if not kinds or "string" in kinds:
         return text_before(end)

@@ -1,4 +1,4 @@
-"""Text that comes in pieces, read by coroutines as if all of it were there."""
+"""Incremental reading of text by coroutines, and scanning of JSON in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 
 
 def is_json_object(text: str) -> bool:
-    """Whether `text` is an object of JSON."""
+    """Whether `text` is a JSON object."""
     try:
         return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:
@@ -20,11 +20,11 @@ def is_json_object(text: str) -> bool:
 
 
 def literal_json(text: str) -> str | None:
-    """JSON text of a value that is written as JSON or as Python; None if it is neither, or JSON has no such value."""
+    """JSON text of a JSON or Python literal; None if it is neither, or not representable in JSON."""
     for read in (json.loads, ast.literal_eval):
         try:
             value = json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
-            value.encode()  # half a surrogate pair is no text
+            value.encode()  # raises for a lone surrogate
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
         return value
@@ -32,24 +32,23 @@ def literal_json(text: str) -> str | None:
 
 
 _STRUCTURE = re.compile(r'["{}\[\]]|[^\w\s,:+.\-]')
-"""Outside strings: a character that matters, or one that JSON has no place for."""
+"""Outside strings: structural characters, and characters that JSON does not allow."""
 _BEGINNING = re.compile(r"\S")
 _IN_STRING = re.compile(r'["\\]')
 
 
 class NotJson(ValueError):
-    """The text cannot be an object of JSON: the character at `position` has no place there."""
+    """The text is not a JSON object: invalid character at `position`."""
 
     def __init__(self, position: int) -> None:
-        super().__init__(f"no JSON at {position}")
+        super().__init__(f"invalid JSON at {position}")
         self.position = position
 
 
 class ObjectScanner:
-    """Follows brackets and strings from the opening brace of an object to its closing one.
+    """Finds the end of a JSON object whose text arrives in pieces, by matching brackets and strings.
 
-    It refuses only what is plainly no JSON (a stray sign, a bracket that does not match), which is enough to
-    stop early; whether the object is valid is for a real parser to say.
+    Rejects only invalid characters and unmatched brackets; it does not validate the object.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class ObjectScanner:
         self._escaped = False
 
     def scan(self, text: str, start: int = 0) -> int | None:
-        """Read on through `text[start:]`: the index after the object's end, or None if it goes on.
+        """Scan `text[start:]`. Returns the index after the object's end, or None if it has not ended.
 
         Raises `NotJson`.
         """
@@ -76,20 +75,20 @@ class ObjectScanner:
                 self._escaped = found[0] == "\\"
                 self._in_string = self._escaped
             else:
-                self._note(found[0], found.start())
+                self._update(found[0], found.start())
                 if not self._open:
                     return position
         return None
 
     @property
     def _pattern(self) -> re.Pattern[str]:
-        """Finds the next character that matters."""
+        """Matches the next relevant character."""
         if self._in_string:
             return _IN_STRING
         return _STRUCTURE if self._open else _BEGINNING
 
-    def _note(self, character: str, position: int) -> None:
-        """Take note of a character outside strings."""
+    def _update(self, character: str, position: int) -> None:
+        """Process a character outside strings."""
         if not self._open and character != "{":
             raise NotJson(position)
         if character == '"':
@@ -104,20 +103,20 @@ class ObjectScanner:
 
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
-"""A coroutine that yields where it needs more text, to be resumed when there is more or no more will come."""
+"""A coroutine that yields when it needs more text; resumed when there is more, or at the end of the text."""
 
 _NOT_SPACE = re.compile(r"\S")
 
 
 class NoCall(Exception):
-    """The text is no call of the format."""
+    """The text is not a call in this format."""
 
 
 class TextSource:
-    """The text from what is undecided on, and a place in it.
+    """Incrementally arriving text, and a position in it. Consumed text can be dropped.
 
-    `limit`: most characters from `start` to the place while `start` is set. Beyond it every coroutine raises `NoCall`,
-    at the same character however the text comes.
+    limit: maximum characters from `start` to `position` while `start` is set. Beyond it every coroutine raises
+        `NoCall`, at the same character however the text is split.
     """
 
     def __init__(self, limit: int) -> None:
@@ -129,42 +128,42 @@ class TextSource:
 
     @property
     def rest(self) -> int:
-        """Characters from the place on."""
+        """Number of characters after the position."""
         return len(self.text) - self.position
 
     @property
     def over_limit(self) -> bool:
-        """Whether what is read from `start` on is too long."""
+        """Whether the text since `start` is too long."""
         return self.start is not None and self.position - self.start > self.limit
 
     def drop_read(self) -> None:
-        """Forget the text before the place."""
+        """Drop the text before the position."""
         self.text = self.text[self.position :]
         if self.start is not None:
-            self.start -= self.position  # what is dropped counts on
+            self.start -= self.position  # dropped text still counts
         self.position = 0
 
     def check(self) -> None:
-        """Raises `NoCall` if what is read from `start` on is too long."""
+        """Raise `NoCall` if the text since `start` is too long."""
         if self.over_limit:
             raise NoCall
 
     def more(self) -> Reading[bool]:
-        """Wait for more text, where all there is will be taken; False if there is none. Raises `NoCall`."""
+        """Wait for more text after consuming all of it; False at the end. Raises `NoCall` beyond the limit."""
         if self.start is not None and len(self.text) - self.start > self.limit:
             self.position = len(self.text)
             raise NoCall
         return (yield from self.wait())
 
     def wait(self) -> Reading[bool]:
-        """Wait for more text; False if there is none."""
+        """Wait for more text; False at the end."""
         if self.ended:
             return False
         yield
         return True
 
     def space(self) -> Reading[str]:
-        """Take white space; what was taken."""
+        """Consume and return whitespace."""
         begin = self.position
         while True:
             found = _NOT_SPACE.search(self.text, self.position)
@@ -174,7 +173,7 @@ class TextSource:
                 return self.text[begin : self.position]
 
     def take(self, *options: str) -> Reading[str | None]:
-        """Take the first of `options` that the text goes on with, longer ones before their beginnings; None if none."""
+        """Consume the first of `options` that follows, or None. List longer options before their prefixes."""
         while True:
             undecided = False
             for option in options:
@@ -188,27 +187,27 @@ class TextSource:
             if not undecided:
                 return None
             if not (yield from self.wait()):
-                # The text ends within an option; a shorter one may be there.
+                # The text ends within an option; a shorter one may match.
                 shorter = [o for o in options if self.text.startswith(o, self.position)]
                 self.position += len(shorter[0]) if shorter else 0
                 return shorter[0] if shorter else None
 
     def expect(self, *options: str) -> Reading[str]:
-        """Take one of `options`. Raises `NoCall` if none follows."""
+        """Consume one of `options`. Raises `NoCall` if none follows."""
         taken = yield from self.take(*options)
         if taken is None:
             raise NoCall
         return taken
 
     def peek(self) -> Reading[str]:
-        """The next character, "" at the end."""
+        """The next character; "" at the end."""
         while not self.rest:
             if not (yield from self.wait()):
                 return ""
         return self.text[self.position]
 
     def matching(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Take the longest text that `pattern` matches, which is a run of characters."""
+        """Consume the longest match of `pattern`, a repeated character class."""
         while True:
             found = pattern.match(self.text, self.position)
             end = self.position if found is None else found.end()
@@ -219,7 +218,7 @@ class TextSource:
                 return taken
 
     def up_to(self, *ends: str) -> Reading[tuple[str, str]]:
-        """Take text up to the first of `ends`, and that: both. Raises `NoCall` if none comes."""
+        """Consume text up to the first of `ends`. Returns the text and the end. Raises `NoCall` if there is none."""
         longest = max(map(len, ends))
         searched = self.position
         while True:
@@ -235,7 +234,7 @@ class TextSource:
                 self._fail_at(len(self.text))
 
     def skip_to(self, *ends: str) -> Reading[str]:
-        """Drop text up to the first of `ends`, which is not taken, or to the end of all: which it was, "" for that."""
+        """Drop text before the first of `ends`. Returns that end, unconsumed; "" at the end of the text."""
         self.start = None
         ends_pattern = re.compile("|".join(map(re.escape, ends)))
         while True:
@@ -249,10 +248,7 @@ class TextSource:
                 return ""
 
     def json_object(self, *, opened: bool = False) -> Reading[str]:
-        """Take an object of JSON, whose first brace is taken already if `opened`. Raises `NoCall`.
-
-        Whether it is valid is not looked at.
-        """
+        """Consume a JSON object, without validating it; with `opened` from after its first brace. Raises `NoCall`."""
         scanner = ObjectScanner()
         if opened:
             scanner.scan("{")
@@ -271,16 +267,16 @@ class TextSource:
                 self._fail_at(len(self.text))
 
     def _fail_at(self, position: int) -> NoReturn:
-        """Give up, and tell by the place how much was read for it."""
+        """Raise `NoCall`, with the position after the examined text."""
         self.position = position
         raise NoCall
 
 
 def partial_end(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of one of `markers`, and not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of one of `markers`."""
     longest = 0
     for marker in markers:
-        # Most text has not even the first character of a marker.
+        # Search for the first character: most text does not contain it.
         at = max(0, len(text) - len(marker) + 1)
         while (at := text.find(marker[0], at, len(text) - longest)) >= 0:
             if marker.startswith(text[at:]):
