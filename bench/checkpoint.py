@@ -1,6 +1,7 @@
-"""Writes a Llama checkpoint with random weights: it generates nonsense, at just the cost of trained weights.
+"""Writes a Llama checkpoint with random weights in bfloat16, which costs as much to run as a trained one.
 
-usage: python bench/checkpoint.py DIRECTORY {s|m|l}      s: 28 M, m: 213 M, l: 1.24 B parameters, bfloat16
+usage: python bench/checkpoint.py DIRECTORY {tiny|s|m|l}      tiny: 0.2 M, s: 28 M, m: 213 M, l: 1.24 B parameters
+       python bench/checkpoint.py --smoke                     writes a tiny checkpoint to a temporary directory
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import ml_dtypes
@@ -16,6 +18,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SHAPES = {
+    "tiny": {"vocab": 1024, "hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 256},
     "s": {"vocab": 8192, "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate": 1408},
     "m": {"vocab": 32000, "hidden": 1024, "layers": 16, "heads": 16, "kv_heads": 4, "intermediate": 2816},
     "l": {"vocab": 128256, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "intermediate": 8192},
@@ -84,7 +87,7 @@ def _tokenizer(vocabulary: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        # As many as the model has: a token that the tokenizer lacks has no text, and a stream of them no pieces.
+        # The size of the model's vocabulary: tokens unknown to the tokenizer would have no text to stream.
         vocab_size=vocabulary,
         min_frequency=1,
         special_tokens=["<s>", "</s>"],
@@ -92,9 +95,15 @@ def _tokenizer(vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    if vocabulary <= SHAPES["tiny"]["vocab"]:
+        sources = sources[:5]  # enough for a small vocabulary, and fast
     tokenizer.train([str(path) for path in sources], trainer)
     return tokenizer
 
 
 if __name__ == "__main__":
-    write_checkpoint(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[1:] == ["--smoke"]:
+        with tempfile.TemporaryDirectory() as folder:
+            write_checkpoint(Path(folder), "tiny")
+    else:
+        write_checkpoint(Path(sys.argv[1]), sys.argv[2])

@@ -1,10 +1,11 @@
-"""Embedding texts: the engine's native and torch runners against transformers in torch with padded batches.
+"""Embedding throughput: Neso's native and torch runners compared to transformers with padded batches.
 
-A BERT of random weights (the size of bge-small, 12 layers of 384, unless --layers and --hidden say otherwise) and texts
-of mixed lengths. transformers gets them in batches of --batch as they come, and once more sorted by length, which only
-helps those who know all their texts beforehand.
+A BERT with random weights (by default the size of bge-small, 12 layers of 384) and texts of mixed lengths.
+transformers gets them in batches of --batch, once in order of arrival and once sorted by length, which is only
+possible if all texts are known beforehand.
 
 usage: python bench/embeddings.py [--texts 64] [--batch 32] [--layers 12] [--hidden 384] [--threads N] [--dtype float32]
+           [--smoke]
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="tiny model and few texts, to test the script")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.texts, arguments.layers, arguments.hidden, arguments.rounds = 4, 1, 64, 1
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -53,26 +57,26 @@ def run(directory: Path, texts: list[list[int]], arguments: argparse.Namespace) 
     ).eval()
     options = {"dtype": arguments.dtype, "num_threads": arguments.threads, "max_num_batched_tokens": 4096}
     contenders: dict[str, Callable[[], np.ndarray]] = {
-        "transformers, as they come": lambda: padded(model, texts, arguments.batch),
+        "transformers, unsorted": lambda: padded(model, texts, arguments.batch),
         "transformers, sorted": lambda: padded_sorted(model, texts, arguments.batch),
     }
     for runner in ("native", "torch"):
         llm = LLM(directory, runner=runner, **options)
         contenders[f"neso, {runner}"] = lambda llm=llm: llm.embed(texts, PoolingParams(pooling="mean"))
-    results = {name: contend() for name, contend in contenders.items()}  # to warm up, and to compare
+    results = {name: contend() for name, contend in contenders.items()}  # warm-up, and results to compare
     seconds = dict.fromkeys(contenders, float("inf"))
-    for _ in range(arguments.rounds):  # by turns: the machine is not always as fast
+    for _ in range(arguments.rounds):  # interleaved, since the machine's speed varies
         for name, contend in contenders.items():
             started = time.perf_counter()
             contend()
             seconds[name] = min(seconds[name], time.perf_counter() - started)
     tokens = sum(len(text) for text in texts)
-    base = seconds["transformers, as they come"]
-    reference = results["transformers, as they come"]
+    base = seconds["transformers, unsorted"]
+    reference = results["transformers, unsorted"]
     print(f"{len(texts)} texts, {tokens} tokens, {arguments.dtype}, {arguments.threads} threads")
     for name, took in seconds.items():
         cosine = np.einsum("ij,ij->i", results[name], reference).min()
-        print(f"{name:<28}{tokens / took:>9.0f} tok/s {base / took:>6.2f} x   least cosine {cosine:.6f}")
+        print(f"{name:<28}{tokens / took:>9.0f} tok/s {base / took:>6.2f} x   minimum cosine {cosine:.6f}")
 
 
 def padded(model: BertModel, texts: list[list[int]], batch: int) -> np.ndarray:
@@ -97,7 +101,7 @@ def padded_sorted(model: BertModel, texts: list[list[int]], batch: int) -> np.nd
 
 
 def mixed_texts(count: int) -> list[list[int]]:
-    """Token ids: most texts short, some long, as questions and passages are."""
+    """Token ids: most texts are short, some long, like questions and passages."""
     random = np.random.default_rng(0)
     lengths = np.clip(np.exp(random.normal(3.7, 0.9, count)), 4, 500).astype(int)
     return [random.integers(1, VOCAB, length).tolist() for length in lengths]

@@ -1,8 +1,8 @@
-"""What grouping rows by expert saves: steps of a small mixture of experts against computing all experts for all rows.
+"""Speed-up by grouping rows by expert, compared to computing all experts for all rows.
 
-Prints milliseconds a step of the native runner, and the ratio, at several numbers of rows. The weights are random.
+Prints milliseconds per step of the native runner, and the ratio, for several numbers of rows. Weights are random.
 
-usage: python bench/experts.py [--experts 16] [--top-k 2] [--threads 1] [--quantization int8]
+usage: python bench/experts.py [--experts 16] [--top-k 2] [--threads 1] [--quantization int8] [--smoke]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,17 +21,16 @@ from neso.engine.runners.base import CacheLayout, RunnerOptions
 from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.source import TensorSource
 
 BLOCK = 16
 
 
-class RandomWeights:
-    """A `TensorSource` of any tensor."""
-
-    directory = Path("random")
-    config: ClassVar[dict[str, Any]] = {}
+class RandomWeights(TensorSource):
+    """Any tensor, with random values."""
 
     def __init__(self) -> None:
+        self.directory, self.config = Path("random"), {}
         self._rng = np.random.default_rng(0)
 
     def __contains__(self, name: str) -> bool:
@@ -41,7 +40,8 @@ class RandomWeights:
         assert shape is not None
         return self._rng.standard_normal(shape, np.float32) * np.float32(0.05)
 
-    matrix = tensor
+    def matrix(self, name: str, shape: tuple[int, int]) -> npt.NDArray[Any]:
+        return self.tensor(name, shape)
 
     def read_float32(self, name: str, target: npt.NDArray[np.float32]) -> None:
         target[...] = self.tensor(name, target.shape)
@@ -49,9 +49,9 @@ class RandomWeights:
     def close(self) -> None: ...
 
 
-def milliseconds(spec: DecoderSpec, rows: int, options: RunnerOptions) -> float:
-    """The fastest step of several, with as many sequences as rows."""
-    runner = NativeRunner.load(spec, RandomWeights(), options)  # type: ignore[arg-type]
+def milliseconds(spec: DecoderSpec, rows: int, options: RunnerOptions, runs: int) -> float:
+    """The fastest of several decode steps of `rows` sequences."""
+    runner = NativeRunner.load(spec, RandomWeights(), options)
     runner.allocate_cache(CacheLayout(rows, BLOCK))
     tokens = np.random.default_rng(1).integers(0, spec.vocab_size, rows).astype(np.int32)
     plan = StepPlan(
@@ -65,7 +65,7 @@ def milliseconds(spec: DecoderSpec, rows: int, options: RunnerOptions) -> float:
         logits_rows=np.arange(rows, dtype=np.int32),
     )
     taken = []
-    for _ in range(20):
+    for _ in range(runs):
         start = time.perf_counter()
         runner.step(plan)
         taken.append(time.perf_counter() - start)
@@ -78,7 +78,10 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantization")
+    parser.add_argument("--smoke", action="store_true", help="few experts and rows, to test the script")
     args = parser.parse_args()
+    if args.smoke:
+        args.experts = 4
     config = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 512, "hidden_size": 512, "head_dim": 64}
     config |= {
         "intermediate_size": 512,
@@ -91,10 +94,11 @@ def main() -> None:
     assert spec.experts is not None
     every = replace(spec, experts=replace(spec.experts, top_k=args.experts))
     options = RunnerOptions(dtype="bfloat16", num_threads=args.threads, quantization=args.quantization)
-    print(f"{args.experts} experts, {args.top_k} a token, bfloat16 {args.quantization or ''}")
+    print(f"{args.experts} experts, {args.top_k} per token, bfloat16 {args.quantization or ''}")
     print(f"{'rows':>5} {'grouped ms':>11} {'all ms':>9} {'ratio':>6}")
-    for rows in (1, 8, 64, 256):
-        grouped, dense = (milliseconds(each, rows, options) for each in (spec, every))
+    for rows in (1, 8) if args.smoke else (1, 8, 64, 256):
+        runs = 1 if args.smoke else 20
+        grouped, dense = (milliseconds(each, rows, options, runs) for each in (spec, every))
         print(f"{rows:5} {grouped:11.2f} {dense:9.2f} {dense / grouped:6.1f}")
 
 

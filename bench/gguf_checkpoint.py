@@ -1,24 +1,27 @@
-"""Writes a Llama checkpoint as a GGUF file, as llama.cpp's converter would. Needs the package `gguf`.
+"""Converts a Llama checkpoint to a GGUF file, as llama.cpp's converter does. Needs the package `gguf`.
 
 usage: python bench/gguf_checkpoint.py CHECKPOINT TARGET.gguf {BF16|F16|Q8_0|Q4_0}
+       python bench/gguf_checkpoint.py --smoke      converts a tiny checkpoint in a temporary directory
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from checkpoint import write_checkpoint
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 
 from neso.engine.weights.checkpoint import Checkpoint
 
 
 def write_gguf(checkpoint: Path, target: Path, kind: GGMLQuantizationType) -> None:
-    """All matrices of that type, vectors as F32."""
+    """Matrices are converted to `kind`, vectors to F32."""
     with Checkpoint(checkpoint) as source:
         config = source.config
         writer = GGUFWriter(target, "llama")
@@ -44,7 +47,7 @@ def write_gguf(checkpoint: Path, target: Path, kind: GGMLQuantizationType) -> No
 
 
 def _interleave_halves(weights: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring dimensions, so the rows of each head are in another order."""
+    """Reorder the rows of each head: llama.cpp rotates pairs (2i, 2i + 1)."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, weights.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weights.shape))
 
@@ -66,7 +69,7 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], vocab_size: 
     names = {token_id: name for name, token_id in tokenizer["model"]["vocab"].items()}
     special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     names |= special
-    # The vocabulary of the weights may be larger than that of the tokenizer.
+    # The embedding may have more rows than the tokenizer has tokens.
     tokens = [names.get(token_id, f"<unused{token_id}>") for token_id in range(vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -84,4 +87,9 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], vocab_size: 
 
 
 if __name__ == "__main__":
-    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]), GGMLQuantizationType[sys.argv[3]])
+    if sys.argv[1:] == ["--smoke"]:
+        with tempfile.TemporaryDirectory() as folder:
+            write_checkpoint(Path(folder), "tiny")
+            write_gguf(Path(folder), Path(folder) / "model.gguf", GGMLQuantizationType.Q8_0)
+    else:
+        write_gguf(Path(sys.argv[1]), Path(sys.argv[2]), GGMLQuantizationType[sys.argv[3]])

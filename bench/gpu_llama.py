@@ -1,12 +1,12 @@
-"""The torch runner on a GPU: decode against the memory's bandwidth, prefill against the rate of matrix products.
+"""The torch runner on a GPU: decode compared to memory bandwidth, prefill compared to the GEMM rate.
 
-A Llama of 8 B parameters' shape with random weights. Side by side in one run: the torch runner (Triton kernels, CUDA
-graphs), the same spec in torch's own operations, and transformers' own model with its cache.
+A Llama with the shape of 8 B parameters and random weights. Compares the torch runner (Triton kernels, CUDA graphs),
+the same spec in plain torch operations, and transformers' model with its cache.
 
 usage: python bench/gpu_llama.py [--shape 8b|tiny] [--quantization fp8] [--batches 1,16,64,256] [--context 512]
-           [--prefill 1024,8192] [--json FILE]
+           [--prefill 1024,8192] [--json FILE] [--smoke]
 
-`--shape tiny` runs on a CPU too: to test the script, its figures mean nothing.
+`--smoke` runs a tiny shape, also on a CPU, to test the script.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from neso.engine.runners.torch.operations import PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
+from neso.engine.weights.source import TensorSource
 
 BLOCK_SIZE = 16
+_smoke = False
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "vocab_size": 128256,
@@ -54,8 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-class RandomWeights:
-    """A `TensorSource` of bfloat16 weights that no file holds: pieces of one pool of random numbers."""
+class RandomWeights(TensorSource):
+    """Random bfloat16 weights, cut from one pool of random numbers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.directory, self.config = Path("random"), config
@@ -76,22 +78,19 @@ class RandomWeights:
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> RandomWeights:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device does at most, as measured: GB/s of reading, TFLOP/s of bfloat16 matrix products."""
+    """Measured limits of the device: GB/s of reading, TFLOP/s of bfloat16 matrix products."""
 
     bandwidth: float
     gemm: float
 
 
 def seconds(function: Callable[[], object], runs: int = 20) -> float:
-    """The median time of a call, the device's work included."""
+    """Median seconds of a call, including the device's work."""
+    if _smoke:
+        runs = 1
     for _ in range(3):
         function()
     synchronize()
@@ -118,7 +117,7 @@ def measure_limits(device: torch.device) -> Limits:
 
 
 def plan(batch: int, new_tokens: int, context: int, step: int = 1) -> StepPlan:
-    """`batch` sequences with `new_tokens` each, after `context` tokens; the last one's logits of each are wanted."""
+    """`batch` sequences with `new_tokens` each, after `context` tokens, with logits for the last one of each."""
     blocks = -(-(context + new_tokens) // BLOCK_SIZE)
     starts = np.arange(batch + 1, dtype=np.int32) * new_tokens
     return StepPlan(
@@ -134,7 +133,7 @@ def plan(batch: int, new_tokens: int, context: int, step: int = 1) -> StepPlan:
 
 
 def matrix_parameters(spec: DecoderSpec) -> int:
-    """Weights that each token is multiplied with, the head included."""
+    """Weights that each token is multiplied with, including the LM head."""
     attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
     mlp = 3 * spec.hidden_size * spec.intermediate_size
     return spec.num_layers * (attention + mlp) + spec.vocab_size * spec.hidden_size
@@ -143,7 +142,7 @@ def matrix_parameters(spec: DecoderSpec) -> int:
 def run_transformers(
     config: dict[str, Any], device: torch.device, batch: int, new: int, context: int
 ) -> float:
-    """Seconds of a decode step of transformers' model after `context` tokens, or of a prefill where it is 0."""
+    """Seconds of a decode step of transformers' model after `context` tokens, or of a prefill if it is 0."""
     fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
     with torch.device(device):
         model_config = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
@@ -170,7 +169,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prefill", default="1024,8192")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="tiny shape and single runs, to test the script")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        global _smoke
+        _smoke = True
+        arguments.shape, arguments.batches, arguments.context, arguments.prefill = "tiny", "1,2", 16, "32"
     batches = [int(size) for size in arguments.batches.split(",")]
     prefills = [int(size) for size in arguments.prefill.split(",")]
     config = {
@@ -194,7 +198,7 @@ def main() -> None:
     print(f"limits: {limits.bandwidth:.0f} GB/s, {limits.gemm:.1f} TFLOP/s; context {arguments.context}")
     blocks = max(max(batches) * (-(-arguments.context // BLOCK_SIZE) + 2), -(-max(prefills) // BLOCK_SIZE))
     runner.allocate_cache(CacheLayout(blocks, BLOCK_SIZE))
-    # The same cache, and no graphs.
+    # Share the cache; no CUDA graphs.
     plain._cache = runner._cache
     report = Report(spec, limits, runner.cache_bytes_per_block(BLOCK_SIZE), arguments.quantization)
     for batch in batches:
@@ -215,7 +219,7 @@ def main() -> None:
 
 
 class Report:
-    """Prints a line for each measurement and keeps them."""
+    """Prints and collects measurements."""
 
     def __init__(
         self, spec: DecoderSpec, limits: Limits, bytes_per_block: int, quantization: str | None
@@ -237,7 +241,7 @@ class Report:
         self.rows.append({"phase": "decode", "name": name, "batch": batch, "seconds": taken, "share": share})
 
     def prefill(self, name: str, tokens: int, taken: float) -> None:
-        # The head multiplies the last token only.
+        # The LM head is applied to the last token only.
         head = self._spec.vocab_size * self._spec.hidden_size
         flops = 2 * (matrix_parameters(self._spec) - head) * tokens
         share = flops / taken / 1e12 / self._limits.gemm

@@ -1,14 +1,14 @@
-"""The native kernels one by one, held against the limits of the machine (machine_limits.py).
+"""Each native kernel, compared to the limits of the machine (machine_limits.py).
 
-Products have the shape of the MLP of bench/checkpoint.py's `m`; with few rows they go over so many copies of the
-matrix that no cache holds them, as a decode step goes over the layers. Attention is what a step of a decoder of 16
-layers takes more with all keys than with a window of one token. The small kernels run on one thread, on rows in the
-cache, where the memory is no limit; drawing tokens reads its logits from memory.
+Products have the shape of the MLP of bench/checkpoint.py's `m`. With few rows they iterate over enough copies of the
+matrix to exceed the caches, as a decode step iterates over layers. The time of attention is the difference between
+steps of a 16-layer decoder with all keys and with a window of one token. Small kernels run on one thread with data in
+the cache; sampling reads its logits from memory.
 
-"of limit" is the least time that reading the weights or keys once, and the arithmetic, take on this machine, by the
-time that it took. Takes a minute, and prints at the end.
+"of limit" is the lower bound of the time, for reading the weights or keys once and for the arithmetic, divided by the
+measured time. Takes a minute, and prints at the end.
 
-usage: python bench/kernels.py [--only gemm|attention|small ...] [--isa LEVEL] [--threads N] [--json FILE]
+usage: python bench/kernels.py [--only gemm|attention|small ...] [--isa LEVEL] [--threads N] [--json FILE] [--smoke]
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 from checkpoint import SHAPES
-from machine_limits import MachineLimits, best_seconds, describe, measure
+from machine_limits import MachineLimits, best_seconds, describe, measure, use_smoke_sizes
 
 import neso._native as _native
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.native.packing import INT4, INT8, Arena, Kind, PackedMatrix, Packer
-from neso.engine.runners.native.runner import available_cores
 
 Call = Callable[[], object]
 
@@ -33,21 +33,22 @@ ROWS = (1, 4, 16, 64, 256, 1024)
 KINDS = ("f32", "bf16", "int8", "int4", "int8_dynamic")
 SCHEMES = {"int8": INT8, "int4": INT4, "int8_dynamic": INT8}
 UNCACHED_BYTES = 144 << 20
-# With so many rows the products are bound by arithmetic, and all copies would take seconds.
+# From this number of rows on, products are bound by arithmetic, and iterating over all copies would take seconds.
 MANY_ROWS, FEW_COPIES = 256, 4
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 16, 4, 64, 16
-# New tokens of each sequence, sequences, tokens of each that are in the cache already.
+# (new tokens per sequence, sequences, cached tokens per sequence)
 ATTENTION = ((1, 1, 8192), (1, 16, 512), (1, 64, 128), (128, 1, 0), (1024, 1, 0), (512, 1, 2048))
 CACHED_TOKENS = 64 * 144
+SMOKE_ATTENTION = ((1, 4, 128), (128, 1, 0))
 
 
 @dataclass(frozen=True)
 class Result:
-    """One measurement; `read_bytes` and `flops` are the least that it takes.
+    """One measurement; `read_bytes` and `flops` are lower bounds.
 
-    - kind: of the operands, as machine_limits knows it; None where the limits of the machine say nothing
-    - share: the limit by the time, 0 to 1
+    - kind: of the operands, as in machine_limits; None if no limit applies
+    - share: lower bound of the time / measured time, 0 to 1
     """
 
     kernel: str
@@ -73,15 +74,16 @@ class Result:
 class Bench:
     isa: str
     threads: int
+    smoke: bool
 
     def gemm(self) -> Iterator[Result]:
-        shape = SHAPES["m"]
+        shape = SHAPES["tiny" if self.smoke else "m"]
         outputs, inputs = shape["intermediate"], shape["hidden"]
         for kind in KINDS:
-            packed = _copies(_pack(kind, outputs, inputs, self.threads))
+            packed = _copies(_pack(kind, outputs, inputs, self.threads), 1 if self.smoke else UNCACHED_BYTES)
             matrices = [matrix.native() for matrix in packed]
             weight_bytes = _bytes(packed[0])
-            for rows in ROWS:
+            for rows in ROWS[:2] if self.smoke else ROWS:
                 seconds = self._product_seconds(matrices, rows, inputs)
                 case = f"{outputs} x {inputs}, {rows} rows"
                 yield Result(f"gemm {kind}", case, seconds, weight_bytes, 2.0 * rows * outputs * inputs, kind)
@@ -89,15 +91,14 @@ class Bench:
     def _product_seconds(self, matrices: list[_native.Matrix], rows: int, inputs: int) -> float:
         x = np.random.default_rng(0).standard_normal((rows, inputs), np.float32)
         used = matrices[:FEW_COPIES] if rows >= MANY_ROWS else matrices
-        # One pass a call: it takes milliseconds, so that starting the threads does not count, and of many short runs
-        # some are not disturbed.
+        # One pass per call takes milliseconds, so that starting the threads is negligible.
         seconds = best_seconds(lambda: _native.multiply_each(used, x, self.isa, self.threads), runs=10)
         return seconds / len(used)
 
     def attention(self) -> Iterator[Result]:
         for kind in ("bf16", "f32"):
             decoder = AttentionOnly(kind, self.isa, self.threads)
-            for new, sequences, cached in ATTENTION:
+            for new, sequences, cached in SMOKE_ATTENTION if self.smoke else ATTENTION:
                 seconds = decoder.seconds(new, sequences, cached) / LAYERS
                 keys = sequences * (cached + new)
                 read = keys * 2.0 * KV_HEADS * HEAD_DIM * (2 if kind == "bf16" else 4)
@@ -119,43 +120,48 @@ class Bench:
             "rotate": (lambda: _native.rotate(head, cos, sin, isa), 8 * HEAD_DIM),
             "matrix_row bf16": (lambda: _native.matrix_row(matrix, 77, out, isa), 2 * width),
         }
-        # What a call from Python costs: that of a kernel with next to nothing to do.
-        empty = _seconds_of_one(lambda: _native.rotate(head, one, one, isa))
+        # The overhead of a call from Python, measured with an almost empty kernel.
+        empty = self._seconds_per_call(lambda: _native.rotate(head, one, one, isa))
         for name, (call, read) in calls.items():
             case = f"{HEAD_DIM if name == 'rotate' else width} floats"
-            yield Result(name, case, max(_seconds_of_one(call) - empty, 1e-9), read, 0)
+            yield Result(name, case, max(self._seconds_per_call(call) - empty, 1e-9), read, 0)
         yield from self._choice()
+
+    def _seconds_per_call(self, call: Call) -> float:
+        calls = 10 if self.smoke else 2000
+        return best_seconds(lambda: [call() for _ in range(calls)], least=0.05) / calls
 
     def _choice(self, rows: int = 64, vocab: int = 32000) -> Iterator[Result]:
         decoder = _decoder("f32", self.isa, self.threads, _tiny_weights(0, vocab), vocab)
         rng = np.random.default_rng(0)
-        # Of other rows each time, so that they come from memory.
+        # Other rows for each call, so that they are read from memory.
         parts = rng.standard_normal((8, rows, vocab), np.float32)
         ones, none, tokens = np.ones(rows, np.float32), np.zeros(rows, np.float32), np.empty(rows, np.int32)
+        no_masks = np.empty(0, np.int32), np.empty((0, 0), np.int32)
         kinds = {
             "greedy": (none, ones),
             "temperature": (ones, ones),
             "top-p 0.9": (ones, ones * np.float32(0.9)),
         }
         for name, (heat, top_p) in kinds.items():
-            draw = (heat, tokens * 0, top_p, none, rng.uniform(size=rows), tokens)
+            draw = (heat, tokens * 0, top_p, none, rng.uniform(size=rows), tokens, *no_masks)
             seconds = best_seconds(lambda: [decoder.choose(part, *draw) for part in parts]) / len(parts)  # noqa: B023
             yield Result(f"choose {name}", f"{rows} x {vocab}", seconds, rows * vocab * 4, 0, "f32")
 
 
 class AttentionOnly:
-    """A decoder whose matrices are tiny, and whose window can be set."""
+    """A decoder with tiny matrices and a configurable window."""
 
     def __init__(self, kind: str, isa: str, threads: int) -> None:
         self._weights = {window: _tiny_weights(window, 16) for window in (0, 1)}
         self._decoder = _decoder(kind, isa, threads, self._weights[1], 16)
         self._decoder.allocate_cache(CACHED_TOKENS // BLOCK, BLOCK)
-        # Pages that were never written are all the same one, which the caches of the CPU hold.
+        # Untouched pages all map to the same zero page, which stays in the cache.
         for start in range(0, CACHED_TOKENS, 1024):
             self._step(1024, 1, start)
 
     def seconds(self, new: int, sequences: int, cached: int) -> float:
-        """Of attention in all layers."""
+        """Seconds of attention in all layers."""
         taken = {}
         for window, weights in self._weights.items():
             self._decoder.set_weights(weights)
@@ -176,6 +182,9 @@ class AttentionOnly:
             np.empty((0, 32), np.float32),
             np.empty(0, np.int32),
             np.empty((0, 32), np.float32),
+            np.empty((0, 3), np.int32),
+            np.empty(0, np.int32),
+            np.empty(0, np.uint64),
         )
 
 
@@ -202,9 +211,9 @@ def _pack(kind: str, outputs: int, inputs: int, threads: int) -> PackedMatrix:
     return Packer(dense, SCHEMES.get(kind), kind == "int8_dynamic", threads).pack([weights])
 
 
-def _copies(matrix: PackedMatrix) -> list[PackedMatrix]:
-    """So many that no cache holds them all."""
-    arena, count = Arena(), UNCACHED_BYTES // _bytes(matrix) + 1
+def _copies(matrix: PackedMatrix, total_bytes: int) -> list[PackedMatrix]:
+    """At least `total_bytes` of copies."""
+    arena, count = Arena(), total_bytes // _bytes(matrix) + 1
     scales = [None if matrix.scales is None else matrix.scales.copy() for _ in range(count)]
     return [replace(matrix, data=arena.copy(matrix.data), scales=copied) for copied in scales]
 
@@ -213,18 +222,17 @@ def _bytes(matrix: PackedMatrix) -> int:
     return sum(array.nbytes for array in matrix.arrays().values())
 
 
-def _seconds_of_one(call: Call) -> float:
-    return best_seconds(lambda: [call() for _ in range(2000)], least=0.05) / 2000
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=("gemm", "attention", "small"))
     parser.add_argument("--isa", choices=_native.supported_isas(), default=_native.default_isa())
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test the script")
     arguments = parser.parse_args()
-    before, bench = measure(arguments.threads), Bench(arguments.isa, arguments.threads)
+    if arguments.smoke:
+        use_smoke_sizes()
+    before, bench = measure(arguments.threads), Bench(arguments.isa, arguments.threads, arguments.smoke)
     parts = arguments.only or ("gemm", "attention", "small")
     measured = [result for part in parts for result in getattr(bench, part)()]
     limits = before.best_with(measure(arguments.threads))

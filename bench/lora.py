@@ -21,11 +21,13 @@ import ml_dtypes
 import numpy as np
 from checkpoint import SHAPES, write_checkpoint
 from safetensors.numpy import save_file
+from smoke import parse_arguments
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.load.loader import load_engine
 from neso.engine.loop.engine_core import EngineCore
+from neso.engine.lora.manager import LoraManager
 from neso.generation import LoraRequest, SamplingParams
 
 PROMPT, STEPS, ROUNDS = 32, 12, 4
@@ -123,12 +125,13 @@ def open_core(checkpoint: Path, modules: dict[str, str], quantization: str | Non
 
 def time_load(core: EngineCore, adapter: Path) -> None:
     """A load while a batch decodes."""
-    assert core.lora is not None
+    lora = core.addon(LoraManager)
+    assert lora is not None
     usual = statistics.median(decode(core, 8, []))
     requests = start(core, 8, [])
     done: list[object] = []
     started = time.perf_counter()
-    core.lora.load(LoraRequest(name="hot", path=str(adapter)), done.append)
+    lora.load(LoraRequest(name="hot", path=str(adapter)), done.append)
     longest = 0.0
     while not done:
         step = time.perf_counter()
@@ -151,7 +154,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--load", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, ranks=[8], batches=[2], adapters=[1, 2])
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "base"
         write_checkpoint(checkpoint, arguments.size)

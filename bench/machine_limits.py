@@ -1,6 +1,6 @@
-"""What this machine can do at most: memory bandwidth and matrix products, which other benchmarks are held against.
+"""Measures the limits of this machine, memory bandwidth and matrix products, which other benchmarks compare to.
 
-usage: python bench/machine_limits.py [--threads N] [--isa LEVEL] [--json FILE]
+usage: python bench/machine_limits.py [--threads N] [--isa LEVEL] [--json FILE] [--smoke]
 """
 
 from __future__ import annotations
@@ -17,19 +17,28 @@ import numpy as np
 from peer_server import machine
 
 import neso._native as _native
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.native.packing import INT8, Kind, Packer
-from neso.engine.runners.native.runner import available_cores
 
 BUFFER_BYTES = 1 << 30
+SMOKE_BUFFER_BYTES = 1 << 22
 INTEGER = "native int8_dynamic"
+
+_smoke = False
+
+
+def use_smoke_sizes() -> None:
+    """Measure tiny sizes once: the figures mean nothing, but a script finishes in seconds."""
+    global _smoke
+    _smoke = True
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The best that was seen of each way to find out, by all threads at once.
+    """The best result of each method, using all threads.
 
-    - bandwidths: GB/s (10^9 bytes) of reading a buffer that no cache holds
-    - gemm_rates: GFLOP/s (10^9 multiplications and additions a second, two a pair of operands)
+    - bandwidths: GB/s (10^9 bytes) of reading a buffer larger than the caches
+    - gemm_rates: GFLOP/s (10^9 multiplications and additions per second)
     """
 
     threads: int
@@ -42,12 +51,12 @@ class MachineLimits:
         return max(self.bandwidths.values())
 
     def gemm_rate(self, kind: str) -> float:
-        """GFLOP/s. Products of 8-bit integers are a limit only for matrices that may be multiplied so."""
+        """GFLOP/s. The rate of 8-bit integers counts only for matrices with quantized activations."""
         integers = kind == "int8_dynamic"
         return max(rate for name, rate in self.gemm_rates.items() if integers or name != INTEGER)
 
     def best_with(self, later: MachineLimits) -> MachineLimits:
-        """Of two measurements. Others on the host of a virtual machine can halve its bandwidth for seconds."""
+        """The better of two measurements: other virtual machines on the host can halve the bandwidth for seconds."""
         return MachineLimits(
             self.threads,
             {name: max(value, later.bandwidths[name]) for name, value in self.bandwidths.items()},
@@ -55,16 +64,18 @@ class MachineLimits:
         )
 
     def seconds(self, read_bytes: float, flops: float, kind: str) -> float:
-        """The least time that reading so much and computing so much takes."""
+        """Lower bound of the time for reading `read_bytes` and computing `flops`."""
         return max(read_bytes / self.bandwidth, flops / self.gemm_rate(kind)) * 1e-9
 
 
 def best_seconds(function: Callable[[], object], least: float = 0.4, runs: int = 4) -> float:
-    """The shortest of at least `runs` runs, and of as many as take `least` seconds; the first does not count.
+    """The shortest of at least `runs` runs and at least `least` seconds, after a warm-up run.
 
-    The shortest, as other processes of a shared machine only ever add to it.
+    The shortest, since other processes of a shared machine can only add to it.
     """
     function()
+    if _smoke:
+        least, runs = 0.0, 1
     taken: list[float] = []
     while len(taken) < runs or sum(taken) < least:
         started = time.perf_counter()
@@ -74,32 +85,33 @@ def best_seconds(function: Callable[[], object], least: float = 0.4, runs: int =
 
 
 def measure(threads: int | None = None, isa: str | None = None) -> MachineLimits:
-    """Takes some ten seconds and 1 GB of memory."""
+    """Takes about ten seconds and 1 GB of memory."""
     threads = threads or available_cores()
     isa = isa or _native.default_isa()
     rates = {f"native {kind}": _native_rate(kind, isa, threads) for kind in ("f32", "bf16", "int8_dynamic")}
-    if importlib.util.find_spec("torch") is not None:
+    if importlib.util.find_spec("torch") is not None and not _smoke:
         rates |= {f"torch {dtype}": _torch_rate(dtype, threads) for dtype in ("bfloat16", "float32")}
     return MachineLimits(threads, _bandwidths(isa, threads), rates)
 
 
 def _bandwidths(isa: str, threads: int) -> dict[str, float]:
-    """A plain sum, and a product with one row: prefetching kernels can read faster than a sum does."""
-    buffer = _native.zero_pages(BUFFER_BYTES)
-    buffer.fill(0)  # pages that were never written all are the same one, which the cache holds
+    """A plain sum, and a product with one row: prefetching kernels can read faster than a sum."""
+    size = SMOKE_BUFFER_BYTES if _smoke else BUFFER_BYTES
+    buffer = _native.zero_pages(size)
+    buffer.fill(0)  # untouched pages all map to the same zero page, which stays in the cache
     inputs = 1024
-    outputs = BUFFER_BYTES // (4 * inputs)
+    outputs = size // (4 * inputs)
     matrix = _native.Matrix("f32", outputs, inputs, buffer)
     x, out = np.ones((1, inputs), np.float32), np.empty((1, outputs), np.float32)
     seconds = {
         "sum": best_seconds(lambda: _native.read_memory(buffer, threads), least=1.0),
         "product with a row": best_seconds(lambda: _native.matmul(matrix, x, out, isa, threads), least=1.0),
     }
-    return {name: BUFFER_BYTES / taken * 1e-9 for name, taken in seconds.items()}
+    return {name: size / taken * 1e-9 for name, taken in seconds.items()}
 
 
 def _native_rate(kind: str, isa: str, threads: int) -> float:
-    """Of the product whose operands the caches of the cores hold, the best of a few sizes."""
+    """GFLOP/s of products whose operands fit the caches, the best of a few sizes."""
     dynamic = kind == "int8_dynamic"
     dense: Kind = "bf16" if kind == "bf16" else "f32"
     packer = Packer(dense, INT8 if dynamic else None, dynamic, threads)
@@ -110,7 +122,7 @@ def _native_rate(kind: str, isa: str, threads: int) -> float:
         x = rng.standard_normal((rows, size), np.float32)
         out = np.empty((rows, size), np.float32)
         flops = 2 * rows * size * size
-        repeats = int(1 + 1e10 / flops)
+        repeats = 1 if _smoke else int(1 + 1e10 / flops)
         seconds = best_seconds(lambda: _native.matmul(matrix, x, out, isa, threads, repeats))  # noqa: B023
         best = max(best, repeats * flops / seconds * 1e-9)
     return best
@@ -142,7 +154,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--isa", choices=_native.supported_isas())
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test the script")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        use_smoke_sizes()
     limits = measure(arguments.threads, arguments.isa)
     print(describe(limits), end="")
     if arguments.json:

@@ -1,8 +1,8 @@
-"""What quantization costs in accuracy: logits of each scheme against those in float32.
+"""Accuracy of quantization: logits of each scheme compared to float32.
 
-With --venv (see vs_llamacpp.py) also llama.cpp's own logits of its Q8_0 and Q4_0 files of the same checkpoint.
+With --venv (see vs_llamacpp.py) also llama.cpp's logits for Q8_0 and Q4_0 files of the same checkpoint.
 
-usage: python bench/quantization_error.py [CHECKPOINT] [--positions 256] [--venv DIR]
+usage: python bench/quantization_error.py [CHECKPOINT] [--positions 256] [--venv DIR] [--smoke]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ np.save(sys.argv[3], np.array(model.scores[: len(tokens)], np.float32))
 
 
 def logits_of(model: Path, options: RunnerOptions, tokens: np.ndarray, *, one_by_one: bool) -> np.ndarray:
-    """float32[tokens, vocab]; in steps of one token, as decoding computes them, or all at once."""
+    """Logits float32[tokens, vocab], computed one token per step (decode) or all at once (prefill)."""
     with open_source(model) as source:
         spec = decoder_spec(source.config)
         runner = NativeRunner.load(spec, source, options)
@@ -88,7 +88,10 @@ def main() -> None:
     parser.add_argument("checkpoint", nargs="?", default="neso-pilot")
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--venv", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="few positions, to test the script")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.positions = 4
     model = resolve_model(arguments.checkpoint)
     with open_source(model) as source:
         vocab = min(8000, source.config["vocab_size"])
@@ -97,7 +100,7 @@ def main() -> None:
     print(f"{model.name}, {arguments.positions} positions, relative to float32")
     for name, options in SCHEMES.items():
         report(name, logits_of(model, options, tokens, one_by_one=True), exact)
-        report(f"{name}, as a prompt", logits_of(model, options, tokens, one_by_one=False), exact)
+        report(f"{name}, prefill", logits_of(model, options, tokens, one_by_one=False), exact)
     if arguments.venv is None:
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,13 @@
-"""Engine steps of a whole model in the native runner, held against the limits of the machine (machine_limits.py).
+"""Engine steps of a whole model in the native runner, compared to the limits of the machine (machine_limits.py).
 
-What a step must read: every matrix once, and the keys and values that its sequences have in the cache. What it must
-compute: two operations for each weight and token, and attention. A token whose logits nobody wants needs no output
-matrix, and of the last layer only the keys and values; a prompt needs the logits of its last token.
+A step must read every matrix once, and the cached keys and values of its sequences. It must compute two operations
+per weight and token, and attention. Only the last token of a prompt needs logits; the other tokens need no output
+matrix, and only keys and values in the last layer.
 
 usage: python bench/roofline.py [CHECKPOINT] [--dtype bfloat16] [--quantization int8] [--threads N] [--json FILE]
+           [--smoke]
 
-CHECKPOINT: a directory or GGUF file, or a name that `neso serve` knows; without it, bench/checkpoint.py's `m`.
+CHECKPOINT: a directory, a GGUF file or a model name; default: bench/checkpoint.py's `m`.
 """
 
 from __future__ import annotations
@@ -20,26 +21,34 @@ from typing import get_args
 
 import numpy as np
 from checkpoint import write_checkpoint
-from machine_limits import MachineLimits, best_seconds, describe, measure
+from machine_limits import MachineLimits, best_seconds, describe, measure, use_smoke_sizes
 
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import CacheLayout, DType, Quantization, RunnerOptions
-from neso.engine.runners.native.packed_decoder import PackedDecoder, PackedLayer, pack_items
+from neso.engine.runners.native.packed_decoder import (
+    PackedDecoder,
+    PackedExperts,
+    PackedLayer,
+    PackedMLP,
+    pack_items,
+)
 from neso.engine.runners.native.packing import PackedMatrix
-from neso.engine.runners.native.runner import NativeRunner, available_cores
+from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.hub import resolve_model
+from neso.engine.weights.model_tensors import DecoderTensors
 
 BLOCK = 16
 CONTEXT = 64
-"""Tokens that each decoding sequence has in the cache."""
+"""Cached tokens of each decoding sequence."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A step: `sequences` with `new` tokens each, after `cached` ones."""
+    """A step of `sequences` with `new` tokens each, after `cached` tokens."""
 
     name: str
     sequences: int
@@ -54,11 +63,12 @@ PHASES = (
     Phase("prefill, 128 tokens", 1, 128, 0),
     Phase("prefill, 1024 tokens", 1, 1024, 0),
 )
+SMOKE_PHASES = (Phase("decode, batch 2", 2, 1, 16), Phase("prefill, 32 tokens", 1, 32, 0))
 
 
 @dataclass(frozen=True)
 class Result:
-    """Times in seconds; `share`: the limit by the time, 0 to 1."""
+    """Times in seconds; `share`: limit_seconds / seconds, 0 to 1."""
 
     phase: str
     seconds: float
@@ -79,22 +89,23 @@ HEAD = f"{'':21} {'ms':>9} {'MB':>9} {'GFLOP':>9} {'limit ms':>9} {'of limit':>1
 
 
 class Model:
-    """A native runner, and what its steps must read and compute."""
+    """A native runner, and the bytes and operations of its steps."""
 
-    def __init__(self, path: Path, options: RunnerOptions) -> None:
+    def __init__(self, path: Path, options: RunnerOptions, phases: tuple[Phase, ...]) -> None:
+        self._phases = phases
         threads = options.num_threads or available_cores()
         with open_source(path) as source:
             self.spec: DecoderSpec = decoder_spec(source.config)
-            items = dict(pack_items(self.spec, source, options, threads))
+            items = dict(pack_items(DecoderTensors(self.spec, source), options, threads))
         self.weights = PackedDecoder.assemble(self.spec, items)
         self.runner = NativeRunner(self.spec, self.weights, threads)
-        tokens = max(phase.sequences * _blocks(phase) * BLOCK for phase in PHASES)
+        tokens = max(phase.sequences * _blocks(phase) * BLOCK for phase in phases)
         self.runner.allocate_cache(CacheLayout(tokens // BLOCK, BLOCK))
 
     @property
     def kind(self) -> str:
-        """Of most weights, as machine_limits names it."""
-        matrix = self.weights.layers[0].gate
+        """Kind of most weights, as in machine_limits."""
+        matrix = _mlp(self.weights.layers[0]).down
         return "int8_dynamic" if matrix.dynamic else matrix.kind
 
     def read_bytes(self, phase: Phase) -> float:
@@ -117,13 +128,13 @@ class Model:
         return float(2 * matrices + attention)
 
     def seconds(self, phase: Phase) -> float:
-        """Of the step; the same one again and again, which writes its keys where they were."""
+        """Seconds of the step. Repetitions overwrite the same cache slots."""
         plan = self._plan(phase.sequences, phase.new, phase.cached)
         return best_seconds(lambda: self.runner.step(plan), least=1.0, runs=5)
 
     def fill(self) -> None:
-        """Write the keys that the phases read: memory that was never written is read from no memory."""
-        phase = max((p for p in PHASES if p.cached), key=lambda p: p.sequences)
+        """Write the keys that the phases read: untouched pages all map to the same zero page."""
+        phase = max((p for p in self._phases if p.cached), key=lambda p: p.sequences)
         blocks = _blocks(phase)
         for first in range(0, phase.sequences, 8):
             plan = self._plan(min(8, phase.sequences - first), phase.cached, 0, blocks, first * blocks)
@@ -149,12 +160,21 @@ class Model:
 
 
 def _blocks(phase: Phase) -> int:
-    """Of one sequence."""
+    """Blocks of one sequence."""
     return -(-(phase.cached + phase.new) // BLOCK)
 
 
+def _mlp(layer: PackedLayer) -> PackedMLP:
+    if isinstance(layer.mlp, PackedExperts):
+        raise SystemExit(
+            "models with experts are not supported: which weights a step reads depends on its tokens"
+        )
+    return layer.mlp
+
+
 def _matrices(layer: PackedLayer) -> list[PackedMatrix]:
-    return [layer.qkv, layer.output, layer.gate, layer.up, layer.down]
+    mlp = _mlp(layer)
+    return [layer.qkv, layer.output, *([mlp.gate] if mlp.gate else []), mlp.up, mlp.down]
 
 
 def _size(matrix: PackedMatrix) -> int:
@@ -175,18 +195,22 @@ def main() -> None:
     parser.add_argument("--quantization", choices=[q for q in get_args(Quantization) if q != "fp8"])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="tiny model and steps, to test the script")
     arguments = parser.parse_args()
+    phases = SMOKE_PHASES if arguments.smoke else PHASES
+    if arguments.smoke:
+        use_smoke_sizes()
     options = RunnerOptions(arguments.dtype, arguments.quantization, arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
         if arguments.checkpoint is None:
-            write_checkpoint(Path(folder), "m")
+            write_checkpoint(Path(folder), "tiny" if arguments.smoke else "m")
         path = resolve_model(arguments.checkpoint) if arguments.checkpoint else Path(folder)
-        model = Model(path, options)
+        model = Model(path, options, phases)
     before = measure(arguments.threads)
     model.fill()
-    seconds = [model.seconds(phase) for phase in PHASES]
+    seconds = [model.seconds(phase) for phase in phases]
     limits = before.best_with(measure(arguments.threads))
-    found = [result_of(model, phase, taken, limits) for phase, taken in zip(PHASES, seconds, strict=True)]
+    found = [result_of(model, phase, taken, limits) for phase, taken in zip(phases, seconds, strict=True)]
     print(f"{describe(limits)}{model.kind} weights, {model.runner.isa} kernels\n{HEAD}")
     for result in found:
         print(result.line())

@@ -1,4 +1,4 @@
-// The body of an infer response of the plainest kind.
+// Fast path for the body of simple infer responses.
 #pragma once
 
 #include <string_view>
@@ -7,13 +7,11 @@
 
 namespace neso::wire {
 
-// (body, length of its JSON) of a response without parameters, or null where an output is not plain. No exception is set
-// then.
+// (body, length of its JSON) of a response without parameters. Null, without an exception, for an unsupported output.
 //
-// `outputs`: objects with the attributes `name`, `datatype` (a str) and `array` (C order, native bytes). `binary`: which of
-// them go behind the JSON as they lie in memory, a dict by name; `binary_by_default` holds for the others. Not plain are
-// strings that JSON has to escape, BYTES, FP16 and BF16 as JSON, numbers that JSON does not have, and outputs of more than
-// 64 KiB in all.
+// `outputs`: objects with attributes `name`, `datatype` (str) and `array` (C order, native byte order). `binary`: dict from
+// name to whether the output is appended as binary data; `binary_by_default` applies to other names. Unsupported are
+// strings that JSON must escape; BYTES, FP16 and BF16 as JSON; NaN and infinite numbers; more than 64 KiB of outputs.
 PyObject* write_plain_infer(PyObject* id, PyObject* model_name, PyObject* model_version, PyObject* outputs,
                             PyObject* binary, bool binary_by_default);
 

@@ -1,4 +1,4 @@
-// The extension module `_wire`: the plain requests of a server's front ends, parsed in one call, and the plain responses.
+// Extension module `_wire`: fast paths that parse common requests and write common responses in one call.
 
 #include <nanobind/nanobind.h>
 

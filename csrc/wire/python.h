@@ -1,5 +1,5 @@
-// References to Python objects that are let go of by themselves. For the plain C API: what is built here is built for
-// every request, and the wrappers' checks would cost as much as the work.
+// Owning references to Python objects for the plain C API. These objects are built for every request; the checks of
+// nanobind's wrappers would cost as much as the work.
 #pragma once
 
 #include <Python.h>
@@ -12,7 +12,7 @@ namespace neso::wire {
 class Reference {
   public:
     Reference() = default;
-    // Takes over a new reference; null if the call that made it has failed.
+    // Steals a new reference; null if the call that created it failed.
     explicit Reference(PyObject* object) : object_(object) {}
     Reference(Reference&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
     Reference& operator=(Reference&& other) noexcept {
@@ -31,7 +31,7 @@ class Reference {
     PyObject* object_ = nullptr;
 };
 
-// Text of UTF-8; null for what is none, without an exception.
+// A str from UTF-8; null without an exception if the bytes are invalid.
 inline Reference text(std::string_view bytes) {
     PyObject* object = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "strict");
     if (object == nullptr) PyErr_Clear();

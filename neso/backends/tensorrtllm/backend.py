@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class TensorRtLlmBackend(EngineBackend):
     """See `signature`. Each row of a batch is a request to the engine; a request with `stop` ends one by its id.
 
-    Of `dynamic_batching` it implemented_fields the length of the queue: requests are batched while they run.
+    Of `dynamic_batching`, only the queue size applies: batching is in-flight.
     """
 
     implemented_fields = frozenset({"dynamic_batching"})

@@ -1,1 +1,1 @@
-"""Models that turn a text into a vector, or a pair of texts into a score: no cache, one step a request."""
+"""Encoder models: embeddings of texts and scores of pairs, without KV cache, one step per request."""

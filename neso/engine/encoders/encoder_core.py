@@ -1,4 +1,4 @@
-"""The engine of an encoder: requests in, one batch a step, vectors out."""
+"""The engine core for encoders: requests in, one batch per step, embeddings or scores out."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class EncoderCore:
-    """What `EngineCore` is for decoders: single-threaded, no I/O, `step` is the whole of it.
+    """The counterpart of `EngineCore` for encoders: single-threaded, no I/O.
 
-    A request is the work of one step and nothing of it is kept, so there is no cache and nothing to preempt. A step
-    takes requests by priority and arrival while `max_num_batched_tokens` and `max_num_seqs` allow; one text is never
-    cut, so a long one may be a step by itself.
+    A request is completed in one step, so there is no KV cache and no preemption. A step takes requests by priority
+    and arrival up to `max_num_batched_tokens` and `max_num_seqs`; texts are not split, so a long one may exceed the
+    token budget in a step of its own.
     """
 
     def __init__(self, encoder: TextEncoder, pooler: Pooler, config: SchedulerConfig) -> None:
@@ -40,7 +40,7 @@ class EncoderCore:
 
     @property
     def info(self) -> PoolingInfo:
-        """What it can pool."""
+        """Supported pooling tasks."""
         classifier = self._encoder.classifier
         tasks: set[PoolingTask] = {"embed"} if classifier is None else {"embed", "classify"}
         return PoolingInfo(
@@ -55,7 +55,7 @@ class EncoderCore:
         return len(self._waiting) > 0
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
-        """Take a request; one that can never run is answered at once with an error."""
+        """Queue a request; returns an error at once for one that can never run."""
         if request.pooling is None:
             return [_failed(request, "the model is an encoder: it cannot generate text")]
         if request.request_id in self._sequences:
@@ -72,13 +72,13 @@ class EncoderCore:
         return []
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Forget a request; unknown ones are ignored."""
+        """Drop a request; unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._waiting.remove(sequence)
 
     def step(self) -> list[SequenceOutput]:
-        """Encode the next requests. Nothing that happens in it raises."""
+        """Encode the next requests. Errors become failed outputs; never raises."""
         batch = self._next_batch()
         if not batch:
             return []
@@ -97,7 +97,7 @@ class EncoderCore:
         )
 
     def check_integrity(self) -> None:
-        """There are no books to check."""
+        """Nothing to check: there is no KV cache."""
 
     def _next_batch(self) -> list[EngineRequest]:
         budget, batch = self._config.max_num_batched_tokens, list[EngineRequest]()

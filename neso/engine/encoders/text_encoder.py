@@ -1,4 +1,4 @@
-"""x"""
+"""Text encoders: from tokens to hidden states, and to the logits of a classifier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Two small matrices; weights are [outputs, inputs]."""
+    """Classification head of two matrices [outputs, inputs]; with one output, the score of a reranker."""
 
     spec: ClassifierSpec
     dense_weight: Float32Array
@@ -38,14 +38,14 @@ class Classifier:
         )
 
     def logits(self, first: Float32Array) -> Float32Array:
-        """float32[S, labels] of the first tokens' vectors float32[S, hidden]."""
+        """Logits float32[S, labels] for the first tokens' hidden states float32[S, hidden]."""
         dense = first @ self.dense_weight.T + self.dense_bias
         activated = np.tanh(dense) if self.spec.activation == "tanh" else np.maximum(dense, np.float32(0))
         logits: Float32Array = activated @ self.out_weight.T + self.out_bias
         return logits
 
     def activate(self, logits: Float32Array) -> Float32Array:
-        """Probabilities of float32[S, labels]: a sigmoid of one, or where classes do not exclude each other."""
+        """Probabilities float32[S, labels]: sigmoid for one label or multi-label models, otherwise softmax."""
         if self.spec.multi_label or len(self.spec.labels) == 1:
             sigmoid: Float32Array = np.float32(1) / (np.float32(1) + np.exp(-logits))
             return sigmoid
@@ -67,7 +67,7 @@ class TextBatch:
 
     @classmethod
     def of(cls, prompts: list[tuple[list[int], list[int] | None]]) -> TextBatch:
-        """From (token ids, token types) of each sequence; no types are all 0."""
+        """From (token ids, token types) of each sequence; types None means all 0."""
         starts = np.cumsum([0, *(len(ids) for ids, _ in prompts)])
         types = [t for ids, given in prompts for t in (given or [0] * len(ids))]
         ids = [token for tokens, _ in prompts for token in tokens]
@@ -75,7 +75,7 @@ class TextBatch:
 
 
 class TextEncoder:
-    """The tables of an `EncoderSpec` and the layers behind them."""
+    """The embedding tables of an `EncoderSpec`, its layers and its classifier."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class TextEncoder:
     def load(
         cls, spec: EncoderSpec, source: TensorSource, stack: type[LayerStack], options: RunnerOptions
     ) -> TextEncoder:
-        """Raises `CheckpointError` when a tensor is missing or does not fit, `UnsupportedOption`."""
+        """Raises `CheckpointError` if a tensor is missing or has the wrong shape, `UnsupportedOption`."""
         tensors = EncoderTensors(source, (spec.prefix,))
         classifier = None
         if spec.classifier is not None:
@@ -102,7 +102,7 @@ class TextEncoder:
         return cls(spec, _Tables.load(spec, tensors), layers, classifier)
 
     def encode(self, batch: TextBatch) -> Float32Array:
-        """The vector of each token, float32[T, hidden]."""
+        """Final hidden states float32[T, hidden]."""
         tables, spec = self._tables, self.spec
         x = tables.word[batch.token_ids]
         x += tables.position[self._positions(batch)]
@@ -116,7 +116,7 @@ class TextEncoder:
         padding_id = self.spec.padding_id
         if padding_id is None:
             return np.arange(batch.starts[-1]) - np.repeat(first, lengths)
-        # Padding tokens, should a prompt hold some, stay where counting begins.
+        # Padding tokens in a prompt have position padding_id.
         counts = batch.token_ids != padding_id
         running = np.cumsum(counts)
         before = np.repeat(running[first] - counts[first], lengths)

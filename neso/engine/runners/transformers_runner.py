@@ -1,4 +1,4 @@
-"""x"""
+"""Runs models without a spec: transformers' implementation of a model, with Neso's paged attention in its layers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.source import CheckpointError, TensorSource
 
-NAME = "neso_paged"
-"""What `attn_implementation` is called; transformers makes no mask for it."""
+ATTENTION_NAME = "neso_paged"
+"""Value of `attn_implementation`; transformers creates no mask for it."""
 
 
 class LayerAttention(Protocol):
@@ -48,8 +48,8 @@ _active: ContextVar[LayerAttention] = ContextVar("attention of the step that run
 
 
 @contextmanager
-def attending(attention: LayerAttention) -> Iterator[None]:
-    """All attention of models in this thread goes to `attention`."""
+def use_attention(attention: LayerAttention) -> Iterator[None]:
+    """Route attention of transformers' models in this context to `attention`."""
     token = _active.set(attention)
     try:
         yield
@@ -57,7 +57,7 @@ def attending(attention: LayerAttention) -> Iterator[None]:
         _active.reset(token)
 
 
-def _called_by_transformers(
+def _forward_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -68,7 +68,7 @@ def _called_by_transformers(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query[1, heads, T, D], key and value [1, kv_heads, T, D]: a flat batch. Gives [1, T, heads, D]."""
+    """query[1, heads, T, D], key and value [1, kv_heads, T, D] of a flat batch -> [1, T, heads, D]."""
     for name in ("s_aux", "position_bias"):
         if options.get(name) is not None:
             raise UnsupportedModel(f"attention with {name} is not supported for models run by transformers")
@@ -81,11 +81,11 @@ def _called_by_transformers(
     return attended[None], None
 
 
-AttentionInterface.register(NAME, _called_by_transformers)
+AttentionInterface.register(ATTENTION_NAME, _forward_attention)
 
 
 class PagedAttention:
-    """Attention over the cache, for one step."""
+    """Attention over the KV cache in one step."""
 
     def __init__(self, inputs: StepInputs, cache: KVCache, operations: Operations) -> None:
         self._inputs, self._cache, self._operations = inputs, cache, operations
@@ -106,7 +106,7 @@ class PagedAttention:
 
 
 class HeadProbe:
-    """Learns from one token what the layers' heads look like, which no field of config.json says for all models."""
+    """Records the head shapes of each layer for one token, since config.json has no common field for them."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, HeadShape] = {}
@@ -129,13 +129,13 @@ class HeadProbe:
 
 logger = logging.getLogger(__name__)
 
-# Their frequencies depend on the longest sequence of a batch, so that a sequence's logits depended on its mates.
+# Unsupported: frequencies would depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _KNOWN_LAYERS = ("full_attention", "sliding_attention")
 
 
 class TransformersRunner(DeviceRunner):
-    """Takes a model if all that its layers remember are keys and values."""
+    """Supports models whose only state per sequence is keys and values."""
 
     def __init__(self, model: nn.Module, config: Any, device: torch.device) -> None:
         self._model, self.device = model, device
@@ -157,8 +157,7 @@ class TransformersRunner(DeviceRunner):
             raise UnsupportedOption("models run by transformers cannot be quantized here")
         if options.max_attention_window_size is not None or options.sink_token_length:
             raise UnsupportedOption(
-                "models run by transformers have the windows of their own; max_attention_window_size and "
-                "sink_token_length are not for them"
+                "models run by transformers do not support max_attention_window_size and sink_token_length"
             )
         if not isinstance(source, Checkpoint):
             raise UnsupportedModel(
@@ -172,13 +171,13 @@ class TransformersRunner(DeviceRunner):
             model = AutoModelForCausalLM.from_pretrained(
                 source.directory,
                 dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
-                attn_implementation=NAME,
+                attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
             )
         except UnsupportedModel:
             raise
         except (OSError, ValueError, KeyError) as error:
-            # The rest of such messages are hints on how to install other versions.
+            # Further lines of such messages are hints on installing other versions.
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{source.directory}: transformers cannot load it: {reason}") from error
         logger.info("transformers runner: %s, %s", type(model).__name__, device)
@@ -186,12 +185,12 @@ class TransformersRunner(DeviceRunner):
 
     def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
         inputs = step_inputs(plan, cache.layout.block_size, self.device, chosen)
-        with attending(PagedAttention(inputs, cache, self._operations)):
+        with use_attention(PagedAttention(inputs, cache, self._operations)):
             output = self._model(
                 input_ids=inputs.token_ids[None].long(),
                 position_ids=inputs.positions[None].long(),
                 use_cache=False,
-                # 0 stands for all of them.
+                # 0 means all rows.
                 logits_to_keep=0 if inputs.logits_rows is None else inputs.logits_rows.long(),
             )
         logits: Tensor = output.logits[0]
@@ -199,9 +198,9 @@ class TransformersRunner(DeviceRunner):
 
     @torch.inference_mode()
     def _probe(self, num_layers: int) -> list[HeadShape]:
-        """Heads of each layer. Raises `UnsupportedModel` when layers keep anything but keys and values."""
+        """Head shapes of each layer. Raises `UnsupportedModel` if layers have state other than keys and values."""
         probe, one = HeadProbe(), torch.ones(1, 1, dtype=torch.long, device=self.device)
-        with attending(probe):
+        with use_attention(probe):
             self._model(input_ids=one, position_ids=one, use_cache=False)
         if sorted(probe.shapes) != list(range(num_layers)):
             raise UnsupportedModel(
@@ -212,7 +211,7 @@ class TransformersRunner(DeviceRunner):
 
 
 def check_config(config: Any) -> None:
-    """Raises `UnsupportedModel` for what a flat batch would get wrong without an error."""
+    """Raises `UnsupportedModel` for configs that would silently give wrong results in a flat batch."""
     name = config.model_type
     if getattr(config, "max_position_embeddings", None) is None:
         raise UnsupportedModel(f"{name}: config field 'max_position_embeddings' is missing")

@@ -1,4 +1,4 @@
-"""Encoder layers in C++ on the CPU."""
+"""Encoder layers of the native runner."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 import neso._native as _native
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import DEFAULT_OPTIONS, Float32Array, Int32Array, LayerStack, RunnerOptions
-from neso.engine.runners.native.packing import DTYPES, KINDS, Packer, refuse_fp8
-from neso.engine.runners.native.runner import available_cores
+from neso.engine.runners.native.packing import DTYPES, KINDS, Packer, reject_fp8
 from neso.engine.specs.encoder_spec import LayerRole, LayerStackSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class NativeLayerStack(LayerStack):
-    """Holds the packed weights and the threads. Calls must come one at a time."""
+    """Holds the packed weights and the thread team. Not thread-safe."""
 
     def __init__(
         self, spec: LayerStackSpec, layers: list[_native.EncoderLayer], cache_kind: str, threads: int
     ) -> None:
         self.spec = spec
-        self._layers = layers  # the encoder has pointers into them
+        self._layers = layers  # the encoder holds pointers to them
         self._encoder = _native.Encoder(
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
@@ -45,10 +45,10 @@ class NativeLayerStack(LayerStack):
     def load(
         cls, spec: LayerStackSpec, tensors: EncoderTensors, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> NativeLayerStack:
-        refuse_fp8(options)
+        reject_fp8(options)
         threads = options.num_threads or available_cores()
         dtype = _dense_dtype(spec, tensors, options)
-        packer = Packer.by_options(options, dtype, threads)
+        packer = Packer.from_options(options, dtype, threads)
         layers = [_load_layer(spec, tensors, packer, layer) for layer in range(spec.num_layers)]
         exact = KINDS[dtype] == "f32" and options.quantization is None
         return cls(spec, layers, "f32" if exact else "bf16", threads)

@@ -1,4 +1,4 @@
-"""Adapters in the layouts that the kernels stream (csrc/kernels/kernels.h: ShrinkTask, ExpandTask)."""
+"""LoRA adapters in the layout of the C++ kernels (csrc/kernels/kernels.h: ShrinkTask, ExpandTask)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from neso.engine.runners.native.packing import PANEL, Arena
 
 AdapterKind = Literal["f32", "bf16"]
 
-# The targets of each product, in the order of its outputs; the numbers are those of csrc/model/adapter.h.
+# The targets of each product, in the order of its outputs; indices as in csrc/model/adapter.h.
 _PRODUCTS: tuple[tuple[Target, ...], ...] = (
     ("query", "key", "value"),
     ("output",),
@@ -28,12 +28,12 @@ _DTYPES: dict[AdapterKind, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 _BLOCK = 32
-"""Inputs that the matrices A are padded to."""
+"""Inputs of the matrices A are padded to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeAdapter:
-    """An adapter for the kernels; `num_bytes` of packed weights."""
+    """A packed adapter; `num_bytes`: size of its weights."""
 
     native: _native.Adapter
     num_bytes: int
@@ -47,12 +47,12 @@ class NativeAdapter:
             for product, targets in enumerate(_PRODUCTS):
                 adapted = [target for target in targets if target in changes]
                 if adapted:
-                    a, scales = packer.first_sides([changes[target] for target in adapted])
+                    a, scales = packer.pack_a([changes[target] for target in adapted])
                     native.add_product(layer, product, changes[adapted[0]].a.shape[1], a, scales)
                 first_output = 0
                 for target in targets:
                     if target in changes:
-                        b = packer.second_side(changes[target])
+                        b = packer.pack_b(changes[target])
                         rank = _even(changes[target].rank)
                         native.add_part(layer, product, first_output, widths[target], rank, b)
                     first_output += widths.get(target, 0)
@@ -60,15 +60,15 @@ class NativeAdapter:
 
 
 class _Packer:
-    """Packs both sides into memory of its own."""
+    """Packs the matrices A and B of low-rank changes into an arena."""
 
     def __init__(self, kind: AdapterKind) -> None:
         self.num_bytes = 0
         self._dtype = _DTYPES[kind]
         self._arena = Arena()
 
-    def first_sides(self, changes: list[LowRank]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-        """The matrices A one below the other, and the scale of each rank."""
+    def pack_a(self, changes: list[LowRank]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
+        """The stacked matrices A, and the scale of each rank."""
         inputs = changes[0].a.shape[1]
         ranks = sum(_even(change.rank) for change in changes)
         blocks = -(-inputs // _BLOCK)
@@ -83,7 +83,7 @@ class _Packer:
             stacked = stacked.reshape(ranks, blocks, 2, _BLOCK // 2).swapaxes(2, 3)
         return self._keep(stacked), scales
 
-    def second_side(self, change: LowRank) -> npt.NDArray[np.uint8]:
+    def pack_b(self, change: LowRank) -> npt.NDArray[np.uint8]:
         """The matrix B in panels of 16 outputs."""
         outputs, rank = len(change.b), _even(change.rank)
         panels = -(-outputs // PANEL)
@@ -100,5 +100,5 @@ class _Packer:
 
 
 def _even(rank: int) -> int:
-    """With a rank of zeros where there is one too few: ranks are multiplied in pairs."""
+    """Rounded up to even: kernels multiply ranks in pairs, odd ranks are padded with zeros."""
     return rank + rank % 2

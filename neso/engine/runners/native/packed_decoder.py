@@ -1,4 +1,4 @@
-"""x"""
+"""All weights of a decoder packed for the kernels, and reading and writing them as an engine directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Item = PackedMatrix | npt.NDArray[Any]
 
 T = TypeVar("T", PackedMatrix, npt.NDArray[Any])
 
-# Its errors go straight into the logits, and as the embedding into everything.
+# Errors of lm_head directly affect the logits, and all layers if it is also the embedding.
 _LM_HEAD_SCHEMES: dict[str | None, Scheme | None] = {**SCHEMES, "int4": INT8}
 _BIASES: dict[Role, Role] = {
     "query": "query_bias",
@@ -49,7 +49,7 @@ _BIASES: dict[Role, Role] = {
 
 @dataclass(frozen=True, slots=True)
 class PackedMLP:
-    """A plain MLP has no gate."""
+    """gate: None in a plain MLP."""
 
     gate: PackedMatrix | None
     up: PackedMatrix
@@ -58,7 +58,7 @@ class PackedMLP:
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """router: an output for each expert, then one for the shared expert's gate, if it has one."""
+    """router: one output per expert, then one for the shared expert's gate, if there is one."""
 
     router: PackedMatrix
     experts: list[PackedMLP]
@@ -67,7 +67,7 @@ class PackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """vectors: norms and their biases by role, float32; qkv: queries, keys and values, one below the other."""
+    """vectors: norms and their biases by role, float32; qkv: queries, keys and values, stacked."""
 
     vectors: dict[str, Float32Array]
     qkv: PackedMatrix
@@ -77,11 +77,11 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedDecoder:
-    """All weights.
+    """All weights of a decoder.
 
     - vectors: the final norm and its bias, float32
-    - embedding: [vocab_size, hidden], rows as they are; None where lm_head serves as the embedding
-    - positions: float32[positions, hidden] where they are learned
+    - embedding: [vocab_size, hidden], not packed; None if tied to lm_head
+    - positions: learned positions float32[positions, hidden], or None
     """
 
     layers: list[PackedLayer]
@@ -92,7 +92,7 @@ class PackedDecoder:
 
     @classmethod
     def assemble(cls, spec: DecoderSpec, items: Mapping[str, Item]) -> PackedDecoder:
-        """From items named as `pack_items` names them. Raises `KeyError` when one is missing."""
+        """From the items of `pack_items`. Raises `KeyError` if one is missing."""
 
         def matrix(name: str) -> PackedMatrix:
             return _expect(items[name], PackedMatrix)
@@ -127,7 +127,7 @@ class PackedDecoder:
         )
 
     def moved(self, arena: Arena) -> PackedDecoder:
-        """The same with its packed matrices copied into `arena`."""
+        """A copy with its packed matrices in `arena`."""
 
         def move(matrix: PackedMatrix) -> PackedMatrix:
             return replace(matrix, data=arena.copy(matrix.data))
@@ -149,12 +149,12 @@ class PackedDecoder:
 
     @property
     def cache_kind(self) -> Kind:
-        """How keys and values are kept: exact for float32 weights, else bfloat16."""
+        """Dtype of the KV cache: float32 for float32 weights, otherwise bfloat16."""
         return "f32" if all(layer.qkv.kind == "f32" for layer in self.layers) else "bf16"
 
 
 def _layer_vectors(spec: DecoderSpec) -> list[Role]:
-    """Norms and their biases, in the order that they are packed in."""
+    """Roles of the norms and their biases, in packing order."""
     roles: list[Role] = []
     for role in spec.layer_norms:
         roles += [role, NORM_BIASES[role]] if spec.norm_bias else [role]
@@ -171,12 +171,12 @@ def _expect(item: Item, kind: type[T]) -> T:
 
 
 def pack_items(tensors: DecoderTensors, options: RunnerOptions, threads: int) -> Iterator[tuple[str, Item]]:
-    """Read and pack matrix by matrix: names like "layers.0.qkv", and what `PackedDecoder` has under them.
+    """Read and pack one matrix at a time: (name, item) with names like "layers.0.qkv", see `PackedDecoder.assemble`.
 
-    Raises `CheckpointError` when a tensor is missing or does not fit.
+    Raises `CheckpointError` if a tensor is missing or has the wrong shape.
     """
     spec, dtype = tensors.spec, dense_dtype(tensors, options)
-    packer = Packer.by_options(options, dtype, threads)
+    packer = Packer.from_options(options, dtype, threads)
     for layer in range(spec.num_layers):
         for name, item in _LayerPacker(tensors, packer, layer).items():
             yield f"layers.{layer}.{name}", item
@@ -195,7 +195,7 @@ def pack_items(tensors: DecoderTensors, options: RunnerOptions, threads: int) ->
 
 
 def count_items(spec: DecoderSpec) -> int:
-    """How many `pack_items` gives."""
+    """Number of items that `pack_items` yields."""
     total = 1 + len(_final_vectors(spec)) + (not spec.tied_embeddings) + (spec.position_offset is not None)
     of_mlp = 2 + spec.gated
     for layer in range(spec.num_layers):
@@ -208,7 +208,7 @@ def count_items(spec: DecoderSpec) -> int:
 
 
 def dense_dtype(tensors: DecoderTensors, options: RunnerOptions) -> np.dtype[Any]:
-    """Of the weights that are not quantized: what was asked for, else what the checkpoint has."""
+    """Dtype of weights that are not quantized: the option's, otherwise the checkpoint's."""
     if options.dtype != "auto":
         return DTYPES[options.dtype]
     matrix = tensors.matrix("query", 0)
@@ -244,12 +244,12 @@ class _LayerPacker:
         spec = self._tensors.spec
         experts = spec.experts
         assert experts is not None
-        # Its errors decide which experts a token goes to.
+        # Not quantized: errors of the router send tokens to other experts.
         exact = replace(self._packer, scheme=None)
         roles: tuple[Role, ...] = ("router", "shared_router") if experts.shared_gated else ("router",)
         yield "router", exact.pack([self._tensors.matrix(role, self._layer) for role in roles])
         for index in range(experts.count):
-            parts = self._alike([self._tensors.matrix(role, self._layer, index) for role in EXPERT_ROLES])
+            parts = self._uniform([self._tensors.matrix(role, self._layer, index) for role in EXPERT_ROLES])
             for name, part in zip(("gate", "up", "down"), parts, strict=True):
                 yield f"experts.{index}.{name}", self._packer.pack([part])
         if experts.shared_size is not None:
@@ -257,8 +257,8 @@ class _LayerPacker:
             for name, role in zip(("gate", "up", "down"), shared, strict=True):
                 yield f"shared.{name}", self._pack((role,), None)
 
-    def _alike(self, parts: list[Matrix]) -> list[Matrix]:
-        """What the experts' kernels can take: gate and up in one kind, and inputs in their order."""
+    def _uniform(self, parts: list[Matrix]) -> list[Matrix]:
+        """Dequantize unless gate and up have the same kind and no inputs are permuted, as kernels require."""
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         kinds = {
             (part.bits, part.group_size) if isinstance(part, QuantizedMatrix) else None for part in parts[:2]
@@ -271,7 +271,7 @@ class _LayerPacker:
         return self._packer.pack([self._tensors.matrix(role, self._layer) for role in roles], bias)
 
     def _biases(self, biased: bool, *roles: Role) -> Float32Array | None:
-        """The biases of these matrices, one after the other."""
+        """The concatenated biases of these matrices."""
         if not biased:
             return None
         return np.concatenate([self._tensors.vector(_BIASES[role], self._layer) for role in roles])
@@ -282,23 +282,23 @@ def _mlp_roles(spec: DecoderSpec) -> tuple[Role, ...]:
 
 
 def _embedding(tensors: DecoderTensors, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A copy in the dtype of the dense weights; only float16 weights are kept as float16."""
+    """A copy in the dtype of the dense weights; only float16 weights are stored as float16."""
     stored = tensors.table("embedding")
     if dtype == np.float16 and stored.dtype != np.float16:
         dtype = np.dtype(np.float32)
     return np.array(stored, dtype, order="C")
 
 
-# What an entry of a header takes: a name, a type, a shape, two offsets. An item has at most five arrays.
+# Size of a header entry: name, dtype, shape, two offsets. An item has at most five arrays.
 _ENTRY_BYTES = 160
-_ARRAYS_OF_ITEM = 5
+_ARRAYS_PER_ITEM = 5
 
 
 def write_rank(
     directory: Path, rank: int, spec: DecoderSpec, items: Iterable[tuple[str, Item]]
 ) -> dict[str, dict[str, Any]]:
-    """Write the files of one rank as the items come; returns the numbers of the matrices by name."""
-    header_bytes = _ENTRY_BYTES * _ARRAYS_OF_ITEM * count_items(spec)
+    """Write the files of one rank item by item; returns the non-array fields of each matrix by name."""
+    header_bytes = _ENTRY_BYTES * _ARRAYS_PER_ITEM * count_items(spec)
     matrices: dict[str, dict[str, Any]] = {}
     with (
         SafetensorsWriter(directory / packed_file(rank), header_bytes) as packed,
@@ -315,10 +315,9 @@ def write_rank(
 
 
 def read_engine(spec: DecoderSpec, directory: EngineDirectory, options: RunnerOptions) -> PackedDecoder:
-    """The weights of an engine directory, mapped.
+    """The memory-mapped weights of an engine directory.
 
-    Raises `UnsupportedOption` when the options ask for something else than was built, `CheckpointError` when the
-    files lack something.
+    Raises `UnsupportedOption` if the options differ from those of the build, `CheckpointError` if an item is missing.
     """
     _check_options(directory, options)
     arrays = directory.arrays()
@@ -341,7 +340,7 @@ def read_engine(spec: DecoderSpec, directory: EngineDirectory, options: RunnerOp
 
 
 def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Small vectors may lie anywhere in the file; kernels read them by their type."""
+    """A copy if the array is unaligned, as small vectors of a file may be."""
     return array if array.flags.aligned else np.array(array)
 
 

@@ -1,4 +1,4 @@
-"""x"""
+"""Weight matrices in the layout of the C++ kernels (csrc/kernels/matrix.h): packing, quantizing, memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """Hands out pieces of large chunks, never taken back.
+    """Allocator of large huge-page chunks; memory is never freed individually.
 
-    Weights are read from end to end in every step. In pages of 4 KB the look-ups of addresses cost a third of the
-    bandwidth on a virtual machine, and most matrices by themselves are too small for huge pages.
+    Weights are read completely in every step. With 4 KB pages, TLB misses cost a third of the bandwidth on a virtual
+    machine, and most single matrices are too small for huge pages.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,8 @@ class Arena:
         self._used = 0
 
     def zeros(self, size: int) -> npt.NDArray[np.uint8]:
-        """Zeroed uint8[size], at a multiple of 64 bytes."""
+        """Zeroed uint8[size], aligned to 64 bytes."""
         if self._used + size > len(self._chunk):
-            # Pages that are never touched take no memory.
             self._chunk = _native.zero_pages(max(size, _CHUNK_BYTES))
             self._used = 0
         piece = self._chunk[self._used : self._used + size]
@@ -49,18 +48,18 @@ class Arena:
 Kind = Literal["f32", "f16", "bf16", "int8", "int4"]
 
 PANEL = 16
-"""Outputs that lie next to each other; a matrix is padded to whole panels."""
+"""Outputs that are stored together; matrices are padded to whole panels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
     """Weights [outputs, inputs] in panels of 16 outputs.
 
-    - data: uint8, the packed weights or codes
-    - scales, offsets: float16[panels * groups * 16] of quantized kinds, to be multiplied by scale_factor; offsets
-      None where the codes are symmetric
-    - dynamic: whether activations may be rounded to 8 bits
-    - input_order: int32[inputs] where columns are permuted
+    - data: uint8, packed weights or codes
+    - scales, offsets: float16[panels * groups * 16] of quantized kinds, in units of scale_factor; offsets are None
+      for symmetric codes
+    - dynamic: whether activations are quantized to 8 bits
+    - input_order: int32[inputs] for permuted columns, or None
     - bias: float32[outputs] or None
     """
 
@@ -77,7 +76,7 @@ class PackedMatrix:
     bias: npt.NDArray[np.float32] | None = None
 
     def native(self) -> _native.Matrix:
-        """The same for the kernels; it keeps the arrays alive."""
+        """The matrix for the kernels; it keeps the arrays alive."""
         return _native.Matrix(
             self.kind,
             self.outputs,
@@ -93,12 +92,12 @@ class PackedMatrix:
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The fields that are arrays."""
+        """Array fields by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
 
     def numbers(self) -> dict[str, Any]:
-        """The fields that are not."""
+        """Other fields by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: value for name, value in named.items() if not isinstance(value, np.ndarray | type(None))
@@ -122,39 +121,39 @@ KINDS: dict[np.dtype[Any], Kind] = {
     np.dtype(np.float16): "f16",
     np.dtype(ml_dtypes.bfloat16): "bf16",
 }
-# The largest scale becomes about this: float16 then is exact to 11 bits for scales 2^28 times smaller.
+# Scales are normalized to about this maximum: float16 then has 11 bits for scales up to 2^28 times smaller.
 _LARGEST_SCALE = 2.0**14
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Symmetric codes of `bits` (8 or 4) with a scale for each `group_size` inputs."""
+    """Symmetric codes of `bits` (8 or 4) with one scale per `group_size` inputs."""
 
     bits: int
     group_size: int
 
 
-# As large as llama.cpp's Q8_0 and Q4_0, with scales of the least error. Groups of 64 would save 3 % of the 8-bit
-# weights, and err more than Q8_0 does.
+# The size of llama.cpp's Q8_0 and Q4_0, with error-minimizing scales. Groups of 64 would save 3 % of the 8-bit
+# weights, with a larger error than Q8_0.
 INT8 = Scheme(bits=8, group_size=32)
 INT4 = Scheme(bits=4, group_size=32)
 SCHEMES: dict[str | None, Scheme | None] = {None: None, "int8": INT8, "int4": INT4, "int8_dynamic": INT8}
 """By the option `quantization`."""
 
 
-def refuse_fp8(options: RunnerOptions) -> None:
-    """Raises `UnsupportedOption`: there is no arithmetic in 8-bit floats on a CPU."""
+def reject_fp8(options: RunnerOptions) -> None:
+    """Raises `UnsupportedOption` for fp8, which CPUs cannot multiply."""
     if options.quantization == "fp8":
         raise UnsupportedOption("fp8 weights need a GPU; on a CPU there are int8, int4 and int8_dynamic")
 
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """How weights are kept.
+    """Packs matrices with the given precision.
 
     - kind: of dense matrices
-    - scheme: how matrices that come dense are quantized; None leaves them dense
-    - dynamic: whether activations may be rounded to 8 bits for quantized matrices
+    - scheme: quantization of matrices that are dense in the checkpoint; None leaves them dense
+    - dynamic: whether activations of quantized matrices are quantized to 8 bits
     """
 
     kind: Kind
@@ -164,19 +163,19 @@ class Packer:
     arena: Arena = field(default_factory=Arena)
 
     @classmethod
-    def by_options(cls, options: RunnerOptions, dtype: np.dtype[Any], threads: int) -> Packer:
-        """As the options of a runner say; `dtype`: of what stays dense."""
+    def from_options(cls, options: RunnerOptions, dtype: np.dtype[Any], threads: int) -> Packer:
+        """`dtype`: of matrices that stay dense."""
         dynamic = options.quantization == "int8_dynamic"
         return cls(KINDS[dtype], SCHEMES[options.quantization], dynamic, threads)
 
     def pack(self, parts: Sequence[Matrix], bias: Float32Array | None = None) -> PackedMatrix:
-        """Pack the parts one below the other, [outputs, inputs] each."""
-        # There is no arithmetic in 8-bit floats on a CPU: such weights count as dense.
+        """Pack the parts, [outputs, inputs] each, stacked along the outputs."""
+        # CPUs cannot multiply float8, so such weights become dense.
         known = [p.dequantize() if isinstance(p, Float8Matrix) else p for p in parts]
         if self.scheme is not None:
             known = [p if isinstance(p, QuantizedMatrix) else self._quantize(p, self.scheme) for p in known]
         quantized = [part for part in known if isinstance(part, QuantizedMatrix)]
-        if len(quantized) == len(known) and _alike(quantized):
+        if len(quantized) == len(known) and _compatible(quantized):
             return self._pack_quantized(quantized, bias)
         return self._pack_dense([dense(part) for part in known], bias)
 
@@ -198,7 +197,7 @@ class Packer:
 
     def _pack_dense(self, parts: list[npt.NDArray[Any]], bias: Float32Array | None) -> PackedMatrix:
         outputs, inputs = sum(len(part) for part in parts), parts[0].shape[1]
-        # Only float16 weights are kept as float16: others have values that it does not.
+        # Only float16 weights are stored as float16: others may be outside its range.
         kind = self.kind
         if kind == "f16" and any(part.dtype != np.float16 for part in parts):
             kind = "f32"
@@ -222,7 +221,7 @@ class Packer:
         symmetric = all(part.offsets is None for part in parts)
         offsets = None if symmetric else np.concatenate([_offsets(part) for part in parts])
         largest = max(float(np.abs(a).max(initial=0)) for a in (scales, offsets) if a is not None)
-        # A power of two, so that nothing is lost by it.
+        # A power of two, so that dividing by it is exact.
         factor = float(2.0 ** np.ceil(np.log2(largest / _LARGEST_SCALE))) if largest > 0 else 1.0
         return PackedMatrix(
             kind,
@@ -239,8 +238,8 @@ class Packer:
         )
 
 
-def _alike(parts: list[QuantizedMatrix]) -> bool:
-    """Whether one packed matrix can hold them all."""
+def _compatible(parts: list[QuantizedMatrix]) -> bool:
+    """Whether they can be stacked in one packed matrix."""
     first = parts[0]
     return all(
         part.bits == first.bits
@@ -270,5 +269,5 @@ def _pack_scales(values: Float32Array, factor: float) -> npt.NDArray[np.float16]
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The memory of an array, which may be unaligned."""
+    """The bytes of an array, which may be unaligned."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,9 +1,8 @@
-"""The native runner: C++ kernels on the CPU, one call a step."""
+"""The native runner: C++ kernels on the CPU, one call per step."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 import neso._native as _native
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.host_resources import available_cores
 from neso.engine.lora.adapter import LoraAdapter, output_widths
 from neso.engine.runners.base import (
     DEFAULT_OPTIONS,
@@ -30,7 +30,7 @@ from neso.engine.runners.native.packed_decoder import (
     pack_items,
     read_engine,
 )
-from neso.engine.runners.native.packing import KINDS, Arena, refuse_fp8
+from neso.engine.runners.native.packing import KINDS, Arena, reject_fp8
 from neso.engine.runners.rotary_tables import RotaryTables
 from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
 from neso.engine.specs.decoder_spec import DecoderSpec
@@ -46,9 +46,9 @@ _NO_MASKS = RowMasks(np.empty(0, np.int32), np.empty((0, 0), np.int32))
 
 
 class NativeRunner(SpecRunner):
-    """Holds the packed weights, the cache and the threads. The steps must come one at a time.
+    """Holds the packed weights, the KV cache and the thread team. Not thread-safe.
 
-    The instruction set is the best that the CPU has, or what the environment variable NESO_ISA names.
+    Uses the best instruction set of the CPU, or the one named by the environment variable NESO_ISA.
     """
 
     capabilities: frozenset[Capability] = frozenset(
@@ -60,11 +60,11 @@ class NativeRunner(SpecRunner):
         self._rotary = RotaryTables(spec.rotaries)
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self.isa = _native.default_isa()
-        # The decoder has pointers into them.
+        # The decoder holds pointers to the weights and the adapters.
         self._weights = _make_weights(spec, weights)
         self._decoder = _make_decoder(spec, self._weights, weights.cache_kind, self.isa, num_threads)
         self._decoder.set_sink_tokens(spec.sink_tokens)
-        self._adapters: dict[int, NativeAdapter] = {}  # by slot; the decoder has pointers into them
+        self._adapters: dict[int, NativeAdapter] = {}  # by slot
         self._adapter_kind: AdapterKind = "f32" if weights.cache_kind == "f32" else "bf16"
         self._hidden = np.empty((0, spec.hidden_size), np.float32)
         self._has_cache = False
@@ -74,7 +74,7 @@ class NativeRunner(SpecRunner):
     def load(
         cls, spec: DecoderSpec, source: TensorSource, options: RunnerOptions = DEFAULT_OPTIONS
     ) -> NativeRunner:
-        refuse_fp8(options)
+        reject_fp8(options)
         threads = options.num_threads or available_cores()
         if isinstance(source, EngineDirectory):
             weights = read_engine(spec, source, options)
@@ -130,7 +130,7 @@ class NativeRunner(SpecRunner):
         return self._hidden
 
     def keep_row_states(self) -> None:
-        """Nothing to do: they are there anyway."""
+        """Nothing to do: they are always kept."""
 
     def row_states(self, rows: list[int]) -> Float32Array:
         states = np.empty((len(rows), self.spec.hidden_size), np.float32)
@@ -164,20 +164,14 @@ class NativeRunner(SpecRunner):
             self._adapters[slot] = adapter
 
     def _move(self, weights: PackedDecoder) -> None:
-        """Copy mapped weights into huge pages while the first requests are served from the file's own pages."""
+        """Copy mapped weights into huge pages, while the first requests are served from the file mapping."""
         self._moved = _make_weights(self.spec, weights.moved(Arena()))
 
     def _logits_buffer(self, rows: int) -> Float32Array:
-        """Reused: fresh memory would cost as much in page faults as sampling does."""
+        """A reused buffer: page faults of new memory would take as long as sampling."""
         if rows > len(self._logits):
             self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
         return self._logits[:rows]
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _make_decoder(
@@ -215,7 +209,7 @@ def _make_weights(spec: DecoderSpec, weights: PackedDecoder) -> _native.Weights:
     tables = RotaryTables(spec.rotaries)
     rotaries = [-1 if rotary is None else tables.index(rotary) for rotary in spec.rotaries]
     return _native.Weights(
-        [_make_layer(*of) for of in zip(weights.layers, spec.sliding_windows, rotaries, strict=True)],
+        [_make_layer(*args) for args in zip(weights.layers, spec.sliding_windows, rotaries, strict=True)],
         weights.vectors,
         weights.lm_head.native(),
         None if embedding is None else embedding.reshape(-1).view(np.uint8),
@@ -225,7 +219,7 @@ def _make_weights(spec: DecoderSpec, weights: PackedDecoder) -> _native.Weights:
 
 
 def _make_layer(layer: PackedLayer, window: int | None, rotary: int) -> _native.Layer:
-    """`rotary`: which of the tables that come with a step, -1 for none."""
+    """`rotary`: index into the tables passed to each step, -1 for none."""
     mlp, experts = None, None
     if isinstance(layer.mlp, PackedExperts):
         shared = None if layer.mlp.shared is None else _make_mlp(layer.mlp.shared)

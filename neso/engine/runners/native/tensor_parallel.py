@@ -1,8 +1,8 @@
-"""The share of one rank in a model split by tensor parallelism (Megatron-LM, arXiv 1909.08053).
+"""The shard of one rank of a model split by tensor parallelism (Megatron-LM, arXiv 1909.08053).
 
-Queries, keys, values, gate and up are split by outputs (whole heads), output and down by inputs, the vocabulary of
-lm_head by rows. Norms, the embedding, routers and the biases that are added after the sum over ranks are whole in each
-rank; only the first rank has those biases, the others have zeros.
+Queries, keys, values, gate and up are split by outputs (whole heads), output and down by inputs. Norms, embedding,
+lm_head and routers are replicated. Biases that are added after the sum over ranks are zero on all ranks but the
+first.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _BY_OUTPUTS: tuple[Role, ...] = (
     "shared_up",
 )
 _BY_INPUTS: tuple[Role, ...] = ("output", "down", "expert_down", "shared_down")
-_OF_FIRST_RANK: tuple[Role, ...] = ("output_bias", "down_bias")
+_FIRST_RANK_ONLY: tuple[Role, ...] = ("output_bias", "down_bias")
 
 
 def shard_spec(spec: DecoderSpec, ranks: int) -> DecoderSpec:
-    """The decoder that each rank runs. Raises `UnsupportedOption` for a number of ranks that does not divide it."""
+    """The decoder that each rank runs. Raises `UnsupportedOption` if the number of ranks does not divide the model."""
     sizes = {field: getattr(spec, field) for field in ("num_heads", "num_kv_heads", "intermediate_size")}
     experts = spec.experts
     if experts is not None:
@@ -67,7 +67,7 @@ def shard_spec(spec: DecoderSpec, ranks: int) -> DecoderSpec:
 
 
 class ShardedTensors(DecoderTensors):
-    """One rank's shares of the tensors of a model; `spec` is that of the whole."""
+    """Tensors of one rank. `spec` describes the whole model."""
 
     def __init__(self, spec: DecoderSpec, source: TensorSource, rank: int, ranks: int) -> None:
         super().__init__(spec, source)
@@ -77,7 +77,7 @@ class ShardedTensors(DecoderTensors):
     def matrix(self, role: Role, layer: int | None = None, expert: int | None = None) -> Matrix:
         found = super().matrix(role, layer, expert)
         if isinstance(found, Float8Matrix):
-            # It is packed dense anyway, and a share's edges need not be those of blocks.
+            # Packed dense anyway, and shard boundaries may split blocks.
             found = found.dequantize()
         if role in _BY_OUTPUTS:
             return take_rows(found, self._range(found.shape[0]))
@@ -89,13 +89,13 @@ class ShardedTensors(DecoderTensors):
         whole = super().vector(role, layer)
         if role in _BY_OUTPUTS:
             return whole[self._range(len(whole))]
-        if role in _OF_FIRST_RANK and self._rank:
+        if role in _FIRST_RANK_ONLY and self._rank:
             whole[...] = 0
         return whole
 
     def _range(self, size: int) -> slice:
-        share = size // self._ranks
-        return slice(self._rank * share, (self._rank + 1) * share)
+        width = size // self._ranks
+        return slice(self._rank * width, (self._rank + 1) * width)
 
 
 def _columns(matrix: npt.NDArray[Any] | QuantizedMatrix, columns: slice) -> Matrix:
@@ -103,7 +103,7 @@ def _columns(matrix: npt.NDArray[Any] | QuantizedMatrix, columns: slice) -> Matr
         return matrix[:, columns]
     size = matrix.group_size
     if matrix.input_order is not None or columns.start % size or columns.stop % size:
-        # Groups would be torn apart.
+        # Shard boundaries would split groups.
         return matrix.dequantize()[:, columns]
     groups = slice(columns.start // size, columns.stop // size)
     return dataclasses.replace(

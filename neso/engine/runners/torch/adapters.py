@@ -1,4 +1,4 @@
-"""Low-rank changes of products (LoRA, arXiv 2106.09685), for the rows of each adapter of a batch."""
+"""LoRA adapters on the device (arXiv 2106.09685), applied to the rows of each adapter in a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.engine.lora.adapter import LoraAdapter, Target
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of one matrix: a [rank, inputs], b [outputs, rank]."""
+    """Low-rank change of one matrix: a [rank, inputs], b [outputs, rank]."""
 
     a: Tensor
     b: Tensor
@@ -26,13 +26,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class TorchAdapter:
-    """Changes by target, for each layer."""
+    """For each layer, changes by target."""
 
     layers: list[dict[Target, Change]]
 
     @classmethod
     def convert(cls, adapter: LoraAdapter, dtype: torch.dtype) -> TorchAdapter:
-        """On the host, in the dtype of the activations."""
+        """On the host, in dtype `dtype`."""
 
         def tensor(values: npt.NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(values.astype(np.float32)).to(dtype)
@@ -53,7 +53,7 @@ class TorchAdapter:
 
 
 class AdapterSlots:
-    """The adapters of a runner by slot, on its device. `widths`: outputs of each target's matrix."""
+    """Adapters on the device by slot. `widths`: outputs of each target's matrix."""
 
     def __init__(self, widths: dict[Target, int], device: torch.device) -> None:
         self._widths, self._device = widths, device
@@ -67,16 +67,16 @@ class AdapterSlots:
     def adapt(
         self, layer: int, targets: tuple[Target, ...], rows: dict[int, Tensor], x: Tensor, y: Tensor
     ) -> None:
-        """y += scale * (x A^T) B^T for x[T, inputs] and y[T, outputs]: the outputs of the targets, side by side."""
-        for slot, mine in rows.items():
+        """y += scale * (x A^T) B^T for x[T, inputs] and y[T, outputs], the concatenated outputs of the targets."""
+        for slot, slot_rows in rows.items():
             changes = self._adapters[slot].layers[layer]
             if not any(target in changes for target in targets):
                 continue
-            inputs, start = x.index_select(0, mine), 0
+            inputs, start = x.index_select(0, slot_rows), 0
             for target in targets:
                 end = start + self._widths[target]
                 if target in changes:
                     change = changes[target]
                     delta = (inputs @ change.a.T * change.scale) @ change.b.T
-                    y[:, start:end].index_add_(0, mine, delta)
+                    y[:, start:end].index_add_(0, slot_rows, delta)
                 start = end

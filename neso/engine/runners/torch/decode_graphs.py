@@ -1,7 +1,7 @@
-"""CUDA graphs of decode steps: a whole step is one launch, whatever the number of its kernels.
+"""CUDA graphs of decode steps: a whole step is one launch, independent of its number of kernels.
 
-A step is captured for some batch sizes; a batch between them is padded with tokens that attend to themselves in the
-cache's padding block. A graph reads its inputs from tensors of its own, which are filled before each replay.
+Steps are captured for some batch sizes; other batches are padded with tokens that attend to themselves in the cache's
+padding block. A graph reads its inputs from static tensors, which are filled before each replay.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.torch.step_inputs import (
     StepInputs,
-    known_tokens,
+    resolve_tokens,
     send_together,
     step_inputs,
-    wants_every_row,
+    wants_all_rows,
 )
 
 BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
@@ -35,7 +35,7 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Captures when a batch size is first asked for; all graphs share the memory of their intermediates."""
+    """Captures a batch size on first use; all graphs share the memory of intermediates."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class DecodeGraphs:
 
     @staticmethod
     def fits(plan: StepPlan) -> bool:
-        """Whether each sequence has one new token, whose logits are wanted in order, in a batch not too large."""
+        """Whether the plan is a plain decode: one new token per sequence, and all logits in order."""
         if len(plan.embedding_positions) or plan.adapter_slots is not None:
             return False
-        return plan.num_sequences == plan.num_tokens <= BATCH_SIZES[-1] and wants_every_row(plan)
+        return plan.num_sequences == plan.num_tokens <= BATCH_SIZES[-1] and wants_all_rows(plan)
 
     def run(self, plan: StepPlan, chosen: Tensor | None = None) -> Tensor:
-        """Logits float32[R, vocab_size] of a plan that fits, valid until the next run. `chosen`: see `step_inputs`."""
+        """Logits float32[R, vocab_size] of a plan that `fits`, valid until the next run."""
         size = BATCH_SIZES[bisect_left(BATCH_SIZES, plan.num_sequences)]
         self._fill(plan, size, chosen)
         graph = self._graphs.get(size)
@@ -72,7 +72,7 @@ class DecodeGraphs:
         return graph.logits[: plan.num_sequences]
 
     def _static_inputs(self, size: int, max_blocks: int) -> StepInputs:
-        """Of the largest batch, all of it padding."""
+        """Inputs of the largest batch, filled with padding."""
         padding = StepPlan(
             step=0,
             sequence_ids=np.arange(size, dtype=np.int32),
@@ -84,7 +84,7 @@ class DecodeGraphs:
             logits_rows=np.arange(size, dtype=np.int32),
         )
         inputs = step_inputs(padding, self._block_size, self._device, sinks=self._sinks)
-        # Tensors of their own: the plan's are views of one buffer.
+        # Cloned, since they are views of one buffer.
         vectors = {
             name: getattr(inputs, name).clone()
             for name in ("token_ids", "positions", "slots", "num_computed")
@@ -92,7 +92,7 @@ class DecodeGraphs:
         return replace(inputs, **vectors, block_tables=inputs.block_tables.clone())
 
     def _first(self, size: int) -> StepInputs:
-        """The inputs of the first rows: views."""
+        """Views of the first rows of the inputs."""
         all_inputs = self._inputs
         return replace(
             all_inputs,
@@ -106,14 +106,14 @@ class DecodeGraphs:
         )
 
     def _fill(self, plan: StepPlan, size: int, chosen: Tensor | None) -> None:
-        """Copy a plan into the first rows, and padding into those up to `size`."""
+        """Copy a plan into the first rows, and padding into the rest up to `size`."""
         used, padding = plan.num_sequences, np.zeros(size - plan.num_sequences, np.int32)
         slots = np.concatenate(
             [plan.slots(self._block_size), padding + self._padding_block * self._block_size]
         )
         computed = np.concatenate([plan.num_computed, padding])
         tokens = np.concatenate([plan.token_ids, padding])
-        # One new token each: its position is the number of those before it.
+        # With one new token per sequence, its position is num_computed.
         vectors = send_together(
             [np.stack([tokens, computed, slots, computed]), plan.block_tables], self._device
         )
@@ -122,7 +122,7 @@ class DecodeGraphs:
             (inputs.positions, inputs.slots, inputs.num_computed), vectors[0][1:], strict=True
         ):
             target[:size].copy_(source)
-        inputs.token_ids[:size].copy_(known_tokens(plan, vectors[0][0], chosen))
+        inputs.token_ids[:size].copy_(resolve_tokens(plan, vectors[0][0], chosen))
         inputs.block_tables[:used, : plan.block_tables.shape[1]].copy_(vectors[1])
         inputs.block_tables[used:size, 0] = self._padding_block
 
@@ -132,7 +132,7 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            # Kernels compile and libraries allocate at their first run, which a capture must not see.
+            # Warm up: kernels compile and libraries allocate on first use, which cannot be captured.
             self._forward(inputs)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -141,7 +141,7 @@ class DecodeGraphs:
         return _Graph(graph.replay, logits)
 
     def _uncaptured(self, inputs: StepInputs) -> _Graph:
-        """What a graph does, step by step: for tests without a GPU."""
+        """Emulation of a graph for tests without a GPU."""
         logits = self._forward(inputs)
 
         def replay() -> None:

@@ -1,4 +1,4 @@
-"""x"""
+"""The forward pass of a decoder in torch: layers, attention, MLPs and experts of a spec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from neso.engine.runners.torch.weights import MLP, DecoderWeights, Experts, Laye
 from neso.engine.specs.decoder_spec import DecoderSpec
 
 Adapt = Callable[[tuple[Target, ...], Tensor, Tensor], Tensor]
-"""The product y of x with the matrices of some targets, with what adapters change of it."""
+"""(targets, x, y): y, the product of x with the matrices of `targets`, including the adapters' changes."""
 
 
 def _no_adapters(targets: tuple[Target, ...], x: Tensor, y: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def run_mlp(
     x: Tensor,
     adapt: Adapt = _no_adapters,
 ) -> Tensor:
-    """[T, hidden] of normed x[T, hidden]. Experts are not adapted."""
+    """Output [T, hidden] for normed x[T, hidden]. Adapters do not apply to experts."""
     if isinstance(weights, Experts):
         return _run_experts(spec, operations, weights, x)
     inner = adapt(("gate", "up") if spec.gated else ("up",), x, weights.gate_up(x))
@@ -44,21 +44,21 @@ def run_mlp(
 
 
 def _run_experts(spec: DecoderSpec, operations: Operations, weights: Experts, x: Tensor) -> Tensor:
-    """Each expert multiplies the rows that come to it, and no others. The host waits to know how many these are."""
+    """Each expert processes only the rows routed to it. Synchronizes with the host to learn their counts."""
     experts = spec.experts
     assert experts is not None
     scores = weights.router(x).float()
-    shares, chosen = scores[:, : experts.count].softmax(dim=-1).topk(experts.top_k, dim=-1)
+    expert_weights, chosen = scores[:, : experts.count].softmax(dim=-1).topk(experts.top_k, dim=-1)
     if experts.normalized:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
+        expert_weights = expert_weights / expert_weights.sum(dim=-1, keepdim=True)
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=experts.count).tolist()
     results = x.new_empty(len(order), x.shape[1])
     for expert, slots in enumerate(order.split(counts)):
         if len(slots):
             results[slots] = run_mlp(spec, operations, weights.experts[expert], x[slots // experts.top_k])
-    # In the order of the shares, so that what a row gets depends on it alone.
-    total = torch.einsum("tkh,tk->th", results.view(len(x), experts.top_k, -1).float(), shares)
+    # Summed in the order of the weights, so that a row's result does not depend on the rest of the batch.
+    total = torch.einsum("tkh,tk->th", results.view(len(x), experts.top_k, -1).float(), expert_weights)
     if weights.shared is not None:
         shared = run_mlp(spec, operations, weights.shared, x).float()
         total += shared * scores[:, experts.count :].sigmoid() if experts.shared_gated else shared
@@ -67,7 +67,7 @@ def _run_experts(spec: DecoderSpec, operations: Operations, weights: Experts, x:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """`cos_sin`, one per layer: cosines, then sines, of each position, float32[max_position, rotary_dim]."""
+    """`cos_sin`: for each layer, cosines, then sines of each position, float32[max_position, rotary_dim]; or None."""
 
     spec: DecoderSpec
     weights: DecoderWeights
@@ -90,7 +90,7 @@ class Decoder:
         return logits
 
     def final_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """What the last norm gives for the wanted tokens, [R + H, hidden]."""
+        """Normalized final hidden states of the requested tokens, [R + H, hidden]."""
         spec, layers = self.spec, self.weights.layers
         residual = self._embed(inputs)
         x = self._norm(residual, layers[0].norms.get("attention_norm"))
@@ -98,7 +98,7 @@ class Decoder:
             last = index + 1 == len(layers)
             attended = self._attention(x, index, layer, inputs, cache.layers[index])
             if last and inputs.logits_rows is not None:
-                # No token needs more of the last layer than its keys and values, but for those asked for.
+                # Behind its keys and values, the last layer is only needed for the requested tokens.
                 rows = inputs.logits_rows
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
                 x = x.index_select(0, rows) if spec.parallel else x
@@ -120,7 +120,7 @@ class Decoder:
         spec, weights = self.spec, self.weights
         x = functional.embedding(inputs.token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
-            # Rounded first, as the models were trained.
+            # The scale is rounded to the dtype first, as in training.
             x = x * float(torch.tensor(spec.embedding_scale, dtype=x.dtype))
         if inputs.embeddings is not None and inputs.embedding_positions is not None:
             x.index_copy_(0, inputs.embedding_positions.long(), inputs.embeddings.to(x.dtype))
@@ -129,7 +129,7 @@ class Decoder:
         return x
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """x itself where there is no such norm."""
+        """x unchanged if there is no such norm."""
         if norm is None:
             return x
         if self.spec.norm == "rms":
@@ -137,25 +137,25 @@ class Decoder:
         return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, self.spec.norm_eps)
 
     def _add_norm(self, branch: Tensor, residual: Tensor, norm: Norm | None) -> Tensor:
-        """residual += branch, in place; the norm of that."""
+        """residual += branch, in place; returns norm(residual)."""
         if norm is not None and self.spec.norm == "rms":
             return self.operations.add_rms_norm(branch, residual, norm.weight, self.spec.norm_eps)
         residual += branch
         return self._norm(residual, norm)
 
     def _branch(self, result: Tensor, post_norm: Norm | None) -> Tensor:
-        """What a branch adds to the residual stream."""
+        """The branch's contribution to the residual stream."""
         result = self._norm(result, post_norm)
         return result if self.spec.residual_scale == 1.0 else result * self.spec.residual_scale
 
     def _adapt(
         self, index: int, inputs: StepInputs, targets: tuple[Target, ...], x: Tensor, y: Tensor
     ) -> Tensor:
-        """The product y of x with what the adapters of the batch add to it."""
+        """y, the product with x, including the changes of the batch's adapters."""
         if inputs.adapters is not None:
-            # Behind attention, the last layer has the wanted rows only.
-            few = "query" not in targets and index + 1 == len(self.weights.layers)
-            rows = inputs.adapters.wanted if few else inputs.adapters.all
+            # After attention, the last layer computes only the requested rows.
+            requested_only = "query" not in targets and index + 1 == len(self.weights.layers)
+            rows = inputs.adapters.wanted if requested_only else inputs.adapters.all
             self.adapters.adapt(index, targets, rows, x, y)
         return y
 
@@ -173,7 +173,7 @@ class Decoder:
             self._norm_heads(keys, layer.key_norm)
             norms = None, None
         if cos_sin is not None and norms == (None, None):
-            # Neighbours: one launch for both.
+            # Queries and keys are adjacent: one launch for both.
             ops.rotate(qkv[:, : -spec.num_kv_heads], inputs.positions, cos_sin, None, spec.norm_eps)
         elif cos_sin is not None:
             ops.rotate(queries, inputs.positions, cos_sin, norms[0], spec.norm_eps)
@@ -184,7 +184,7 @@ class Decoder:
         return attended.flatten(1)
 
     def _norm_heads(self, heads: Tensor, weight: Tensor | None) -> None:
-        """[T, heads, head_dim] in place: each head, or all of a token together."""
+        """Normalize [T, heads, head_dim] in place, per head or over all heads of a token."""
         if weight is not None:
             rows = heads.reshape(-1, len(weight))
             heads.copy_(self.operations.rms_norm(rows, weight, self.spec.norm_eps).view(heads.shape))

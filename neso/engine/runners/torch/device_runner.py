@@ -1,4 +1,4 @@
-"""x"""
+"""Base class of runners in torch: device, KV cache, block copies, logits and sampling on the device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner, RunnerOptions
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.operations import Operations, PlainOperations
@@ -20,16 +21,15 @@ from neso.engine.sampling.token_sampling import SamplingBatch
 
 
 def prepare_device(options: RunnerOptions) -> torch.device:
-    """The current CUDA device where there is one, else the CPU, with as many threads as the options say."""
+    """The current CUDA device; without one the CPU, with the threads of the options or at most `available_cores`."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    if options.num_threads:
-        torch.set_num_threads(options.num_threads)
+    torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), available_cores()))
     return torch.device("cpu")
 
 
 def operations_for(device: torch.device) -> Operations:
-    """Triton kernels on a GPU, torch's own operations elsewhere."""
+    """Triton kernels on a GPU, plain torch operations elsewhere."""
     if device.type != "cuda":
         return PlainOperations()
     from neso.engine.runners.torch.triton_operations import TritonOperations
@@ -41,7 +41,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class DeviceLogits:
-    """float32[R, vocab_size] that reads like an array: what is indexed is copied to the host."""
+    """`RemoteLogits` float32[R, vocab_size]. Indexing copies rows to the host."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -62,15 +62,15 @@ class DeviceLogits:
         return np.asarray(self[:], dtype)
 
 
-# The rest is for activations, logits and graphs.
+# The rest of the memory is for activations, logits and CUDA graphs.
 _SHARE_OF_GPU = 0.85
 
 
 class DeviceRunner(Runner):
-    """A subclass computes: `forward`. The steps must come one at a time.
+    """Subclasses implement `forward`. Not thread-safe.
 
-    - heads: what each layer keeps of a token
-    - dtype: of activations and cache
+    - heads: shape of the keys and values of each layer
+    - dtype: of activations and KV cache
     """
 
     device: torch.device
@@ -79,14 +79,14 @@ class DeviceRunner(Runner):
     can_overlap = True
     capabilities: frozenset[Capability] = frozenset({"host_cache"})
     _cache: KVCache | None = None
-    # What the last launched step chose: the next one reads its tokens from it before the host knows them.
+    # Tokens sampled by the last launched step, which the next step reads before the host knows them.
     _chosen: Tensor | None = None
 
     @abstractmethod
     def forward(self, plan: StepPlan, cache: KVCache, chosen: Tensor | None) -> Tensor:
-        """Logits float32[R, vocab_size] on the device; writes new keys and values. The copies of blocks are made.
+        """Logits float32[R, vocab_size] on the device; writes new keys and values. Block copies are already done.
 
-        A token id -1 - r is chosen[r]; see `step_inputs`.
+        A token id -1 - r means chosen[r]; see `step_inputs`.
         """
 
     def allocate_cache(self, layout: CacheLayout) -> None:
@@ -137,7 +137,7 @@ class DeviceRunner(Runner):
 
 
 class DeviceTokens:
-    """Tokens int32[R] on their way to the host."""
+    """Sampled tokens int32[R] that are being copied to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._done: torch.cuda.Event | None = None

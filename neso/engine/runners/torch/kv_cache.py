@@ -1,4 +1,4 @@
-"""The paged key-value cache of the torch runner."""
+"""The paged KV cache of the torch runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.engine.runners.base import CacheLayout
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Keys and values of one layer: so many heads, so wide."""
+    """Number and width of the key and value heads of one layer."""
 
     kv_heads: int
     key_dim: int
@@ -34,7 +34,7 @@ class LayerCache:
 
 
 class KVCache:
-    """The blocks of all layers, and one block more than the layout has: what padding writes to."""
+    """The blocks of all layers, plus one padding block that padded tokens write to."""
 
     def __init__(
         self, shapes: list[HeadShape], layout: CacheLayout, dtype: torch.dtype, device: torch.device
@@ -46,14 +46,14 @@ class KVCache:
 
     def _layer(self, shape: HeadShape, dtype: torch.dtype, device: torch.device) -> LayerCache:
         sizes = (self.layout.num_blocks + 1, self.layout.block_size, shape.kv_heads)
-        # Zeros: an unwritten slot may be loaded and multiplied by the weight 0, which would not silence a NaN.
+        # Zeros: unwritten slots may be loaded and multiplied by 0, which would not hide a NaN.
         return LayerCache(
             torch.zeros(*sizes, shape.key_dim, dtype=dtype, device=device),
             torch.zeros(*sizes, shape.value_dim, dtype=dtype, device=device),
         )
 
     def transfer(self, transfers: npt.NDArray[np.int32]) -> None:
-        """Copy blocks to the host and back; see `StepPlan.block_transfers`. The host does not wait for it."""
+        """Copy blocks to the host and back asynchronously; see `StepPlan.block_transfers`."""
         for store, block, host_block in transfers.tolist():
             (self._host.store if store else self._host.load)(block, host_block)
 
@@ -72,13 +72,13 @@ class KVCache:
 
 
 class HostBlocks:
-    """Blocks in the host's memory, each as one row: what all layers keep of it."""
+    """Blocks in host memory; one row holds a block of all layers."""
 
     def __init__(self, layers: list[LayerCache], num_blocks: int) -> None:
         self._parts = [part for layer in layers for part in (layer.keys, layer.values)]
         self._sizes = [part[0].numel() for part in self._parts]
         first = self._parts[0]
-        # Pinned, so that copies go beside the computation.
+        # Pinned, so that copies overlap with computation.
         self._rows = torch.empty(
             num_blocks,
             sum(self._sizes),

@@ -1,4 +1,4 @@
-"""What a decoder layer does besides matrix products: the interface, and its plain implementation."""
+"""Operations of a decoder layer besides matrix products: the interface, and its plain torch implementation."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Operations(Protocol):
-    """T tokens; activations in the model's dtype, sums in float32."""
+    """For T tokens. Activations are in the model's dtype, accumulation in float32."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Of x[T, width] by weight[width]."""
+        """RMS norm of x[T, width] with weight[width]."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x, in place; the norm of that."""
+        """residual += x, in place; returns its norm."""
 
     def rotate(
         self, heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | None, eps: float
     ) -> None:
         """Rotate heads[T, heads, head_dim] in place by rows of cos_sin float32[positions, rotary_dim].
 
-        The first half of a row are cosines, the second sines. Before that each head is normed by weight[head_dim],
-        where there is one.
+        The first half of a row are cosines, the second sines. If there is a weight[head_dim], each head is
+        normalized before the rotation.
         """
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor, cache: LayerCache) -> None:
@@ -55,17 +55,16 @@ class Operations(Protocol):
     ) -> Tensor:
         """Causal attention of queries[T, heads, key_dim] over the cache: [T, heads, value_dim].
 
-        A token sees `window` tokens, itself included, and the first `inputs.sinks` tokens; all where it is None.
-        `softcap` above 0 bounds the scores:
-        softcap * tanh(score / softcap).
+        A token attends to `window` tokens, itself included, and the first `inputs.sinks` tokens; None: to all.
+        A `softcap` above 0 caps the scores: softcap * tanh(score / softcap).
         """
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up for gate_up[T, 2 * width], the gate in the first half."""
+        """activation(gate) * up for gate_up[T, 2 * width] with the gate in the first half."""
 
 
 class PlainOperations:
-    """In torch's own operations, sequence by sequence: runs on any device, and is the oracle of the kernels."""
+    """Plain torch, one sequence at a time. Runs on any device; Triton kernels are tested against it."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -112,10 +111,9 @@ class PlainOperations:
             at[:sinks] -= oldest - sinks
             slots = inputs.block_tables[sequence].long()[at // block_size] * block_size + at % block_size
             keys, values = (part.flatten(0, 1)[slots] for part in (cache.keys, cache.values))
-            positions, stand, descend = _places(inputs, sequence, at)
-            mask = descend
+            positions, key_positions, mask = _positions_and_mask(inputs, sequence, at)
             if window is not None:
-                mask &= (positions[:, None] - stand < window) | (at < inputs.sinks)
+                mask &= (positions[:, None] - key_positions < window) | (at < inputs.sinks)
             out[start:end] = _attend(queries[start:end], keys, values, mask, scale, softcap)
         return out
 
@@ -124,22 +122,24 @@ class PlainOperations:
         return ACTIVATIONS[activation](gate) * up
 
 
-def _places(inputs: StepInputs, sequence: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions [count] of the new tokens, those of the keys in the slots of positions `at` [keys], and whether each
-    key is the token's own or before it, bool[count, keys]: in a tree, on the way to it."""
+def _positions_and_mask(inputs: StepInputs, sequence: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of the new tokens [count] and of the keys in slots `at` [keys], and the causal mask bool[count, keys].
+
+    In a tree of draft tokens, a token attends to itself and its ancestors.
+    """
     start, end = inputs.plan.query_start[sequence : sequence + 2].tolist()
     computed = int(inputs.plan.num_computed[sequence])
     written = torch.arange(computed, computed + end - start, device=at.device)
-    descend = written[:, None] >= at
+    causal = written[:, None] >= at
     masks, depths = inputs.tree_masks, inputs.tree_depths
     if masks is None or depths is None or not inputs.plan.tree_masks[start]:
-        return written, at, descend
+        return written, at, causal
     node = at - computed
     is_node = node >= 0
     node = node.clamp(min=0)
     on_path = (masks[start:end, None] >> node[None]) & 1 != 0
     positions = computed + depths[start:end]
-    return positions, torch.where(is_node, positions[node], at), descend & (~is_node | on_path)
+    return positions, torch.where(is_node, positions[node], at), causal & (~is_node | on_path)
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""x"""
+"""The torch runner: executes a spec on a GPU with Triton kernels, or on the CPU with plain torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchRunner(DeviceRunner, SpecRunner):
-    """Holds the weights, the cache and, on a GPU, the captured graphs of decode steps."""
+    """Holds the weights, the KV cache and, on a GPU, CUDA graphs of decode steps."""
 
     capabilities: frozenset[Capability] = frozenset(
         {"attention_sinks", "hidden_states", "host_cache", "input_embeddings", "lora", "tree_attention"}
@@ -65,13 +65,13 @@ class TorchRunner(DeviceRunner, SpecRunner):
     def allocate_cache(self, layout: CacheLayout) -> None:
         super().allocate_cache(layout)
         cache = self._cache
-        # Experts: the host has to know how many rows each gets.
+        # No graphs for experts: the host must know how many rows each gets.
         if self.device.type == "cuda" and cache is not None and self.spec.experts is None:
             self._graphs = DecodeGraphs(
                 lambda inputs: self._decoder.forward(inputs, cache),
                 layout.block_size,
                 cache.padding_block,
-                self._longest_table(layout),
+                self._max_table_length(layout),
                 self.device,
                 self.spec.sink_tokens,
             )
@@ -104,14 +104,14 @@ class TorchRunner(DeviceRunner, SpecRunner):
         assert adapter is None or isinstance(adapter, TorchAdapter)
         self._decoder.adapters.set(slot, adapter)
 
-    def _longest_table(self, layout: CacheLayout) -> int:
-        places = -(-self.max_position // layout.block_size)
-        # Only what a window has passed gives its blocks back, so that a table may have more places than there are.
-        return places if self.window is not None else min(places, layout.num_blocks)
+    def _max_table_length(self, layout: CacheLayout) -> int:
+        length = -(-self.max_position // layout.block_size)
+        # Windows free blocks but keep their table entries, so a table may have more entries than there are blocks.
+        return length if self.window is not None else min(length, layout.num_blocks)
 
 
 def _cos_sin(spec: DecoderSpec, device: torch.device) -> list[Tensor | None]:
-    """Of each layer: cosines and sines of its rotation, shared by those that rotate alike."""
+    """Cosines and sines of each layer; layers with the same rotation share a tensor."""
     tables = {
         rotary: torch.from_numpy(np.concatenate([cos, sin], axis=1)).to(device)
         for rotary, (cos, sin) in RotaryTables(spec.rotaries)

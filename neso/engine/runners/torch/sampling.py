@@ -18,7 +18,7 @@ def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
     if draws.masks is not None:
         _mask(logits, draws.masks)
     tokens = logits.argmax(dim=1)
-    # argmax of a row with NaN is the NaN, so such a row is recognised by its token.
+    # argmax of a row with NaN is the NaN's index, so checking the chosen logit detects such rows.
     broken = ~(logits.gather(1, tokens[:, None])[:, 0] > -torch.inf)
     random = np.flatnonzero(draws.temperature > 0)
     if len(random):
@@ -29,7 +29,7 @@ def choose(logits: Tensor, draws: SamplingBatch) -> Tensor:
 
 
 def _mask(logits: Tensor, masks: RowMasks) -> None:
-    """Set what may not be chosen to -inf; see `RowMasks`."""
+    """Set the logits of masked tokens to -inf; see `RowMasks`."""
     bits, rows = send(masks.bits, logits.device), send(masks.rows, logits.device).long()
     lanes = torch.arange(32, device=logits.device, dtype=torch.int32)
     allowed = (bits[:, :, None] >> lanes & 1).flatten(1)[:, : logits.shape[1]].bool()
@@ -37,7 +37,7 @@ def _mask(logits: Tensor, masks: RowMasks) -> None:
 
 
 def _exponentials(logits: Tensor, draws: SamplingBatch) -> Tensor:
-    """Probabilities over that of the most likely token, float32[R, V]."""
+    """Probabilities relative to the most likely token, float32[R, V]."""
     temperature = send(draws.temperature, logits.device)
     return ((logits - logits.amax(dim=1, keepdim=True)) * (1 / temperature)[:, None]).exp()
 
@@ -60,7 +60,7 @@ def _kept(weights: Tensor, draws: SamplingBatch) -> Tensor:
 
 
 def _draw(weights: Tensor, draws: SamplingBatch) -> Tensor:
-    """Index drawn from each row by the inverse of its distribution function, int64[R]."""
+    """Index sampled from each row by inversion of its distribution function, int64[R]."""
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     targets = send(draws.uniforms, weights.device)[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, targets, right=True)[:, 0]

@@ -1,4 +1,4 @@
-"""x"""
+"""A step plan on the device, and transfers to the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from neso.engine.core.step_plan import StepPlan
 
 
 def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for; on the CPU the array itself.
+    """Copy an array to the device asynchronously; on the CPU, a view.
 
-    Through pinned memory: from other memory the copy would wait for what the device computes.
+    Goes through pinned memory: a copy from pageable memory would wait for the device.
     """
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
@@ -25,7 +25,7 @@ def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def send_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as int32 tensors on the device, in one transfer: views of one buffer."""
+    """The arrays as int32 tensors on the device, in one transfer; they are views of one buffer."""
     packed = send(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32), device)
     pieces = packed.split([array.size for array in arrays])
     return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
@@ -36,15 +36,14 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Rows int64[n] of each slot in use: among all new tokens, and among those whose logits or hidden states are
-    wanted."""
+    """Rows int64[n] of each adapter slot in use: among all new tokens, and among those with requested outputs."""
 
     all: dict[int, Tensor]
     wanted: dict[int, Tensor]
 
     @classmethod
-    def of(cls, plan: StepPlan, device: torch.device) -> AdapterRows | None:
-        """None where no sequence has an adapter."""
+    def from_plan(cls, plan: StepPlan, device: torch.device) -> AdapterRows | None:
+        """None if no sequence has an adapter."""
         if plan.adapter_slots is None:
             return None
         slots = np.repeat(plan.adapter_slots, np.diff(plan.query_start))
@@ -62,20 +61,20 @@ def _rows_by_slot(slots: npt.NDArray[np.int32], device: torch.device) -> dict[in
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the layers of a step share; all tensors int32.
+    """Per-step inputs of all layers; tensors are int32.
 
-    With T new tokens, S sequences, R logits rows:
+    With T new tokens, S sequences, R logits rows, H hidden rows:
 
-    - token_ids, positions, slots [T]; a slot is block * block_size + offset in it
+    - token_ids, positions, slots [T]; slot = block * block_size + offset
     - query_start[S + 1], num_computed[S], block_tables[S, B]: as in the plan
-    - decodes[D]: the sequences with one new token; prefills[P, 2]: (sequence, first of its new tokens) of each tile
-      of at most TILE_QUERIES queries of the others
-    - plan: the same on the host
-    - sinks: first tokens of a sequence that stay in sight of layers with a window
-    - logits_rows[R + H]: those of the plan, and its hidden_rows behind them; None where all tokens are wanted in order
-    - adapters: the rows of each adapter; None where no sequence has one
-    - embedding_positions[E], embeddings float32[E, hidden]: rows in place of embedded tokens; None where there are none
-    - tree_masks int64[T], tree_depths[T]: as in the plan; None where no token is in a tree
+    - decodes[D]: sequences with one new token; prefills[P, 2]: (sequence, first new token) of each tile of at most
+      TILE_QUERIES queries of the other sequences
+    - plan: the plan on the host
+    - sinks: first tokens of a sequence that stay visible in layers with a window
+    - logits_rows[R + H]: logits_rows and hidden_rows of the plan; None if these are all tokens in order
+    - adapters: rows of each adapter; None if no sequence has one
+    - embedding_positions[E], embeddings float32[E, hidden]: rows that replace token embeddings; None if there are none
+    - tree_masks int64[T], tree_depths[T]: as in the plan; None if no token is in a tree
     """
 
     token_ids: Tensor
@@ -97,15 +96,15 @@ class StepInputs:
 
 
 TILE_QUERIES = 16
-"""New tokens of a sequence that attend together in a prefill."""
+"""New tokens of a sequence per attention tile in a prefill."""
 
 
 def step_inputs(
     plan: StepPlan, block_size: int, device: torch.device, chosen: Tensor | None = None, sinks: int = 0
 ) -> StepInputs:
-    """Copy a plan to the device, all in one transfer that the host does not wait for.
+    """Copy a plan to the device in one asynchronous transfer.
 
-    A token id -1 - r becomes chosen[r], of int32 tokens that the device may not have computed yet.
+    A token id -1 - r is replaced by chosen[r], an int32 token that the device may not have computed yet.
     """
     lengths = np.diff(plan.query_start)
     arrays: dict[str, npt.NDArray[Any]] = {
@@ -120,35 +119,35 @@ def step_inputs(
         "logits_rows": np.concatenate([plan.logits_rows, plan.hidden_rows]),
     }
     tensors = dict(zip(arrays, send_together(list(arrays.values()), device), strict=True))
-    tensors["token_ids"] = known_tokens(plan, tensors["token_ids"], chosen)
-    if wants_every_row(plan):
+    tensors["token_ids"] = resolve_tokens(plan, tensors["token_ids"], chosen)
+    if wants_all_rows(plan):
         del tensors["logits_rows"]
     if len(plan.embedding_positions):
         (tensors["embedding_positions"],) = send_together([plan.embedding_positions], device)
         tensors["embeddings"] = send(plan.embeddings.copy(), device)
     if len(plan.tree_masks):
-        # Copies: the plan's own cannot be written to, which tensors do not know.
+        # Copies, since the plan's arrays are read-only and tensors cannot be.
         tensors["tree_masks"] = send(plan.tree_masks.astype(np.int64), device)
         tensors["tree_depths"] = send(plan.tree_depths.copy(), device)
-    return StepInputs(**tensors, plan=plan, sinks=sinks, adapters=AdapterRows.of(plan, device))
+    return StepInputs(**tensors, plan=plan, sinks=sinks, adapters=AdapterRows.from_plan(plan, device))
 
 
-def known_tokens(plan: StepPlan, token_ids: Tensor, chosen: Tensor | None) -> Tensor:
-    """`token_ids` of the plan on the device, with those that the step before chose in their places."""
+def resolve_tokens(plan: StepPlan, token_ids: Tensor, chosen: Tensor | None) -> Tensor:
+    """`token_ids` of the plan on the device, with references to tokens of the previous step resolved."""
     if chosen is None or not (plan.token_ids < 0).any():
         return token_ids
-    # Clamped: a row whose logits were NaN has no token, and its sequence ends; what it computes is thrown away.
+    # Clamped: a row with NaN logits has no valid token; its sequence ends and the result is discarded.
     rows = (-1 - token_ids).clamp(0, len(chosen) - 1)
     return torch.where(token_ids < 0, chosen[rows.long()].clamp(min=0), token_ids)
 
 
-def wants_every_row(plan: StepPlan) -> bool:
-    """Whether the logits of all new tokens are wanted, in their order."""
+def wants_all_rows(plan: StepPlan) -> bool:
+    """Whether logits are requested for all new tokens, in order."""
     return not len(plan.hidden_rows) and np.array_equal(plan.logits_rows, np.arange(plan.num_tokens))
 
 
 def _prefill_tiles(lengths: Int32Array) -> npt.NDArray[np.int64]:
-    """(sequence, first new token) of every tile, [P, 2], the longest sequences first: they take longest."""
+    """(sequence, first new token) of every tile, [P, 2]; the longest sequences first, since they take longest."""
     sequences = np.flatnonzero(lengths > 1)
     sequences = sequences[np.argsort(-lengths[sequences], kind="stable")]
     counts = -(-lengths[sequences] // TILE_QUERIES)

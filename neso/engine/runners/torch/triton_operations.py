@@ -1,4 +1,4 @@
-"""x"""
+"""Operations of a decoder layer as Triton kernels: norms, rotation, gating, cache writes, float8 rounding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _store(target, source, slots, source_stride, width, PADDED: tl.constexpr):
 
 
 def store(keys: Tensor, values: Tensor, slots: Tensor, cache: LayerCache) -> None:
-    """See `Operations.store`. The heads of a token must lie together."""
+    """See `Operations.store`. The heads of a token must be contiguous."""
     for source, target in ((keys, cache.keys), (values, cache.values)):
         tokens, heads, dim = source.shape
         if tokens:
@@ -51,7 +51,7 @@ def _round_rows(codes, scales, x, width, PADDED: tl.constexpr):
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes e4m3[rows, width] and scales float32[rows, 1] of x[rows, width]: the largest of a row becomes 448."""
+    """Codes e4m3[rows, width] and scales float32[rows, 1] of x[rows, width]; the maximum of a row becomes 448."""
     x = x.contiguous()
     rows, width = x.shape
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -103,7 +103,7 @@ def _rms_norm(out, x, residual, weight, eps, width, ADD: tl.constexpr, PADDED: t
     exists = columns < width
     values = tl.load(x + row * width + columns, mask=exists, other=0.0).to(tl.float32)
     if ADD:
-        # Rounded before it is normed: the residual stream has the dtype of the activations.
+        # Rounded before the norm: the residual stream has the dtype of the activations.
         pointer = residual + row * width + columns
         before = tl.load(pointer, mask=exists, other=0.0)
         summed = (before.to(tl.float32) + values).to(before.dtype)
@@ -115,7 +115,7 @@ def _rms_norm(out, x, residual, weight, eps, width, ADD: tl.constexpr, PADDED: t
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The norm of x[T, width] by weight[width]; with a residual, residual += x first and the norm of that."""
+    """RMS norm of x[T, width] with weight[width]; with a residual, residual += x and its norm."""
     x = x.contiguous()
     rows, width = x.shape
     out = torch.empty_like(x)
@@ -177,7 +177,7 @@ def _rotate(
 
 
 def rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | None, eps: float) -> None:
-    """See `Operations.rotate`. The heads of a token must lie together."""
+    """See `Operations.rotate`. The heads of a token must be contiguous."""
     tokens, count, head_dim = heads.shape
     half = cos_sin.shape[1] // 2
     if tokens:
@@ -198,7 +198,7 @@ def rotate(heads: Tensor, positions: Tensor, cos_sin: Tensor, weight: Tensor | N
 
 
 class TritonOperations:
-    """See `Operations`. No kernel needs anything of the host, so that a step can be captured in a CUDA graph."""
+    """See `Operations`. No kernel synchronizes with the host, so steps can be captured in CUDA graphs."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, None, weight, eps)

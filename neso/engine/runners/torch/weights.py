@@ -1,4 +1,4 @@
-"""x"""
+"""The weights of a decoder on the device, and matrix products with them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class DenseLinear:
 
 @dataclass(frozen=True, slots=True)
 class Float8Linear:
-    """x @ (codes * scales).T + bias for codes e4m3[outputs, inputs] and a scale float32[outputs] for each output.
+    """x @ (codes * scales).T + bias for codes e4m3[outputs, inputs] and scales float32[outputs].
 
-    Where the GPU multiplies e4m3 (compute capability 8.9 on), the activations are rounded to it too, with a scale
-    for each token; elsewhere the codes are converted for each product, which saves memory and not time.
+    On GPUs that multiply e4m3 (compute capability 8.9 and up), activations are rounded to it too, with a scale per
+    token. Elsewhere the codes are converted for each product, which saves memory but not time.
     """
 
     codes: Tensor
@@ -50,25 +50,25 @@ class Float8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if _multiplies_float8(x.device) and not (self.codes.shape[0] % 16 or self.codes.shape[1] % 16):
             rounded, x_scales = round_to_float8(x)
-            # bfloat16, with a bias in it, is what every such GPU gives; the inputs have fewer bits than that.
+            # All such GPUs support bfloat16 output and bias; the inputs have fewer bits than that.
             bias = None if self.bias is None else self.bias.bfloat16()
             return torch._scaled_mm(
                 rounded, self.codes.t(), x_scales, self.scales[None], bias=bias, out_dtype=torch.bfloat16
             ).to(x.dtype)
-        # Sums of codes may be too large for float16, and scales too small.
+        # Sums of codes may overflow float16, and scales underflow.
         wide = torch.float32 if x.dtype == torch.float16 else x.dtype
         product = functional.linear(x.to(wide), self.codes.to(wide)) * self.scales.to(wide)
         return (product if self.bias is None else product + self.bias).to(x.dtype)
 
     @classmethod
     def quantized(cls, weight: Tensor, bias: Tensor | None = None) -> Float8Linear:
-        """Round a dense weight[outputs, inputs]."""
+        """Quantize a dense weight[outputs, inputs]."""
         codes, scales = round_to_float8(weight)
         return cls(codes, scales[:, 0], bias)
 
 
 def round_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes e4m3[rows, columns] and scales float32[rows, 1] of x[rows, columns]: the largest becomes 448."""
+    """Codes e4m3[rows, columns] and scales float32[rows, 1] of x[rows, columns]; the maximum of a row becomes 448."""
     if _multiplies_float8(x.device):
         from neso.engine.runners.torch.triton_operations import round_rows
 
@@ -91,7 +91,7 @@ _NAMED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """[width]; in float32 where the checkpoint has what is added to an offset: rounding would lose bits."""
+    """Weight and bias [width]; float32 for norms with an offset, which would lose bits by rounding."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -99,7 +99,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """gate_up: the product with the matrices of gate and up, or with up alone in a plain MLP."""
+    """gate_up: product with the stacked matrices of gate and up, or with up alone in a plain MLP."""
 
     gate_up: Linear
     down: Linear
@@ -107,7 +107,7 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """router: an output for each expert, then one for the shared expert's gate, if it has one."""
+    """router: one output per expert, then one for the shared expert's gate, if there is one."""
 
     router: Linear
     experts: list[MLP]
@@ -116,7 +116,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Products that read the same input are one: the matrices of query, key and value, those of gate and up."""
+    """Matrices with the same input are stacked: query, key and value, and gate and up."""
 
     norms: Mapping[NormRole, Norm]
     qkv: Linear
@@ -128,7 +128,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """`lm_head` multiplies by the embedding where they are tied."""
+    """`lm_head` multiplies by the embedding if they are tied."""
 
     embedding: Tensor
     positions: Tensor | None
@@ -142,9 +142,9 @@ class DecoderWeights:
 
 
 class WeightLoader:
-    """Reads weights onto a device, layer by layer: the host holds one matrix at a time.
+    """Loads weights onto a device one matrix at a time.
 
-    Quantized matrices become dense, but float8 ones with a scale for each output or for all: these stay.
+    Quantized matrices are dequantized, except float8 with a scale per output or per matrix.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class WeightLoader:
     ) -> None:
         if options.quantization not in (None, "fp8"):
             raise UnsupportedOption(
-                f"the torch runner does not quantize to {options.quantization}; it has fp8, the native runner the rest"
+                f"the torch runner does not quantize to {options.quantization}; it has fp8"
             )
         self._spec, self._tensors, self._device = spec, DecoderTensors(spec, source), device
         self._to_float8 = options.quantization == "fp8"
         self.dtype = self._choose_dtype(options)
 
     def load(self) -> DecoderWeights:
-        """Raises `CheckpointError` when a tensor is missing or has the wrong shape."""
+        """Raises `CheckpointError` if a tensor is missing or has the wrong shape."""
         spec = self._spec
         embedding = self._dense(self._tensors.matrix("embedding"))
         positions = (
@@ -173,7 +173,7 @@ class WeightLoader:
             final_norm=Norm(
                 self._vector("final_norm"), self._vector("final_norm_bias") if spec.norm_bias else None
             ),
-            # Never rounded to float8: the logits would show it.
+            # Not quantized: errors directly affect the logits.
             lm_head=DenseLinear(head, self._vector("lm_head_bias") if spec.lm_head_bias else None),
         )
 
@@ -228,13 +228,13 @@ class WeightLoader:
             )
             for expert in range(experts.count)
         ]
-        # Never rounded to float8: it decides where tokens go.
+        # Not quantized: errors of the router send tokens to other experts.
         return Experts(DenseLinear(router), made, shared)
 
     def _linear(
         self, layer: int, roles: tuple[Role, ...], biases: tuple[Role, ...] = (), expert: int | None = None
     ) -> Linear:
-        """The product with the matrices of these roles, one below the other."""
+        """The product with the stacked matrices of these roles."""
         bias = torch.cat([self._vector(role, layer) for role in biases]) if biases else None
         parts = [self._tensors.matrix(role, layer, expert) for role in roles]
         if all(isinstance(part, Float8Matrix) and part.output_scales() is not None for part in parts):
@@ -261,5 +261,5 @@ class WeightLoader:
         if weights.dtype not in _DTYPES:
             weights = weights.astype(np.float32)
         bits = np.require(weights, requirements=["A", "C"]).view(np.dtype(f"i{weights.dtype.itemsize}"))
-        # A copy: the view of the file is read-only, and gone when it is closed.
+        # A copy, since the view of the file is read-only.
         return torch.tensor(bits).view(_DTYPES[weights.dtype]).to(self._device, self.dtype)
