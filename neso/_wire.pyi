@@ -1,4 +1,4 @@
-"""Types of the extension module for plain requests and responses; csrc/wire/ has the implementation."""
+"""Types of the extension module with fast paths for simple requests and responses, implemented in csrc/wire/."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 def parse_plain_request(
     data: bytes, max_head: int, max_body: int
 ) -> tuple[str, bytes, dict[bytes, bytes], bytes] | None:
-    """(method, target, headers by lower-case name, body) of exactly one whole HTTP/1.1 request of the plainest kind.
+    """(method, target, headers by lower-case name, body) if `data` is exactly one simple HTTP/1.1 request.
 
-    None for all else, valid or not: that is for the full parser.
+    None for anything else, valid or not, which is left to the full parser.
     """
 
 def parse_plain_infer(
@@ -24,10 +24,10 @@ def parse_plain_infer(
     ]
     | None
 ):
-    """(id, inputs, outputs, binary by default) of the JSON of an infer request of the plainest kind.
+    """(id, inputs, outputs, binary by default) of a simple infer request in JSON.
 
-    An input is (name, datatype, shape, content); its content the elements as they lie in memory, `bytes` objects for
-    BYTES, or the int of `binary_data_size`. An output is (name, binary). None for all else, valid or not.
+    An input is (name, datatype, shape, content); the content is the elements in row-major order, `bytes` objects for
+    BYTES, or the int `binary_data_size`. An output is (name, binary). None for anything else, valid or not.
     """
 
 def write_plain_infer(

@@ -16,10 +16,10 @@ constexpr std::array<char, 256> make_lower_tokens() {
     return lower;
 }
 
-// The lower-case form of what a field name may hold, 0 for what it may not.
+// Lower-case form of characters allowed in field names, 0 for others.
 constexpr std::array<char, 256> kLowerTokens = make_lower_tokens();
 
-constexpr std::size_t kLongestName = 64;
+constexpr std::size_t kMaxNameLength = 64;
 
 bool is_visible(std::string_view value) {
     for (unsigned char c : value)
@@ -34,7 +34,7 @@ std::string_view trim(std::string_view value) {
     return value;
 }
 
-// Fields that change how the request is to be read, or what becomes of the connection.
+// Fields that affect the framing of the request or the connection.
 bool is_special(std::string_view name, std::string_view value) {
     if (name == "connection") return value != "keep-alive" && value != "Keep-Alive";
     return name == "transfer-encoding" || name == "upgrade" || name == "expect" ||
@@ -83,8 +83,8 @@ PyObject* parse_plain_request(std::string_view data, std::size_t max_head, std::
         end = head.find("\r\n", at);
         const std::string_view field = head.substr(at, end - at);
         const auto colon = field.find(':');
-        if (colon == field.npos || colon == 0 || colon > kLongestName) return nullptr;
-        char buffer[kLongestName];
+        if (colon == field.npos || colon == 0 || colon > kMaxNameLength) return nullptr;
+        char buffer[kMaxNameLength];
         for (std::size_t i = 0; i < colon; ++i)
             if ((buffer[i] = kLowerTokens[static_cast<unsigned char>(field[i])]) == 0) return nullptr;
         const std::string_view name(buffer, colon), value = trim(field.substr(colon + 1));
@@ -93,7 +93,7 @@ PyObject* parse_plain_request(std::string_view data, std::size_t max_head, std::
         if (name == "content-length" && !parse_length(value, length)) return nullptr;
         Reference key = bytes(name), content = bytes(value);
         if (!key || !content) return PyErr_Clear(), nullptr;
-        // A second one of the same name would have to be joined to the first.
+        // Duplicate fields would have to be joined.
         if (PyDict_Contains(headers.get(), key.get()) != 0 ||
             PyDict_SetItem(headers.get(), key.get(), content.get()) != 0)
             return PyErr_Clear(), nullptr;

@@ -1,4 +1,4 @@
-// A whole HTTP/1.1 request of the plainest kind.
+// Fast path for complete, simple HTTP/1.1 requests.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,9 @@
 
 namespace neso::wire {
 
-// (method, target, headers by lower-case name, body) of `data`, if that is exactly one request: GET or POST of an origin
-// form without query, fields on one line and each but once, a Host, and a body whose length is given or none. Null for
-// all else, valid or not: that is left to the full parser. No exception is set then.
+// (method, target, headers by lower-case name, body) if `data` is exactly one request: GET or POST in origin form without
+// query, no folded or duplicate fields, with Host, and with a Content-Length or no body. Null for anything else, valid or
+// not, which is left to the full parser; no exception is set then.
 PyObject* parse_plain_request(std::string_view data, std::size_t max_head, std::size_t max_body);
 
 }  // namespace neso::wire

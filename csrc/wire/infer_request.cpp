@@ -12,15 +12,15 @@
 namespace neso::wire {
 namespace {
 
-constexpr std::size_t kMostExtents = 16;
+constexpr std::size_t kMaxExtents = 16;
 
 struct Shape {
-    std::int64_t extents[kMostExtents];
+    std::int64_t extents[kMaxExtents];
     std::size_t rank = 0;
     std::int64_t count = 1;
 };
 
-// Reads JSON from left to right. What returns bool or a `Reference` says by false or null that the text is not plain.
+// Reads JSON from left to right. Functions return false or a null `Reference` for input that the fast path rejects.
 class Reader {
   public:
     explicit Reader(std::string_view text) : at_(text.data()), end_(text.data() + text.size()) {}
@@ -30,7 +30,7 @@ class Reader {
         return at_ == end_;
     }
 
-    // The next character that is no blank, if it is this one.
+    // Consume the next non-blank character if it is this one.
     bool take(char c) {
         skip();
         if (at_ == end_ || *at_ != c) return false;
@@ -60,7 +60,7 @@ class Reader {
         return false;
     }
 
-    // Of a type's range, without fraction or exponent; of floating point, any number that stays finite.
+    // Integers within the type's range, without fraction or exponent; finite floating-point numbers.
     template <typename T>
     bool number(T& out) {
         skip();
@@ -111,7 +111,7 @@ class Reader {
         return at_ != start;
     }
 
-    // Over a number of JSON's grammar: more is a number for `from_chars` than for JSON.
+    // Scans a number by JSON's grammar, which is stricter than `from_chars`.
     bool scan_number(bool& whole) {
         if (at_ != end_ && *at_ == '-') ++at_;
         if (at_ != end_ && *at_ == '0')
@@ -142,7 +142,7 @@ class Reader {
     const char* end_;
 };
 
-// Reads as many elements as the shape has into a bytearray.
+// Reads the elements of the shape into a bytearray.
 template <typename T>
 Reference read_elements(Reader& reader, const Shape& shape) {
     std::vector<T> elements;
@@ -174,7 +174,7 @@ Reference read_strings(Reader& reader, const Shape& shape) {
     if (!list) return {};
     const bool good = reader.array([&] {
         std::string_view element;
-        // As text first: that says whether it is UTF-8.
+        // Decoded first, to check that it is UTF-8.
         if (!reader.string(element) || !text(element)) return false;
         Reference item = bytes(element);
         return item && PyList_Append(list.get(), item.get()) == 0;
@@ -202,7 +202,7 @@ Reference read_data(Reader& reader, std::string_view datatype, const Shape& shap
 bool read_shape(Reader& reader, Shape& shape) {
     return reader.array([&] {
         std::int64_t extent = 0;
-        if (shape.rank == kMostExtents || !reader.number(extent) || extent < 0) return false;
+        if (shape.rank == kMaxExtents || !reader.number(extent) || extent < 0) return false;
         if (extent != 0 && shape.count > (std::int64_t{1} << 40) / extent) return false;
         shape.extents[shape.rank++] = extent;
         shape.count *= extent;
@@ -222,7 +222,7 @@ Reference as_tuple(const Shape& shape) {
 
 bool append(const Reference& list, Reference item) { return item && PyList_Append(list.get(), item.get()) == 0; }
 
-// One of a few members, each at most once: false for a second.
+// Finds one of a few members; false for a duplicate.
 bool first_time(unsigned& seen, unsigned member) {
     if (seen & (1u << member)) return false;
     seen |= 1u << member;
@@ -243,7 +243,7 @@ bool read_input(Reader& reader, const Reference& inputs) {
             return first_time(seen, kDatatype) && reader.string(datatype_text) && (datatype = text(datatype_text));
         if (member == "shape") return first_time(seen, kShape) && read_shape(reader, shape);
         if (member == "data") {
-            // Elements can be read once it is known what they are.
+            // Elements can only be read once datatype and shape are known.
             constexpr unsigned known = (1u << kDatatype) | (1u << kShape);
             if ((seen & known) != known || !first_time(seen, kContent)) return false;
             content = read_data(reader, datatype_text, shape);

@@ -8,17 +8,17 @@
 namespace neso::wire {
 namespace {
 
-// Bytes of all outputs: what is larger is better written without a copy in between.
-constexpr Py_ssize_t kMostBytes = 64 << 10;
+// Maximum bytes of all outputs: larger ones are better written without an intermediate copy.
+constexpr Py_ssize_t kMaxBytes = 64 << 10;
 
-// Attribute names, made once.
+// Attribute names, created once.
 struct Names {
     PyObject* name = PyUnicode_InternFromString("name");
     PyObject* datatype = PyUnicode_InternFromString("datatype");
     PyObject* array = PyUnicode_InternFromString("array");
 };
 
-// What an array's memory holds, while this lives.
+// The memory of an array, held while this object lives.
 class Memory {
   public:
     explicit Memory(PyObject* array) { held_ = PyObject_GetBuffer(array, &view_, PyBUF_ND) == 0; }
@@ -35,7 +35,7 @@ class Memory {
     bool held_ = false;
 };
 
-// UTF-8, kept by the object itself; false for what is no text, or none that can be encoded.
+// UTF-8 owned by the object; false for objects other than str, and for text that cannot be encoded.
 bool utf8(PyObject* object, std::string_view& out) {
     Py_ssize_t size = 0;
     const char* data = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &size) : nullptr;
@@ -54,7 +54,7 @@ bool write_elements(JsonWriter& json, std::string_view bytes) {
     for (std::size_t at = 0; at < bytes.size(); at += sizeof(T)) {
         if (at != 0) json.raw(",");
         if constexpr (std::is_same_v<T, bool>) {
-            json.number(bytes[at] != 0);  // clients may have sent any byte
+            json.number(bytes[at] != 0);  // any nonzero byte is true
         } else {
             T value;
             std::memcpy(&value, bytes.data() + at, sizeof(T));
@@ -137,7 +137,7 @@ PyObject* write_plain_infer(PyObject* id, PyObject* model_name, PyObject* model_
     json.raw(",\"model_version\":");
     good = good && write_text(json, model_version);
     json.raw(",\"outputs\":[");
-    Py_ssize_t room = kMostBytes;
+    Py_ssize_t room = kMaxBytes;
     for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(outputs); ++i) {
         if (i != 0) json.raw(",");
         good = write_output(json, blobs, room, PyList_GET_ITEM(outputs, i), binary, binary_by_default);

@@ -1,4 +1,4 @@
-// The body of an infer response of the plainest kind.
+// Fast path for simple infer responses in JSON.
 #pragma once
 
 #include <string_view>
@@ -7,13 +7,12 @@
 
 namespace neso::wire {
 
-// (body, length of its JSON) of a response without parameters, or null where an output is not plain. No exception is set
-// then.
+// (body, length of its JSON) of a response without parameters, or null, without exception, if an output is not simple.
 //
-// `outputs`: objects with the attributes `name`, `datatype` (a str) and `array` (C order, native bytes). `binary`: which of
-// them go behind the JSON as they lie in memory, a dict by name; `binary_by_default` holds for the others. Not plain are
-// strings that JSON has to escape, BYTES, FP16 and BF16 as JSON, numbers that JSON does not have, and outputs of more than
-// 64 KiB in all.
+// `outputs`: objects with the attributes `name`, `datatype` (a str) and `array` (C order, native bytes). `binary`: a
+// dict by name, whether an output is appended to the JSON as raw bytes; `binary_by_default` for the others. Not simple are
+// strings that need escaping, BYTES, FP16 and BF16 as JSON, numbers that JSON does not have, and outputs of more than
+// 64 KiB in total.
 PyObject* write_plain_infer(PyObject* id, PyObject* model_name, PyObject* model_version, PyObject* outputs,
                             PyObject* binary, bool binary_by_default);
 

@@ -1,4 +1,4 @@
-// JSON, appended to a buffer that is used again.
+// Writes JSON to a reused buffer.
 #pragma once
 
 #include <charconv>
@@ -17,7 +17,7 @@ class JsonWriter {
 
     void raw(std::string_view text) { out_.append(text); }
 
-    // False for text that has to be escaped.
+    // False for text that needs escaping.
     bool string(std::string_view text) {
         for (unsigned char c : text)
             if (c < 0x20 || c == '"' || c == '\\') return false;
@@ -39,11 +39,11 @@ class JsonWriter {
         return true;
     }
 
-    // The fewest digits that give the number back, laid out as orjson does. False for what is not finite.
+    // Shortest digits that round-trip, formatted like orjson. False for non-finite numbers.
     bool number(double value) {
         if (!std::isfinite(value)) return false;
         char buffer[32];
-        // Most of the numbers that people send are small and whole, or have to be rounded.
+        // Fast path for small integers, which are common.
         if (std::fabs(value) < 1e15 && value == std::trunc(value) && (value != 0 || !std::signbit(value))) {
             number(static_cast<std::int64_t>(value));
             raw(".0");
@@ -77,7 +77,7 @@ class JsonWriter {
         }
         if (count == 1 && digits[0] == '0') return raw("0.0");
         const std::string_view all(digits, count);
-        const int point = exponent + 1;  // how many digits are before it
+        const int point = exponent + 1;  // number of digits before it
         if (point > 16 || point <= -5) {
             out_.push_back(digits[0]);
             if (count > 1) {

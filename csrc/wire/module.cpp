@@ -1,4 +1,4 @@
-// The extension module `_wire`: the plain requests of a server's front ends, parsed in one call, and the plain responses.
+// The extension module `_wire`: fast paths for parsing simple requests and writing simple responses.
 
 #include <nanobind/nanobind.h>
 

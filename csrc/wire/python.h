@@ -1,5 +1,5 @@
-// References to Python objects that are let go of by themselves. For the plain C API: what is built here is built for
-// every request, and the wrappers' checks would cost as much as the work.
+// Owning references to Python objects for the C API: nanobind's checks would cost as much as the work, which is done for
+// every request.
 #pragma once
 
 #include <Python.h>
@@ -12,7 +12,7 @@ namespace neso::wire {
 class Reference {
   public:
     Reference() = default;
-    // Takes over a new reference; null if the call that made it has failed.
+    // Takes ownership of a new reference; null if the call failed.
     explicit Reference(PyObject* object) : object_(object) {}
     Reference(Reference&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
     Reference& operator=(Reference&& other) noexcept {
@@ -31,7 +31,7 @@ class Reference {
     PyObject* object_ = nullptr;
 };
 
-// Text of UTF-8; null for what is none, without an exception.
+// str from UTF-8; null without exception if it is invalid.
 inline Reference text(std::string_view bytes) {
     PyObject* object = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "strict");
     if (object == nullptr) PyErr_Clear();

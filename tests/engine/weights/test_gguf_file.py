@@ -1,4 +1,4 @@
-"""The reader of GGUF files: what `GGUFWriter` writes, and broken files."""
+"""Reading GGUF files: files written by `GGUFWriter`, and invalid files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def entry(name: bytes, *dimensions: int, kind: int = 0, offset: int = 0) -> byte
 def whole(
     *parts: bytes, version: int = 3, tensors: int = 0, pairs: int = 0, data: bytes = b"", alignment: int = 32
 ) -> bytes:
-    """A file by hand: what the package's writer would not write."""
+    """A hand-made file, for content that the package's writer refuses."""
     header = b"GGUF" + struct.pack("<IQQ", version, tensors, pairs) + b"".join(parts)
     return header + b"\0" * (-len(header) % alignment) + data
 
@@ -102,7 +102,7 @@ def test_values_of_every_type(written: Path) -> None:
         (lambda m: m.numbers("counts", 4), "'counts' must be an array of 4 numbers"),
     ],
 )
-def test_values_of_another_kind(written: Path, read, message: str) -> None:
+def test_values_of_another_type(written: Path, read, message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"written\.gguf.*{message}"):
         read(GGUFFile(written).metadata)
 
@@ -212,8 +212,8 @@ def test_missing_file(tmp_path: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_damage_is_found_or_harmless(written: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """No other error than `CheckpointError`, whatever is cut off or overwritten."""
+def test_corruption_raises_only_checkpoint_error(written: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Truncating or overwriting bytes raises no error other than `CheckpointError`."""
     content = bytearray(written.read_bytes())
     for _ in range(data.draw(st.integers(0, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
