@@ -38,9 +38,9 @@ def write_plain_infer(
     binary: dict[str, bool],
     binary_by_default: bool,
 ) -> tuple[bytes, int] | None:
-    """The body of an infer response without parameters, and the length of its JSON; the binary outputs are behind it.
+    """(body, length of its JSON) of a simple infer response without parameters; binary outputs follow the JSON.
 
-    `outputs`: tensors of the server. `binary`: which of them are binary by name, `binary_by_default` holds for the
-    others. None for what is not plain: text to be escaped, BYTES, FP16 and BF16 as JSON, NaN and infinite numbers,
-    outputs of more than 64 KiB in all.
+    `outputs`: tensors of the server. `binary`: by name, whether an output is binary; `binary_by_default` for others.
+    None for text that needs escaping, BYTES, FP16 and BF16 as JSON, NaN and infinite numbers, and outputs of more than
+    64 KiB in total.
     """

@@ -37,7 +37,7 @@ void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> 
             int threads, int repeats) {
     const Matrix& matrix = owned.matrix;
     if (int(x.shape(1)) != matrix.inputs || int(out.shape(1)) != matrix.outputs || x.shape(0) != out.shape(0)) {
-        throw std::invalid_argument("shapes of inputs, matrix and outputs do not fit");
+        throw std::invalid_argument("shapes of x, matrix and out do not match");
     }
     const Kernels& kernels = kernels_for(isa_from_name(isa));
     const int rows = int(x.shape(0));
@@ -55,13 +55,13 @@ void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> 
 // of a model. The results are discarded.
 void multiply_each(const std::vector<const OwnedMatrix*>& matrices, Array<float, 2> x, const std::string& isa,
                    int threads, int repeats) {
-    if (matrices.empty()) throw std::invalid_argument("there must be a matrix");
+    if (matrices.empty()) throw std::invalid_argument("matrices must not be empty");
     const Matrix& first = matrices.front()->matrix;
     for (const OwnedMatrix* owned : matrices) {
         const Matrix& matrix = owned->matrix;
         if (int(x.shape(1)) != matrix.inputs || matrix.outputs != first.outputs || matrix.kind != first.kind ||
             matrix.dynamic != first.dynamic || matrix.group_size != first.group_size) {
-            throw std::invalid_argument("the matrices must be alike, and fit the inputs");
+            throw std::invalid_argument("matrices must have one kind and shape, which matches x");
         }
     }
     const Kernels& kernels = kernels_for(isa_from_name(isa));

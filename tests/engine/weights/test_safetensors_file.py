@@ -73,10 +73,10 @@ def test_unaligned_data_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "data", "defect"),
     [
-        (b"{", b"", "no valid JSON"),
-        (b"\xff\xfe", b"", "no valid JSON"),
-        (b"[" * 100_000, b"", "no valid JSON"),
-        (b"[]", b"", "no JSON object"),
+        (b"{", b"", "invalid JSON"),
+        (b"\xff\xfe", b"", "invalid JSON"),
+        (b"[" * 100_000, b"", "invalid JSON"),
+        (b"[]", b"", "not a JSON object"),
         (b'{"a": {}, "a": {}}', b"", "duplicate name 'a'"),
         ({"w": 5}, b"", "'w'"),
         ({"w": {}}, b"", "unknown dtype None"),
