@@ -12,13 +12,15 @@ import argparse
 import time
 
 import numpy as np
+from smoke import parse_arguments
 
 from neso.engine.beams.beam_search import BeamGroup
 from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
+from neso.engine.core.sequence import Sequence
 from neso.engine.sampling.sampler import Sampler
 from neso.engine.sampling.state import SamplingState
-from neso.engine.sampling.token_sampling import BROKEN
+from neso.engine.sampling.token_sampling import INVALID_TOKEN
 from neso.generation import SamplingParams
 from neso.models import SHIPPED_MODELS
 
@@ -92,7 +94,7 @@ def microseconds_a_token(llm: LLM, vocabulary: int, name: str, options: dict[str
         started = time.perf_counter()
         for row in rows:
             (token,) = sampler.sample(row, [state])
-            assert token.token_id != BROKEN
+            assert token.token_id != INVALID_TOKEN
         best = min(best, (time.perf_counter() - started) / len(rows))
     return 1e6 * best
 
@@ -107,7 +109,7 @@ def microseconds_a_beam(vocabulary: int, width: int) -> float:
     )
     rng, best = np.random.default_rng(0), np.inf
     logits = rng.normal(size=(width, vocabulary)).astype(np.float32) * 4
-    group = BeamGroup(request)
+    group = BeamGroup(Sequence(id=0, request=request, arrival=0))
     group.advance(logits[:1])
     for _ in range(30):
         started = time.perf_counter()
@@ -121,7 +123,7 @@ def main() -> None:
     parser.add_argument("checkpoint", nargs="?", default=SHIPPED_MODELS["neso-pilot"])
     parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--vocabulary", type=int, default=128256)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, widths=[2], vocabulary=1000)
     llm = LLM(arguments.checkpoint, max_model_len=512, enable_prefix_caching=False)
     compare_widths(llm, arguments.widths)
     plain = microseconds_a_token(llm, arguments.vocabulary, "plain", {})

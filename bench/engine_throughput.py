@@ -13,6 +13,8 @@ import argparse
 import random
 import time
 
+from smoke import parse_arguments
+
 from neso.engine.client.llm import LLM
 from neso.generation import SamplingParams
 from neso.models import SHIPPED_MODELS
@@ -46,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint", nargs="?", default=PILOT)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, concurrency=[4])
     print(f"{'concurrency':>11} {'in-flight tok/s':>16} {'static tok/s':>13} {'ratio':>6}")
     for concurrency in arguments.concurrency:
         llm = LLM(

@@ -17,6 +17,7 @@ import grpc.aio
 import uvloop
 from grpc_server import PATH, echo_deferred, load
 from identity_model import identity_repository
+from smoke import parse_arguments, require_command
 from tritonclient.grpc import service_pb2
 
 from neso.frontends.frontend_options import GrpcOptions
@@ -78,7 +79,9 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=16)
     parser.add_argument("--connections", type=int, default=1)
     parser.add_argument("--streams", type=int, default=16, help="at a time on each connection")
-    uvloop.run(compare(parser.parse_args()))
+    options = parse_arguments(parser, seconds=1)
+    require_command("h2load", "nghttp2-client")
+    uvloop.run(compare(options))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -24,6 +23,7 @@ import grpc
 import grpc.aio
 import uvloop
 from server_process import server_process
+from smoke import parse_arguments, require_command
 
 from neso.frontends.transport.grpc import CallbackCall, CallbackHandler, GrpcServer, GrpcServerOptions
 
@@ -87,8 +87,6 @@ def load(
     port: int, path: str, message: bytes, options: argparse.Namespace, calls: int = 0
 ) -> tuple[float, int]:
     """Calls a second and in all, of so many, or for so many seconds, by h2load."""
-    if shutil.which("h2load") is None:
-        raise SystemExit("h2load is missing: apt-get install nghttp2-client")
     amount = ["-n", str(calls)] if calls else ["-D", str(options.seconds)]
     with tempfile.NamedTemporaryFile() as body:
         Path(body.name).write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
@@ -114,7 +112,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16, help="at a time on each connection")
     parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--size", type=int, default=64, help="bytes of the message")
-    options = parser.parse_args()
+    options = parse_arguments(parser, seconds=1)
+    require_command("h2load", "nghttp2-client")
     print(f"{'':16} {'calls/s':>9}  {'ratio':>6}  {'CPU us':>7}  {'ratio':>6}")
     base_rate = base_cpu = 0.0
     for kind in KINDS:

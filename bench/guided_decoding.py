@@ -16,6 +16,7 @@ from statistics import median
 
 import numpy as np
 from checkpoint import SHAPES, write_checkpoint
+from smoke import parse_arguments
 
 from neso.engine.client.llm import LLM
 from neso.engine.guided.compiler import GrammarCompiler
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 128256])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, vocab=[8192], batch=[2], tokens=8)
     for vocab in arguments.vocab:
         with tempfile.TemporaryDirectory() as directory:
             SHAPES["guided"] = {**SHAPE, "vocab": vocab}

@@ -27,6 +27,7 @@ from typing import Any
 import orjson
 import uvloop
 from server_process import server_process
+from smoke import parse_arguments, require_module
 
 from neso.frontends.transport.http1 import AsgiServer, HttpServer, HttpServerOptions, Request, Response
 
@@ -150,7 +151,8 @@ def main() -> None:
     )
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=3)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, seconds=0.3)
+    require_module("uvicorn")
     print(f"{'':22} {'req/s':>9}  {'ratio':>6}  {'CPU us':>7}  {'ratio':>6}")
     base_rate = base_cpu = 0.0
     for kind in ("uvicorn", "neso", "neso, plain function", "neso, ASGI bridge"):

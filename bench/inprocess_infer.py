@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import uvloop
 from identity_model import identity_repository
+from smoke import parse_arguments
 
 import neso
 from neso.server.inference_request import InferenceRequest
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--elements", type=int, default=16)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
-    options = parser.parse_args()
+    options = parse_arguments(parser, seconds=0.1, concurrency=[2])
     value = np.zeros(options.elements, np.float32)
     with identity_repository() as repository, neso.Server(model_repository=repository) as server:
         print(f"FP32[{options.elements}]\nconcurrency  way           infer/s   CPU µs   ratio")

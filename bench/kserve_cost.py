@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 from infer_cases import Case, Ports, make_cases, write_repository
 from peer_server import RunningServer, machine, serve
+from smoke import parse_arguments, require_command
 from triton_server import GRPC_PORT, HTTP_PORT, install, triton
 
 CORES = 2
@@ -126,7 +127,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["json", "binary", "grpc"], choices=list(cases))
     parser.add_argument("--base", type=Path, help="another checkout, built, to compare with")
     parser.add_argument("--triton", action="store_true", help="measure Triton too")
-    options = parser.parse_args()
+    options = parse_arguments(parser, seconds=1, rounds=1, connections=[1], cases=["json"])
+    require_command("wrk", "wrk")
     here = Path(__file__).resolve().parent.parent
     with ExitStack() as stack:
         repository = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from infer_cases import Case, Load, Ports, make_cases, shared_memory, write_repository
 from peer_server import RunningServer, machine, serve
+from smoke import parse_arguments, require_command
 from triton_server import GRPC_PORT, HTTP_PORT, install, triton
 
 PORTS = {"triton": Ports(HTTP_PORT, GRPC_PORT), "neso": Ports(19000, 19001)}
@@ -82,7 +83,8 @@ def main() -> None:
     parser.add_argument("--processes", action="store_true", help="Python models of Neso in processes")
     parser.add_argument("--triton", type=Path, help="interpreter of an environment with the wheel")
     parser.add_argument("--only", action="store_true", help="measure Neso alone")
-    options = parser.parse_args()
+    options = parse_arguments(parser, seconds=1, rounds=1, connections=[1], cases=["json"], only=True)
+    require_command("wrk", "wrk")
     servers = ["neso"] if options.only else ["triton", "neso"]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -3,7 +3,7 @@
 Prompts are random tokens, all different: no prefix of one is in another's cache. They go as token ids; to a server that
 takes text only, as words that are one token each in the checkpoint's byte-level vocabulary (--words CHECKPOINT).
 
-usage: python bench/load.py URL MODEL [--isl 128] [--osl 64] [--concurrency 8] [--requests 32] [--long-isl 0]
+usage: python bench/load.py [URL] [MODEL] [--isl 128] [--osl 64] [--concurrency 8] [--requests 32] [--long-isl 0]
                             [--vocab 8000] [--seed 0] [--words CHECKPOINT] [--json FILE]
 """
 
@@ -15,12 +15,15 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from neso_server import served
+from smoke import parse_arguments
 
 GOOD_TTFT, GOOD_ITL = 1.0, 0.05
 """A request counts as good when its first token comes within the one, and the mean gap is within the other (s)."""
@@ -192,19 +195,27 @@ def one_token_words(checkpoint: Path) -> list[str]:
     return [" " + word for word in words if word.isascii() and word.isalpha()]
 
 
+@contextmanager
+def smoke_server() -> Iterator[str]:
+    """URL of a server with the model that is part of the package."""
+    with served() as server:
+        yield f"http://127.0.0.1:{server.ports['openai']}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("model")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:9000")
+    parser.add_argument("model", nargs="?", default="neso-pilot")
     defaults = Workload(isl=128, osl=64, concurrency=8, requests=32)
     for name, default in asdict(defaults).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     parser.add_argument("--words", type=Path)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, isl=16, osl=4, concurrency=2, requests=4, vocab=200)
     workload = Workload(**{name: getattr(arguments, name) for name in asdict(defaults)})
     words = one_token_words(arguments.words) if arguments.words else None
-    result = asyncio.run(run_load(arguments.url, arguments.model, workload, words=words))
+    with smoke_server() if arguments.smoke else nullcontext(arguments.url) as url:
+        result = asyncio.run(run_load(url, arguments.model, workload, words=words))
     print(result)
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(result), indent=1))

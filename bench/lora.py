@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 from checkpoint import SHAPES, write_checkpoint
 from safetensors.numpy import save_file
+from smoke import parse_arguments
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--load", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, ranks=[8], batches=[2], adapters=[1, 2])
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "base"
         write_checkpoint(checkpoint, arguments.size)

@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from smoke import parse_arguments
+
 from neso.server.core import Core
 from neso.server.metrics.config import MetricsConfig
 from neso.server.options import ServerOptions
@@ -73,7 +75,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=300)
     parser.add_argument("--summaries", action="store_true")
     parser.add_argument("--scrapes", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, models=5, scrapes=1)
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder), arguments.models)
         asyncio.run(measure(Path(folder), arguments.summaries, arguments.scrapes))

@@ -6,10 +6,13 @@ model and back, so the ratios are the worst that there are.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+from smoke import parse_arguments
 
 from neso.frontends.openai import OpenAIOptions, create_app
 from neso.frontends.openai.access import AccessOptions, ApiKeys, Quota
@@ -17,11 +20,11 @@ from neso.server.core import Core
 from neso.server.options import ServerOptions
 
 BODY = b'{"model": "none", "prompt": "hello", "max_tokens": 16}'
-REQUESTS, ROUNDS = 400, 5
 PLENTY = Quota(requests=10**9, tokens=10**9)
 
 
-async def main() -> None:
+async def compare(requests: int, rounds: int) -> None:
+    """Print the seconds of a request with each kind of access control."""
     core = Core(ServerOptions())
     await core.start()
     variants = {
@@ -32,20 +35,20 @@ async def main() -> None:
     }
     apps = {name: create_app(core, OpenAIOptions(access=access)) for name, access in variants.items()}
     best = dict.fromkeys(apps, float("inf"))
-    for _ in range(ROUNDS):  # by turns, so that a busy moment meets all of them
+    for _ in range(rounds):  # in turns, so that other load on the machine affects all
         for name, app in apps.items():
-            best[name] = min(best[name], await seconds(app))
+            best[name] = min(best[name], await seconds(app, requests))
     for name, value in best.items():
         print(f"{name:22} {value * 1e6:7.0f} µs a request  {value / best['nothing']:5.2f} x nothing")
     await core.stop()
 
 
-async def seconds(app: Callable[..., Awaitable[None]]) -> float:
-    """Of one request."""
+async def seconds(app: Callable[..., Awaitable[None]], requests: int) -> float:
+    """Mean seconds of a request."""
     started = time.perf_counter()
-    for _ in range(REQUESTS):
+    for _ in range(requests):
         await app(scope(), receiver(), send)
-    return (time.perf_counter() - started) / REQUESTS
+    return (time.perf_counter() - started) / requests
 
 
 def scope() -> dict[str, Any]:
@@ -82,5 +85,13 @@ async def send(message: dict[str, Any]) -> None:
     assert message.get("status", 404) == 404
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parse_arguments(parser, requests=10, rounds=1)
+    asyncio.run(compare(arguments.requests, arguments.rounds))
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

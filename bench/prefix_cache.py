@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from checkpoint import write_checkpoint
+from smoke import parse_arguments
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
@@ -24,15 +25,14 @@ from neso.engine.load.loader import load_engine
 from neso.engine.loop.engine_core import EngineCore
 from neso.generation import SamplingParams
 
-PROMPT = 1024
 SHARES = (0.0, 0.5, 0.9, 0.99)
 
 
-def prompts(count: int, shared: int, vocabulary: int) -> list[list[int]]:
-    """Of PROMPT tokens each, the first `shared` the same."""
+def prompts(count: int, length: int, shared: int, vocabulary: int) -> list[list[int]]:
+    """Prompts of `length` tokens, of which the first `shared` are the same."""
     rng = random.Random(shared)
     beginning = [rng.randrange(10, vocabulary) for _ in range(shared)]
-    return [beginning + [rng.randrange(10, vocabulary) for _ in range(PROMPT - shared)] for _ in range(count)]
+    return [beginning + [rng.randrange(10, vocabulary) for _ in range(length - shared)] for _ in range(count)]
 
 
 def first_token(core: EngineCore, name: str, prompt: list[int]) -> float:
@@ -45,7 +45,7 @@ def first_token(core: EngineCore, name: str, prompt: list[int]) -> float:
     return time.perf_counter() - started
 
 
-def compare(checkpoint: str, shared: int, count: int) -> tuple[float, float]:
+def compare(checkpoint: str, length: int, shared: int, count: int) -> tuple[float, float]:
     """Median seconds to the first token with the cache and without."""
     cores = []
     for caching in (True, False):
@@ -57,7 +57,7 @@ def compare(checkpoint: str, shared: int, count: int) -> tuple[float, float]:
         assert isinstance(core, EngineCore)
         cores.append(core)
     seconds: list[list[float]] = [[], []]
-    for i, prompt in enumerate(prompts(count + 1, shared, info.vocab_size)):
+    for i, prompt in enumerate(prompts(count + 1, length, shared, info.vocab_size)):
         for times, core in zip(seconds, cores, strict=True):
             times.append(first_token(core, str(i), prompt))
     cached, plain = (statistics.median(times[1:]) for times in seconds)
@@ -68,15 +68,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", nargs="?")
     parser.add_argument("--requests", type=int, default=12)
-    options = parser.parse_args()
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
+    options = parse_arguments(parser, requests=2, prompt=128)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = options.checkpoint
         if checkpoint is None:
             write_checkpoint(Path(folder), "s")
             checkpoint = folder
-        print(f"prompts of {PROMPT} tokens\nshared  with ms  without ms  ratio")
+        print(f"prompts of {options.prompt} tokens\nshared  with ms  without ms  ratio")
         for share in SHARES:
-            cached, plain = compare(checkpoint, int(PROMPT * share), options.requests)
+            cached, plain = compare(checkpoint, options.prompt, int(options.prompt * share), options.requests)
             print(f"{share:6.0%} {cached * 1e3:8.1f} {plain * 1e3:11.1f} {plain / cached:6.2f}", flush=True)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from smoke import parse_arguments
 
 from neso.backends.python.process.shared_memory import Arena, ArenaReader
 from neso.server.core import Core
@@ -139,5 +140,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, seconds=0.05, rounds=1)
     uvloop.run(main(arguments.rounds, arguments.seconds))

@@ -16,6 +16,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from smoke import parse_arguments
+
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.load.loader import load_engine
@@ -120,7 +122,7 @@ def main() -> None:
     parser.add_argument("checkpoint", nargs="?", default=str(SHIPPED_MODELS["neso-pilot"]))
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
-    options = parser.parse_args()
+    options = parse_arguments(parser, requests=8, turns=1)
     whole = SEQUENCES * -(-LONGEST // 16)
     print("cache  outputs               policy   tok/s  ratio  TTFT ms  steps  preempted  repeated")
     for share in (1.0, 0.5, 0.25):

@@ -21,11 +21,13 @@ import aiohttp
 import orjson
 from checkpoint import write_checkpoint
 from neso_server import served
+from smoke import parse_arguments
 from timed_requests import Measured, run
 
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.config import EngineConfig
 from neso.generation import GenerationRequest, SamplingParams
+from neso.models import SHIPPED_MODELS
 
 TOKENS = 64
 
@@ -84,7 +86,9 @@ def main() -> None:
     parser.add_argument("checkpoint", nargs="?")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(
+        parser, checkpoint=str(SHIPPED_MODELS["neso-pilot"]), concurrency=[2], rounds=1
+    )
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = arguments.checkpoint
         if checkpoint is None:

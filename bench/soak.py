@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from smoke import parse_arguments
 from soaking.loads import LOADS, Clients, Load, crash, has_own_process
 from soaking.server import Holdings, SoakedServer, start
 
@@ -53,8 +54,8 @@ class Tally:
         )
 
 
-async def soak(server: SoakedServer, seconds: float, workers: int) -> list[str]:
-    """Run the loads; what was wrong."""
+async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: bool) -> list[str]:
+    """Run the loads and return the errors found."""
     clients = Clients(server)
     try:
         loads = dict(LOADS)
@@ -89,7 +90,7 @@ async def soak(server: SoakedServer, seconds: float, workers: int) -> list[str]:
         await clients.close()
     await asyncio.sleep(3)
     readings.append(server.holdings())
-    return found + leaks(readings)
+    return found + leaks(readings) if check_leaks else found
 
 
 async def leftovers(clients: Clients) -> list[str]:
@@ -160,12 +161,14 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--workers", type=int, default=1, help="times the number of workers of each load")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, minutes=0.1)
     with tempfile.TemporaryDirectory(prefix="neso-soak-") as name:
         folder = Path(name)
         write_repository(folder / "models")
         with start(folder / "models", folder / "log") as server:
-            found = asyncio.run(soak(server, arguments.minutes * 60, arguments.workers))
+            found = asyncio.run(
+                soak(server, arguments.minutes * 60, arguments.workers, check_leaks=not arguments.smoke)
+            )
         errors = [line for line in (folder / "log").read_text().splitlines() if "Traceback" in line]
     if errors and not found:
         found.append(f"{len(errors)} tracebacks in the server's log")

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from checkpoint import SHAPES, write_checkpoint
+from smoke import parse_arguments
 
 from neso.engine.config import EngineConfig
 from neso.engine.core.draft import Draft
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="m")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    args = parser.parse_args()
+    args = parse_arguments(parser, size="s", tokens=8, batch=[1])
     SHAPES["draft"] = {
         **SHAPES["s"],
         "vocab": SHAPES[args.size]["vocab"],

@@ -12,6 +12,7 @@ import time
 import urllib.request
 
 from neso_server import NESO, served
+from smoke import parse_arguments
 
 BODY = b'{"text_input": "What is in-flight batching?", "temperature": 0}'
 
@@ -36,7 +37,7 @@ def serve() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    rounds = parse_arguments(parser, rounds=1).rounds
     serve()
     print(f"neso --version     {statistics.median(command('--version') for _ in range(rounds)):.2f} s")
     print(f"neso serve --help  {statistics.median(command('serve', '--help') for _ in range(rounds)):.2f} s")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from checkpoint import SHAPES, write_checkpoint
+from smoke import parse_arguments
 
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
@@ -94,7 +95,7 @@ def _time(owner: Any, name: str, spent: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, steps=5)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), "idle")
         runner = IdleRunner.make(Path(folder))

@@ -25,6 +25,7 @@ import orjson
 import tritonclient.grpc.aio as grpc
 from checkpoint import write_checkpoint
 from neso_server import served
+from smoke import parse_arguments
 from timed_requests import Measured, run
 
 from neso.engine.client.async_engine import AsyncEngine
@@ -144,13 +145,13 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, concurrency=2, rounds=1, tokens=8)
     load = Load(arguments.concurrency, arguments.tokens)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = arguments.checkpoint
         if checkpoint is None:
             checkpoint = f"{scratch}/checkpoint"
-            write_checkpoint(Path(checkpoint), "m")
+            write_checkpoint(Path(checkpoint), "s" if arguments.smoke else "m")
         repository = Path(scratch) / "models"
         write_repository(repository, checkpoint)
         rounds = [one_round(checkpoint, repository, load) for _ in range(arguments.rounds)]

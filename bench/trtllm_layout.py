@@ -25,11 +25,14 @@ import uvloop
 from checkpoint import write_checkpoint
 from neso_server import NesoServer, served
 from serve_overhead import TOKENS, bare, prompts
+from smoke import parse_arguments
 from timed_requests import run
 
 from neso import load_tokenizer
 from neso.layouts.repository_files import write_files
-from neso.layouts.trtllm import TrtllmOptions, trtllm_files
+from neso.layouts.trtllm import trtllm_files
+from neso.layouts.trtllm_options import TrtllmOptions
+from neso.models import SHIPPED_MODELS
 
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
 
@@ -143,7 +146,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(
+        parser, checkpoint=str(SHIPPED_MODELS["neso-pilot"]), concurrency=2, rounds=1, models=["ensemble"]
+    )
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = arguments.checkpoint
         if checkpoint is None:

@@ -30,6 +30,7 @@ import psutil
 from checkpoint import write_checkpoint
 from load import LoadResult, Piece, Timing, Workload, one_token_words, run_load
 from peer_server import RunningServer, machine, serve
+from smoke import parse_arguments, require_environment
 from vs_vllm import ROOT, VENV, install_vllm
 
 VLLM_PORT, NESO_OPENAI_PORT, NESO_HTTP_PORT = 19200, 19201, 19202
@@ -191,7 +192,11 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=VENV)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, size="s", rounds=1, quick=True)
+    if arguments.smoke:
+        CASES.clear()
+        CASES["c=1"] = Workload(16, 4, 1, 2)
+        require_environment(arguments.venv, "python scripts/install_vllm.py .venv-vllm")
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.checkpoint or Path(folder) / arguments.size
         if not model.exists():

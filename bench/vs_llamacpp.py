@@ -23,6 +23,7 @@ from gguf import GGMLQuantizationType
 from gguf_checkpoint import write_gguf
 from load import LoadResult, Workload, one_token_words, run_load
 from peer_server import RunningServer, machine, neso, serve
+from smoke import parse_arguments, require_environment
 
 from neso import __version__ as neso_version
 
@@ -172,7 +173,9 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=VENV)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, rounds=1)
+    if arguments.smoke:
+        require_environment(arguments.venv, "run bench/vs_llamacpp.py, which builds it")
     install(arguments.venv)
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.checkpoint or Path(folder) / "m"

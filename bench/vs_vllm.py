@@ -23,6 +23,7 @@ from pathlib import Path
 from checkpoint import write_checkpoint
 from load import LoadResult, Workload, run_load
 from peer_server import RunningServer, machine, neso, resident_bytes, serve
+from smoke import parse_arguments
 
 from neso import __version__ as neso_version
 
@@ -40,6 +41,7 @@ CASES = {
     "c=64  32/256": Workload(32, 256, 64, 128),
     "mixed c=8": Workload(64, 128, 8, 32, long_isl=1024),
 }
+SMOKE_CASES = {"c=2 16/4": Workload(16, 4, 2, 2)}
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,15 @@ def vllm(venv: Path, model: Path):  # type: ignore[no-untyped-def]
     return serve("vllm", command, f"http://127.0.0.1:{VLLM_PORT}", "model", environment=environment)
 
 
-def measure(server: RunningServer, quick: bool) -> Measured:
-    """All cases, after a warm-up; prints as it goes."""
+def measure(server: RunningServer, cases: dict[str, Workload], quick: bool) -> Measured:
+    """Run and print all cases, after a warm-up."""
     started = time.perf_counter()
     asyncio.run(run_load(server.url, server.model, Workload(32, 1, 1, 1, seed=98)))
     first = server.start_seconds + time.perf_counter() - started
     print(f"{server.name}: first answer {first:.2f} s after the start")
     asyncio.run(run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99)))
     results = {}
-    for name, workload in CASES.items():
+    for name, workload in cases.items():
         if quick:
             workload = dataclasses.replace(
                 workload, requests=max(workload.concurrency, workload.requests // 4)
@@ -100,20 +102,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=["neso", "vllm"])
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, only="neso")
+    cases = SMOKE_CASES if arguments.smoke else CASES
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.checkpoint or Path(folder) / "m"
         if not model.exists():
-            write_checkpoint(model, "m")
+            write_checkpoint(model, "s" if arguments.smoke else "m")
         vllm_version = install_vllm(arguments.venv) if arguments.only != "neso" else ""
         print(f"{machine()}; Neso {neso_version}, vLLM {vllm_version}")
         results = {}
         if arguments.only != "vllm":
             with neso(model) as server:
-                results["neso"] = measure(server, arguments.quick)
+                results["neso"] = measure(server, cases, arguments.quick)
         if arguments.only != "neso":
             with vllm(arguments.venv, model) as server:
-                results["vllm"] = measure(server, arguments.quick)
+                results["vllm"] = measure(server, cases, arguments.quick)
     if len(results) == 2:
         report(results["neso"], results["vllm"])
     if arguments.json:

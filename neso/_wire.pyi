@@ -1,4 +1,4 @@
-"""Types of the extension module with fast paths for simple requests and responses, implemented in csrc/wire/."""
+"""Types of the extension module with fast paths for common requests and responses (csrc/wire/)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 def parse_plain_request(
     data: bytes, max_head: int, max_body: int
 ) -> tuple[str, bytes, dict[bytes, bytes], bytes] | None:
-    """(method, target, headers by lower-case name, body) if `data` is exactly one simple HTTP/1.1 request.
+    """(method, target, headers by lower-case name, body) of exactly one complete, simple HTTP/1.1 request.
 
-    None for anything else, valid or not, which is left to the full parser.
+    None for anything else, valid or not; the full parser handles it.
     """
 
 def parse_plain_infer(
@@ -24,10 +24,10 @@ def parse_plain_infer(
     ]
     | None
 ):
-    """(id, inputs, outputs, binary by default) of a simple infer request in JSON.
+    """(id, inputs, outputs, binary by default) of the JSON of a simple infer request.
 
-    An input is (name, datatype, shape, content); the content is the elements in row-major order, `bytes` objects for
-    BYTES, or the int `binary_data_size`. An output is (name, binary). None for anything else, valid or not.
+    An input is (name, datatype, shape, content). `content`: a bytearray of the elements in row-major order, a list of
+    `bytes` for BYTES, or the int `binary_data_size`. An output is (name, binary). None for anything else, valid or not.
     """
 
 def write_plain_infer(
@@ -38,9 +38,9 @@ def write_plain_infer(
     binary: dict[str, bool],
     binary_by_default: bool,
 ) -> tuple[bytes, int] | None:
-    """(body, length of its JSON) of a simple infer response without parameters; binary outputs follow the JSON.
+    """Body of an infer response without parameters, and the length of its JSON; binary outputs follow the JSON.
 
-    `outputs`: tensors of the server. `binary`: by name, whether an output is binary; `binary_by_default` for others.
-    None for text that needs escaping, BYTES, FP16 and BF16 as JSON, NaN and infinite numbers, and outputs of more than
-    64 KiB in total.
+    `outputs`: tensors of the server. `binary`: whether an output is binary, by name; `binary_by_default` applies to
+    other names. None if unsupported: strings that JSON must escape; BYTES, FP16 and BF16 as JSON; NaN and infinite
+    numbers; more than 64 KiB of outputs.
     """

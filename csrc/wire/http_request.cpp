@@ -6,7 +6,7 @@
 namespace neso::wire {
 namespace {
 
-// RFC 9110, 5.6.2.
+// Token characters of RFC 9110, section 5.6.2.
 constexpr std::array<char, 256> make_lower_tokens() {
     std::array<char, 256> lower{};
     for (int c = '0'; c <= '9'; ++c) lower[c] = static_cast<char>(c);
@@ -16,7 +16,7 @@ constexpr std::array<char, 256> make_lower_tokens() {
     return lower;
 }
 
-// Lower-case form of characters allowed in field names, 0 for others.
+// Lower-case form of each character allowed in a field name, 0 for all others.
 constexpr std::array<char, 256> kLowerTokens = make_lower_tokens();
 
 constexpr std::size_t kMaxNameLength = 64;
@@ -93,7 +93,7 @@ PyObject* parse_plain_request(std::string_view data, std::size_t max_head, std::
         if (name == "content-length" && !parse_length(value, length)) return nullptr;
         Reference key = bytes(name), content = bytes(value);
         if (!key || !content) return PyErr_Clear(), nullptr;
-        // Duplicate fields would have to be joined.
+        // A repeated field would have to be joined to the first.
         if (PyDict_Contains(headers.get(), key.get()) != 0 ||
             PyDict_SetItem(headers.get(), key.get(), content.get()) != 0)
             return PyErr_Clear(), nullptr;

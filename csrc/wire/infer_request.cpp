@@ -12,15 +12,15 @@
 namespace neso::wire {
 namespace {
 
-constexpr std::size_t kMaxExtents = 16;
+constexpr std::size_t kMaxRank = 16;
 
 struct Shape {
-    std::int64_t extents[kMaxExtents];
+    std::int64_t extents[kMaxRank];
     std::size_t rank = 0;
     std::int64_t count = 1;
 };
 
-// Reads JSON from left to right. Functions return false or a null `Reference` for input that the fast path rejects.
+// Reads JSON from left to right. Methods return false or null for text that the fast path does not support.
 class Reader {
   public:
     explicit Reader(std::string_view text) : at_(text.data()), end_(text.data() + text.size()) {}
@@ -30,7 +30,7 @@ class Reader {
         return at_ == end_;
     }
 
-    // Consume the next non-blank character if it is this one.
+    // Consumes the next non-blank character if it is this one.
     bool take(char c) {
         skip();
         if (at_ == end_ || *at_ != c) return false;
@@ -60,7 +60,7 @@ class Reader {
         return false;
     }
 
-    // Integers within the type's range, without fraction or exponent; finite floating-point numbers.
+    // Integers must be in the type's range, without fraction or exponent; floating-point numbers must be finite.
     template <typename T>
     bool number(T& out) {
         skip();
@@ -77,7 +77,7 @@ class Reader {
         }
     }
 
-    // `each()` reads one element.
+    // Calls `each()` to read each element.
     template <typename Each>
     bool array(Each each) {
         if (!take('[')) return false;
@@ -88,7 +88,7 @@ class Reader {
         return take(']');
     }
 
-    // `each(name)` reads the value of one member.
+    // Calls `each(name)` to read the value of each member.
     template <typename Each>
     bool object(Each each) {
         if (!take('{')) return false;
@@ -111,7 +111,7 @@ class Reader {
         return at_ != start;
     }
 
-    // Scans a number by JSON's grammar, which is stricter than `from_chars`.
+    // Skips a number of JSON's grammar; `from_chars` accepts more.
     bool scan_number(bool& whole) {
         if (at_ != end_ && *at_ == '-') ++at_;
         if (at_ != end_ && *at_ == '0')
@@ -174,7 +174,7 @@ Reference read_strings(Reader& reader, const Shape& shape) {
     if (!list) return {};
     const bool good = reader.array([&] {
         std::string_view element;
-        // Decoded first, to check that it is UTF-8.
+        // Converted to text first, which checks that it is UTF-8.
         if (!reader.string(element) || !text(element)) return false;
         Reference item = bytes(element);
         return item && PyList_Append(list.get(), item.get()) == 0;
@@ -202,7 +202,7 @@ Reference read_data(Reader& reader, std::string_view datatype, const Shape& shap
 bool read_shape(Reader& reader, Shape& shape) {
     return reader.array([&] {
         std::int64_t extent = 0;
-        if (shape.rank == kMaxExtents || !reader.number(extent) || extent < 0) return false;
+        if (shape.rank == kMaxRank || !reader.number(extent) || extent < 0) return false;
         if (extent != 0 && shape.count > (std::int64_t{1} << 40) / extent) return false;
         shape.extents[shape.rank++] = extent;
         shape.count *= extent;
@@ -222,7 +222,7 @@ Reference as_tuple(const Shape& shape) {
 
 bool append(const Reference& list, Reference item) { return item && PyList_Append(list.get(), item.get()) == 0; }
 
-// Finds one of a few members; false for a duplicate.
+// Marks a member as seen; false if it is repeated.
 bool first_time(unsigned& seen, unsigned member) {
     if (seen & (1u << member)) return false;
     seen |= 1u << member;
@@ -243,7 +243,7 @@ bool read_input(Reader& reader, const Reference& inputs) {
             return first_time(seen, kDatatype) && reader.string(datatype_text) && (datatype = text(datatype_text));
         if (member == "shape") return first_time(seen, kShape) && read_shape(reader, shape);
         if (member == "data") {
-            // Elements can only be read once datatype and shape are known.
+            // Elements can only be read once their datatype and shape are known.
             constexpr unsigned known = (1u << kDatatype) | (1u << kShape);
             if ((seen & known) != known || !first_time(seen, kContent)) return false;
             content = read_data(reader, datatype_text, shape);

@@ -1,4 +1,4 @@
-// Fast path for simple infer requests in JSON.
+// Fast path for the JSON of simple infer requests.
 #pragma once
 
 #include <string_view>
@@ -9,10 +9,10 @@ namespace neso::wire {
 
 // (id, inputs, outputs, binary_by_default) of the JSON of an infer request.
 //
-// `inputs`: (name, datatype, shape, content) each, where the content is a bytearray of the elements in row-major order, a
-// list of bytes for BYTES, or the int `binary_data_size`. `outputs`: (name, binary) each, binary None if unspecified. Null
-// for anything else, valid or not (rare members, nested lists, escapes in strings, errors), which is left to the full
-// parser; no exception is set then.
+// `inputs`: tuples (name, datatype, shape, content). `content` is a bytearray of the elements in row-major order, a list
+// of bytes for BYTES, or the int `binary_data_size`. `outputs`: tuples (name, binary), None if the request has none. Null
+// for anything else, valid or not (rare members, nested lists, escapes in strings, errors), without an exception; the
+// Python parser handles it.
 PyObject* parse_plain_infer(std::string_view json);
 
 }  // namespace neso::wire

@@ -8,17 +8,17 @@
 namespace neso::wire {
 namespace {
 
-// Maximum bytes of all outputs: larger ones are better written without an intermediate copy.
+// Size of all outputs in bytes; larger ones are written without a copy.
 constexpr Py_ssize_t kMaxBytes = 64 << 10;
 
-// Attribute names, created once.
+// Interned attribute names.
 struct Names {
     PyObject* name = PyUnicode_InternFromString("name");
     PyObject* datatype = PyUnicode_InternFromString("datatype");
     PyObject* array = PyUnicode_InternFromString("array");
 };
 
-// The memory of an array, held while this object lives.
+// The memory of an array, valid while this object lives.
 class Memory {
   public:
     explicit Memory(PyObject* array) { held_ = PyObject_GetBuffer(array, &view_, PyBUF_ND) == 0; }
@@ -35,7 +35,7 @@ class Memory {
     bool held_ = false;
 };
 
-// UTF-8 owned by the object; false for objects other than str, and for text that cannot be encoded.
+// UTF-8 cached in the string object; false if the object is not a string or cannot be encoded.
 bool utf8(PyObject* object, std::string_view& out) {
     Py_ssize_t size = 0;
     const char* data = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &size) : nullptr;

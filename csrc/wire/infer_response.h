@@ -1,4 +1,4 @@
-// Fast path for simple infer responses in JSON.
+// Fast path for the body of simple infer responses.
 #pragma once
 
 #include <string_view>
@@ -7,12 +7,11 @@
 
 namespace neso::wire {
 
-// (body, length of its JSON) of a response without parameters, or null, without exception, if an output is not simple.
+// (body, length of its JSON) of a response without parameters. Null, without an exception, for an unsupported output.
 //
-// `outputs`: objects with the attributes `name`, `datatype` (a str) and `array` (C order, native bytes). `binary`: a
-// dict by name, whether an output is appended to the JSON as raw bytes; `binary_by_default` for the others. Not simple are
-// strings that need escaping, BYTES, FP16 and BF16 as JSON, numbers that JSON does not have, and outputs of more than
-// 64 KiB in total.
+// `outputs`: objects with attributes `name`, `datatype` (str) and `array` (C order, native byte order). `binary`: dict from
+// name to whether the output is appended as binary data; `binary_by_default` applies to other names. Unsupported are
+// strings that JSON must escape; BYTES, FP16 and BF16 as JSON; NaN and infinite numbers; more than 64 KiB of outputs.
 PyObject* write_plain_infer(PyObject* id, PyObject* model_name, PyObject* model_version, PyObject* outputs,
                             PyObject* binary, bool binary_by_default);
 

@@ -1,4 +1,4 @@
-// Writes JSON to a reused buffer.
+// Appends JSON to a reusable buffer.
 #pragma once
 
 #include <charconv>
@@ -17,7 +17,7 @@ class JsonWriter {
 
     void raw(std::string_view text) { out_.append(text); }
 
-    // False for text that needs escaping.
+    // False if the text must be escaped.
     bool string(std::string_view text) {
         for (unsigned char c : text)
             if (c < 0x20 || c == '"' || c == '\\') return false;
@@ -39,7 +39,7 @@ class JsonWriter {
         return true;
     }
 
-    // Shortest digits that round-trip, formatted like orjson. False for non-finite numbers.
+    // Shortest digits that round-trip, formatted like orjson. False if the number is not finite.
     bool number(double value) {
         if (!std::isfinite(value)) return false;
         char buffer[32];
@@ -77,7 +77,7 @@ class JsonWriter {
         }
         if (count == 1 && digits[0] == '0') return raw("0.0");
         const std::string_view all(digits, count);
-        const int point = exponent + 1;  // number of digits before it
+        const int point = exponent + 1;  // number of digits before the decimal point
         if (point > 16 || point <= -5) {
             out_.push_back(digits[0]);
             if (count > 1) {

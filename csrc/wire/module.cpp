@@ -1,4 +1,4 @@
-// The extension module `_wire`: fast paths for parsing simple requests and writing simple responses.
+// Extension module `_wire`: fast paths that parse common requests and write common responses in one call.
 
 #include <nanobind/nanobind.h>
 

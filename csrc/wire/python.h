@@ -1,5 +1,5 @@
-// Owning references to Python objects for the C API: nanobind's checks would cost as much as the work, which is done for
-// every request.
+// Owning references to Python objects for the plain C API. These objects are built for every request; the checks of
+// nanobind's wrappers would cost as much as the work.
 #pragma once
 
 #include <Python.h>
@@ -12,7 +12,7 @@ namespace neso::wire {
 class Reference {
   public:
     Reference() = default;
-    // Takes ownership of a new reference; null if the call failed.
+    // Steals a new reference; null if the call that created it failed.
     explicit Reference(PyObject* object) : object_(object) {}
     Reference(Reference&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
     Reference& operator=(Reference&& other) noexcept {
@@ -31,7 +31,7 @@ class Reference {
     PyObject* object_ = nullptr;
 };
 
-// str from UTF-8; null without exception if it is invalid.
+// A str from UTF-8; null without an exception if the bytes are invalid.
 inline Reference text(std::string_view bytes) {
     PyObject* object = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "strict");
     if (object == nullptr) PyErr_Clear();

@@ -1,4 +1,4 @@
-"""`python -m neso.cli`: the `neso` command where the script is not on the path."""
+"""`python -m neso.cli`: the `neso` command without its console script."""
 
 from neso.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`neso build`: pack a model for the native runner, or round it for GPUs."""
+"""`neso build`: pack a model for the native runner, or quantize it to float8 for GPUs."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class BuildQuantization(str, Enum):
 
 
 def build(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory, a GGUF file, or a Hugging Face id.")],
-    target: Annotated[Path, typer.Argument(help="The engine directory to make.")],
-    dtype: Annotated[BuildDType, typer.Option(help="Of weights that are not quantized.")] = BuildDType.auto,
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, GGUF file, or Hugging Face id.")],
+    target: Annotated[Path, typer.Argument(help="Engine directory to write.")],
+    dtype: Annotated[
+        BuildDType, typer.Option(help="Type of weights that are not quantized.")
+    ] = BuildDType.auto,
     quantization: Annotated[
         BuildQuantization | None,
-        typer.Option(
-            help="int8, int4: of the weights only; int8_dynamic: of activations too; fp8: for GPUs."
-        ),
+        typer.Option(help="int8, int4: weights only; int8_dynamic: weights and activations; fp8: for GPUs."),
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks to split the weights among.")] = 1,
-    threads: Annotated[int | None, typer.Option(help="Threads that pack; all cores by default.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Number of tensor-parallel ranks.")] = 1,
+    threads: Annotated[int | None, typer.Option(help="Number of threads. Default: all cores.")] = None,
 ) -> None:
-    """Pack a model once, so that every later start maps it into memory and is ready at once."""
+    """Pack a model, so that later starts map it into memory without conversion."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from neso.engine.load.build import build_engine, build_float8

@@ -1,10 +1,10 @@
-"""The `neso` command. Each subcommand imports what it needs when it runs, so that `--help` is quick."""
+"""The `neso` command. Subcommands import the server when they run, so that `--help` is quick."""
 
 from __future__ import annotations
 
 import os
 
-# gRPC reads this when it is imported. Engines are started by exec, which its fork handlers would only warn about.
+# gRPC reads this on import. Engines are started with exec, for which its fork handlers would print warnings.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from typing import Annotated
@@ -18,7 +18,7 @@ from neso.cli.serve import SUMMARY, ServeCommand, serve_function
 
 app = typer.Typer(
     name="neso",
-    help="An inference server for large language models: Triton's protocols, OpenAI's API, its own engine.",
+    help="Inference server for large language models: Triton protocols, OpenAI API, own engine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,14 +39,14 @@ def neso(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """The options of `neso` itself."""
+    """Options of `neso` itself."""
 
 
-app.command(help="Pack a model for the native runner, quantized if you like.")(build)
+app.command(help="Pack a model for the native runner, optionally quantized.")(build)
 app.command("serve", cls=ServeCommand, help=SUMMARY)(serve_function())
 app.add_typer(repo, name="repo")
 
 
 def main() -> None:
-    """The entry point of the console script."""
+    """Entry point of the console script."""
     app()

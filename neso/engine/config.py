@@ -1,10 +1,16 @@
-"""Settings of an engine."""
+"""Options of an engine.
+
+Each option is a field with its type, default and help text (`Meta.description`), of `EngineConfig` or of one of its
+parts. `engine_options` lists them for the command line, the parameters of models, and the documentation.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
+from msgspec import Meta
 
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.lora.config import LoraConfig
@@ -12,51 +18,76 @@ from neso.engine.runners.base import DType, Quantization, RunnerOptions
 from neso.engine.sampling.limits import ScoreLimits
 from neso.engine.spec_decode.config import SpeculationConfig
 
-_OTHER_NAMES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
-"""TensorRT-LLM's names of options that have another one here."""
+_ALIASES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
+"""TensorRT-LLM's names of options."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run one model.
+    """Options of one engine; those of its parts (`scheduler`, `lora`, `scores`, `speculation`) are set by flat names.
 
-    `model` is a checkpoint directory or a GGUF file, `tokenizer` another one whose tokenizer is taken.
-    `skip_tokenizer_init`: there is none, token ids go in and come out.
-    `max_model_len` None takes the model's own limit.
-    `max_attention_window_size` and `sink_token_length` narrow what tokens see: see `limit_attention`.
-    `kv_cache_memory` is in bytes. How the size of the cache follows from it and the options beside it: see
-    `num_cache_blocks`. Without any, it is what `max_num_seqs` sequences of full length need, at most a quarter of the
-    free memory, on a GPU 85 % of its own.
-    `grammar_timeout`: seconds that the grammar of a request may take to compile (guided decoding).
-    `prepare_grammars`: load what that needs with the model, instead of with the first grammar.
-    `kv_cache_host_memory_bytes`: for cached blocks that the device has no room for, see `HostCache`.
-    `step_timeout`: seconds after which a step counts as hung, see `StepWatchdog`; 0: never. `record_steps`: a folder
-    that gets every step, for `neso.engine.diagnostics.replay`; steps do not overlap then.
-    `generation_config`: where defaults of sampling are from, "auto" for the checkpoint, "vllm" for nowhere, or a
-    directory; `override_generation_config` are further ones that go before these. See `read_default_sampling`.
-    `runner` "auto" is the fastest that this machine has; see `RunnerOptions` for dtype, quantization, num_threads.
+    The size of the KV cache follows from several options: see `num_cache_blocks`.
     """
 
-    model: str
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    runner: str = "auto"
-    dtype: DType = "auto"
-    quantization: Quantization | None = None
-    num_threads: int | None = None
-    max_model_len: int | None = None
-    max_attention_window_size: int | list[int] | None = None
-    sink_token_length: int = 0
-    kv_cache_memory: int | None = None
-    kv_cache_free_gpu_mem_fraction: float | None = None
-    max_tokens_in_paged_kv_cache: int | None = None
-    num_blocks: int | None = None
-    grammar_timeout: float = 10.0
-    prepare_grammars: bool = False
-    kv_cache_host_memory_bytes: int = 0
-    step_timeout: float = 600.0
-    record_steps: str | None = None
-    generation_config: str = "auto"
-    override_generation_config: dict[str, Any] = {}
+    model: Annotated[str, Meta(description="Checkpoint directory or GGUF file.")]
+    tokenizer: Annotated[
+        str | None, Meta(description="Directory or GGUF file of the tokenizer; the model's by default.")
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, Meta(description="Load no tokenizer: token ids in, token ids out.")
+    ] = False
+    runner: Annotated[
+        str, Meta(description="Runner that executes the model; auto selects the fastest available.")
+    ] = "auto"
+    dtype: Annotated[
+        DType, Meta(description="Type of weights and activations; auto is the checkpoint's.")
+    ] = "auto"
+    quantization: Annotated[
+        Quantization | None, Meta(description="Quantize dense weights while loading.")
+    ] = None
+    num_threads: Annotated[
+        int | None,
+        Meta(description="Threads of a CPU runner; by default the physical cores within the CPU quota."),
+    ] = None
+    max_model_len: Annotated[
+        int | None, Meta(description="Maximum number of prompt and output tokens; the model's by default.")
+    ] = None
+    max_attention_window_size: Annotated[
+        int | list[int] | None, Meta(description="Sliding-window size, for all layers or for each.")
+    ] = None
+    sink_token_length: Annotated[
+        int, Meta(description="Number of first tokens that stay visible outside the sliding window.")
+    ] = 0
+    kv_cache_memory: Annotated[int | None, Meta(description="Size of the KV cache in bytes.")] = None
+    kv_cache_free_gpu_mem_fraction: Annotated[
+        float | None, Meta(description="Size of the KV cache as a fraction of the free memory.")
+    ] = None
+    max_tokens_in_paged_kv_cache: Annotated[
+        int | None, Meta(description="Maximum size of the KV cache in tokens.")
+    ] = None
+    num_blocks: Annotated[
+        int | None, Meta(description="Size of the KV cache in blocks; overrides the other limits.")
+    ] = None
+    grammar_timeout: Annotated[
+        float, Meta(description="Seconds that the grammar of a request can take to compile.")
+    ] = 10.0
+    prepare_grammars: Annotated[
+        bool, Meta(description="Prepare guided decoding with the model, not with the first grammar.")
+    ] = False
+    kv_cache_host_memory_bytes: Annotated[
+        int, Meta(description="Host memory for cached blocks evicted from the device, in bytes.")
+    ] = 0
+    step_timeout: Annotated[
+        float, Meta(description="Seconds after which a step counts as hung; 0 disables the watchdog.")
+    ] = 600.0
+    record_steps: Annotated[
+        str | None, Meta(description="Directory for a recording of all steps; disables overlap.")
+    ] = None
+    generation_config: Annotated[
+        str, Meta(description="Source of sampling defaults: auto (checkpoint), vllm (none), or a directory.")
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any], Meta(description="Sampling defaults that override those of the file.")
+    ] = {}
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()
     scores: ScoreLimits = ScoreLimits()
@@ -82,49 +113,64 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
-        """The names that `from_options` knows."""
-        grouped = (name for group in _GROUPS.values() for name in _fields(group))
-        return frozenset({*(_fields(cls).keys() - {"model", *_GROUPS}), *grouped, *_OTHER_NAMES})
+        """The names that `from_options` accepts."""
+        return frozenset({*(option.name for option in engine_options()), *_ALIASES})
 
     @classmethod
-    def from_options(cls, model: str, options: dict[str, object]) -> EngineConfig:
-        """Make from flat options (a model's `parameters`, keyword arguments); those of its parts go to them.
+    def from_options(cls, model: str, options: Mapping[str, object]) -> EngineConfig:
+        """From flat options (parameters of a model, keyword arguments).
 
-        Values may be strings, objects in JSON. Raises `ValueError` that names an unknown or bad option.
+        Values can be strings, objects JSON. Raises `ValueError` for an unknown name or an invalid value.
         """
-        fields = {name: _fields(group) for name, group in _GROUPS.items()}
-        own = {name: kind for name, kind in _fields(cls).items() if name != "model" and name not in _GROUPS}
-        known = [*own, *(name for group in fields.values() for name in group)]
-        options = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
-        unknown = sorted(set(options) - set(known))
+        options = {_ALIASES.get(name, name): value for name, value in options.items()}
+        known = {option.name: option for option in engine_options()}
+        unknown = sorted(options.keys() - known.keys())
         if unknown:
             raise ValueError(f"unknown engine option '{unknown[0]}', known are {', '.join(known)}")
-        made = {name: group(**_convert(fields[name], options)) for name, group in _GROUPS.items()}
-        return cls(model=model, **made, **_convert(own, options))  # type: ignore[arg-type]
+        values: dict[str, dict[str, Any]] = {part: {} for part in ("", *_PARTS)}
+        for name, value in options.items():
+            values[known[name].part][name] = _convert(known[name], value)
+        parts = {part: struct(**values[part]) for part, struct in _PARTS.items()}
+        return cls(model=model, **parts, **values[""])  # type: ignore[arg-type]
 
 
-_GROUPS: dict[str, type[msgspec.Struct]] = {
+_PARTS: dict[str, type[msgspec.Struct]] = {
     "scheduler": SchedulerConfig,
     "speculation": SpeculationConfig,
     "lora": LoraConfig,
     "scores": ScoreLimits,
 }
-"""Fields of `EngineConfig` whose own fields are options."""
+"""Fields of `EngineConfig` whose fields are options."""
 
 
-def _fields(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """The types of the fields, by name."""
-    return {field.name: field.type for field in msgspec.structs.fields(struct)}
+class EngineOption(NamedTuple):
+    """An option: `part` is the field of `EngineConfig` that it belongs to, "" for `EngineConfig` itself."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    part: str = ""
 
 
-def _convert(kinds: dict[str, Any], options: dict[str, object]) -> dict[str, object]:
-    values = {}
-    for name in kinds.keys() & options.keys():
-        value = options[name]
-        try:
-            if isinstance(value, str) and value.startswith(("{", "[")):
-                value = msgspec.json.decode(value)
-            values[name] = msgspec.convert(value, kinds[name], strict=False)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"engine option '{name}': {error}") from None
-    return values
+def engine_options() -> list[EngineOption]:
+    """All options except `model`."""
+    own = [field for field in msgspec.structs.fields(EngineConfig) if field.name not in ("model", *_PARTS)]
+    fields = [("", field) for field in own]
+    fields += [(part, field) for part, struct in _PARTS.items() for field in msgspec.structs.fields(struct)]
+    options = []
+    for part, field in fields:
+        kind, meta = get_args(field.type)
+        has_factory = field.default is msgspec.NODEFAULT
+        default = field.default_factory() if has_factory else field.default
+        options.append(EngineOption(field.name, kind, default, meta.description, part))
+    return options
+
+
+def _convert(option: EngineOption, value: object) -> Any:
+    try:
+        if isinstance(value, str) and value.startswith(("{", "[")):
+            value = msgspec.json.decode(value)
+        return msgspec.convert(value, option.type, strict=False)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"engine option '{option.name}': {error}") from None

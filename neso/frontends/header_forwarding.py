@@ -1,4 +1,4 @@
-"""Headers of a request that reach the model as string parameters."""
+"""Forwarding of request headers to models as string parameters."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from neso.server.errors import InvalidArgument
 
 
 class HeaderForwarding:
-    """Forwards the headers in whose names a regular expression is found, whatever their case.
+    """Forwards headers whose names contain a match of a case-insensitive regular expression.
 
-    The expression is RE2's, as in Triton: it takes time linear in the name, which clients choose.
+    The syntax is RE2's, as in Triton, which matches names chosen by clients in linear time.
     """
 
     def __init__(self, pattern: str) -> None:
-        """Raises `InvalidArgument` for a pattern that is no regular expression of RE2."""
+        """Raises `InvalidArgument` for an invalid pattern."""
         import re2
 
         options = re2.Options()
         options.case_sensitive = False
-        options.log_errors = False  # it would write to standard error by itself
+        options.log_errors = False  # RE2 would log to standard error
         try:
             self._search = re2.compile(pattern, options).search
         except re2.error as error:
@@ -27,5 +27,5 @@ class HeaderForwarding:
             raise InvalidArgument(f"'{pattern}' is not a regular expression: {reason}") from None
 
     def parameters(self, headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-        """Those to forward, by their names in lower case."""
+        """The headers to forward, by lower-case name."""
         return {name.lower(): value for name, value in headers if self._search(name)}

@@ -3,50 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
 
 from neso.backends.request_tensors import TensorField
 from neso.backends.tensorrtllm import signature
 from neso.layouts import pbtxt
-
-
-class SchedulerPolicy(str, Enum):
-    """`batch_scheduler_policy` of tensorrt_llm."""
-
-    max_utilization = "max_utilization"
-    guaranteed_no_evict = "guaranteed_no_evict"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrtllmOptions:
-    """Options of the layout's models.
-
-    - model, draft_model, tokenizer: absolute paths or Hugging Face names
-    - max_batch_size: 0 for requests without a batch dimension
-    - instances: instance count of preprocessing and postprocessing
-    - kv_cache_tokens, kv_cache_free_gpu_mem_fraction: KV-cache limits; None: the engine's defaults
-    - parameters: further `parameters` of tensorrt_llm, by name
-    """
-
-    model: str
-    tokenizer: str
-    draft_model: str | None = None
-    decoupled: bool = True
-    max_batch_size: int = 64
-    instances: int = 1
-    batch_scheduler_policy: SchedulerPolicy = SchedulerPolicy.max_utilization
-    max_beam_width: int = 1
-    kv_cache_tokens: int | None = None
-    kv_cache_free_gpu_mem_fraction: float | None = None
-    enable_chunked_context: bool = True
-    exclude_input_in_output: bool = False
-    accumulate_tokens: bool = False
-    add_special_tokens: bool = True
-    skip_special_tokens: bool = True
-    parameters: Mapping[str, str] = field(default_factory=dict)
-
+from neso.layouts.trtllm_options import TrtllmOptions
 
 PREPROCESSING_INPUTS = (
     TensorField("QUERY", "TYPE_STRING"),

@@ -11,7 +11,7 @@ from serve_arguments import parse
 
 import neso
 from neso.cli.flag_values import OptionError
-from neso.cli.serve_options import ModelArgument
+from neso.cli.serve_options import ENGINE_FLAGS, ModelArgument
 from neso.engine.config import EngineConfig
 from neso.server.cache_options import RedisOptions
 from neso.server.options import ModelControlMode
@@ -119,6 +119,16 @@ def test_options_reach_server_and_front_ends(tmp_path):
 def test_engine_options():
     options = parse("m=neso-pilot", "--max-model-len=512", "--max-num-seqs=4")
     assert options.engine == {"max_model_len": "512", "max_num_seqs": "4"}
+
+
+@pytest.mark.parametrize("flag", ENGINE_FLAGS, ids=lambda flag: flag.name)
+def test_engine_flags_match_the_engine_config(flag):
+    name = flag.name.replace("-", "_")
+    assert name in EngineConfig.option_names()
+    config = EngineConfig.from_options("model", {})
+    if flag.default_text.isdecimal():
+        owner = config.lora if hasattr(config.lora, name) else config.scheduler
+        assert getattr(owner, name) == int(flag.default_text)
 
 
 def test_lora_and_speculation_options_reach_the_engine():

@@ -1,4 +1,4 @@
-"""The settings of restricted groups."""
+"""Restricted API groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_nothing_is_restricted_by_default():
     assert all(Restrictions().get(group) is None for group in GROUPS)
 
 
-def test_the_secret_is_not_shown():
+def test_secret_is_not_in_repr_or_errors():
     restrictions = Restrictions.parse(["health:key=secret"])
     assert "secret" not in repr(restrictions.get("health"))
     for bad in ("health;key=secret", "nothing:key=secret"):
@@ -56,7 +56,7 @@ def test_the_secret_is_not_shown():
         (["health,health:a=b"], "restricted group 'health' can not be specified more than once"),
     ],
 )
-def test_bad_settings(settings, message):
+def test_invalid_settings(settings, message):
     with pytest.raises(InvalidArgument, match=message):
         Restrictions.parse(settings)
 

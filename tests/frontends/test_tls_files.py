@@ -1,4 +1,4 @@
-"""What TLS files must be."""
+"""TLS certificate and key files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_good_files(pem):
+def test_valid_files(pem):
     context = TlsFiles(pem / "cert.pem", pem / "key.pem").context("http/1.1")
     assert context.verify_mode is ssl.CERT_NONE
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
@@ -63,7 +63,7 @@ def test_good_files(pem):
         ("cert.pem", "key.pem", "junk.pem", "the TLS root certificate '.*junk.pem' is no PEM file"),
     ],
 )
-def test_bad_files_are_named(pem, certificate, key, root, message):
+def test_errors_name_the_invalid_file(pem, certificate, key, root, message):
     files = TlsFiles(pem / certificate, pem / key, pem / root if root else None)
     with pytest.raises(InvalidArgument, match=message):
         files.context("http/1.1")

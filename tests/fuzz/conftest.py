@@ -1,4 +1,4 @@
-"""Fuzz tests against a server in this process."""
+"""Fuzz tests against a server in the test process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzServer]:
-    """One server per file. At the end no request may be left in it."""
+    """One server per file; no request may remain at the end."""
     with FuzzServer(tmp_path_factory.mktemp("fuzz")) as running:
         yield running
         running.check_idle()

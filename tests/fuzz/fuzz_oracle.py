@@ -1,10 +1,10 @@
-"""What no client may ever read, whatever it has sent."""
+"""Checks that no response reveals an internal error."""
 
 from __future__ import annotations
 
 import re
 
-# Python's own words. A message that names a type of exception was not written for the client.
+# Texts of Python exceptions, which are not meant for clients.
 PYTHON = re.compile(
     r"Traceback|File \"|\b(?:Key|Type|Value|Attribute|Index|Assertion|Overflow|Recursion|Unicode\w*|Memory|Runtime"
     r"|NotImplemented|ZeroDivision|StopIteration|Name|OS|Buffer|Lookup)Error\b|object has no attribute|NoneType"
@@ -12,6 +12,6 @@ PYTHON = re.compile(
 
 
 def check_message(message: str) -> None:
-    """An error for a client: says something, in the protocol's words."""
+    """Check that an error message is not empty and was written for clients."""
     assert message.strip(), "an error without a message"
     assert not PYTHON.search(message), message

@@ -1,4 +1,4 @@
-"""A core with HTTP and gRPC front ends on a thread, which records what it should never have to log."""
+"""A core with HTTP and gRPC front ends on a thread, which records unexpected log messages."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ MODELS = ("echo", "batched", "sequence", "text", "repeat", "pipeline")
 
 
 class Complaints(logging.Handler):
-    """What the server logged with an exception, or as an error: there is to be nothing."""
+    """Collects log records with an exception or level ERROR; none are expected."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -114,7 +114,7 @@ class Complaints(logging.Handler):
 
 
 class FuzzServer:
-    """Its models answer everything that validation lets through."""
+    """A server whose models respond to every valid request."""
 
     def __init__(self, folder: Path) -> None:
         self.repository = RepositoryBuilder(folder / "models")
@@ -131,7 +131,7 @@ class FuzzServer:
                 model_control_mode=ModelControlMode.EXPLICIT,
                 startup_models=MODELS,
                 allow_client_shm=True,
-                unload_timeout=300.0,  # longer than any test has patience for what hangs
+                unload_timeout=300.0,  # longer than any test's timeout
                 exit_timeout=5.0,
             )
         )
@@ -156,17 +156,17 @@ class FuzzServer:
             logging.getLogger(name).removeHandler(self.complaints)
 
     def call(self, work: Coroutine[Any, Any, Result], timeout: float = 90.0) -> Result:
-        """Run a coroutine on the server's loop."""
+        """Run a coroutine on the server's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     def check_sane(self) -> None:
-        """The server is alive, answers a good request and has logged no surprise."""
+        """Check that the server is live, serves a valid request and has logged no errors."""
         found, self.complaints.found = self.complaints.found, []
         assert not found, "\n".join(found)
         self.call(self._good_request(), 60)
 
     def check_idle(self) -> None:
-        """No request and no task is left, once the connections are closed."""
+        """Check that no requests and tasks remain after closing the connections."""
         deadline = time.monotonic() + 60
         while (left := self.call(self._leftovers())) and time.monotonic() < deadline:
             time.sleep(0.05)

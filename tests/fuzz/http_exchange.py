@@ -1,4 +1,4 @@
-"""Sends raw bytes to an HTTP server and reads whatever responses come back."""
+"""Send raw bytes to an HTTP server and read the responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reply:
 
 
 class _Reader:
-    """Collects responses as httptools reads them; raises for bytes that are no HTTP."""
+    """Collects responses parsed by httptools; raises if the bytes are not HTTP."""
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
@@ -48,7 +48,7 @@ class _Reader:
 def exchange(
     port: int, pieces: list[bytes], *, expected: int, read: bool = True, patience: float | None = None
 ) -> list[Reply]:
-    """Send the pieces, one write each, and read until the server closes or `expected` replies came.
+    """Send the pieces, one write each, and read until the server closes or `expected` responses arrived.
 
     `read=False`: hang up at once. A server that neither answers nor closes makes this raise `TimeoutError`, but where
     `patience` (seconds) is set: then it may be waiting for more with good reason, and we hang up.

@@ -1,4 +1,4 @@
-"""Changes to JSON documents that keep most of what makes them look valid."""
+"""Small mutations of JSON documents."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ VALUES = st.recursive(
 
 
 @st.composite
-def mutated(draw: st.DrawFn, document: Any, *, most: int = 3) -> Any:
-    """`document` with up to `most` changes, each at a random place."""
+def mutated(draw: st.DrawFn, document: Any, *, max_changes: int = 3) -> Any:
+    """`document` with up to `max_changes` random changes."""
     document = copy.deepcopy(document)
-    for _ in range(draw(st.integers(0, most))):
+    for _ in range(draw(st.integers(0, max_changes))):
         document = _change(draw, document)
     return document
 

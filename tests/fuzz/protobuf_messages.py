@@ -20,46 +20,48 @@ Overrides = Mapping[str, st.SearchStrategy[Any]]
 
 @st.composite
 def filled(
-    draw: st.DrawFn, make: Callable[[], Any], overrides: Overrides, *, most: int = 6, depth: int = 4
+    draw: st.DrawFn, make: Callable[[], Any], overrides: Overrides, *, max_fields: int = 6, depth: int = 4
 ) -> Any:
-    """`make()` with up to `most` more fields set, in it and in each message below it.
+    """`make()` with up to `max_fields` more fields set, in it and in each nested message.
 
     `overrides`: what the values of a field are drawn from, by its full name.
     """
     message = make()
-    _fill(draw, message, overrides, most, depth)
+    _fill(draw, message, overrides, max_fields, depth)
     return message
 
 
-def _fill(draw: st.DrawFn, message: Any, overrides: Overrides, most: int, depth: int) -> None:
+def _fill(draw: st.DrawFn, message: Any, overrides: Overrides, max_fields: int, depth: int) -> None:
     fields = [field for field in message.DESCRIPTOR.fields if depth > 0 or field.message_type is None]
     if not fields:
         return
-    for field in draw(st.lists(st.sampled_from(fields), max_size=most, unique_by=lambda field: field.name)):
+    for field in draw(
+        st.lists(st.sampled_from(fields), max_size=max_fields, unique_by=lambda field: field.name)
+    ):
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            _fill_map(draw, getattr(message, field.name), field, overrides, most, depth)
+            _fill_map(draw, getattr(message, field.name), field, overrides, max_fields, depth)
         elif field.is_repeated:
             for _ in range(draw(st.integers(0, 2))):
                 if field.message_type is not None:
-                    _fill(draw, getattr(message, field.name).add(), overrides, most, depth - 1)
+                    _fill(draw, getattr(message, field.name).add(), overrides, max_fields, depth - 1)
                 else:
                     getattr(message, field.name).append(draw(_value(field, overrides)))
         elif field.message_type is not None:
             getattr(message, field.name).SetInParent()
-            _fill(draw, getattr(message, field.name), overrides, most, depth - 1)
+            _fill(draw, getattr(message, field.name), overrides, max_fields, depth - 1)
         else:
             setattr(message, field.name, draw(_value(field, overrides)))
 
 
 def _fill_map(
-    draw: st.DrawFn, target: Any, field: FieldDescriptor, overrides: Overrides, most: int, depth: int
+    draw: st.DrawFn, target: Any, field: FieldDescriptor, overrides: Overrides, max_fields: int, depth: int
 ) -> None:
     key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
     for _ in range(draw(st.integers(0, 2))):
         name = draw(_value(key, overrides))
         if value.message_type is not None:
             target[name].SetInParent()
-            _fill(draw, target[name], overrides, most, depth - 1)
+            _fill(draw, target[name], overrides, max_fields, depth - 1)
         else:
             target[name] = draw(_value(value, overrides))
 

@@ -1,4 +1,4 @@
-"""Model configurations of random fields and mutated text, through load and a request."""
+"""Fuzzing of model configurations: random fields and mutated text, through load and inference."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ OVERRIDES = {
         ["", "model.py", "../../x.py", "/etc/passwd", "a/b"]
     ),
     "inference.ModelEnsembling.Step.model_name": st.sampled_from(["echo", "batched", "absent", NAME, ""]),
-    # Sizes that are meant: a batch, a queue, a warmup of the largest number there is would be served as asked.
+    # Bounded sizes: the server would allocate the largest batch, queue or warm-up as configured.
     "inference.ModelInstanceGroup.count": st.integers(-1, 3),
     "inference.ModelDynamicBatching.max_queue_delay_microseconds": st.integers(0, 1000),
     "inference.ModelSequenceBatching.StrategyDirect.max_queue_delay_microseconds": st.integers(0, 1000),
@@ -85,16 +85,16 @@ OVERRIDES = {
 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
-    """A configuration that works, with more in it."""
+    """A valid configuration with additional random fields."""
     template = draw(st.sampled_from(TEMPLATES))
-    config = draw(filled(lambda: text_format.Parse(template, ModelConfig()), OVERRIDES, most=3))
+    config = draw(filled(lambda: text_format.Parse(template, ModelConfig()), OVERRIDES, max_fields=3))
     if config.platform != "ensemble" and not config.backend and draw(st.integers(0, 9)):
         config.backend = "python"
     return config
 
 
 async def load_and_ask(server: FuzzServer, config: str | None, files: dict[str, bytes] | None) -> None:
-    """Load, send a request that fits if one can be made, unload. Errors must be fit for a client."""
+    """Load, send a matching request if possible, unload. Errors must be meant for clients."""
     core = server.core
     try:
         await within(core.load_model(NAME, config, files), f"the load of {config or _text(server)}")
@@ -120,7 +120,7 @@ async def load_and_ask(server: FuzzServer, config: str | None, files: dict[str, 
 
 
 async def within(work: Coroutine[Any, Any, Result], what: str) -> Result:
-    """The result of work that must not hang."""
+    """Result of an operation that must not hang."""
     task = asyncio.ensure_future(work)
     done, _ = await asyncio.wait([task], timeout=TIMEOUT)
     if not done:
@@ -207,8 +207,8 @@ def test_load_requests(server, config, files):
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=range(len(TEMPLATES)))
-def test_the_templates_load(server, template):
-    """The oracle would be worth nothing if all that is loaded were refused."""
+def test_unmodified_templates_load(server, template):
+    """Otherwise the fuzz tests above would pass trivially."""
     _write(server, 'backend: "python"\n' * ("ensemble" not in template) + template)
     server.call(load_and_ask_strictly(server))
 
@@ -218,8 +218,8 @@ async def load_and_ask_strictly(server: FuzzServer) -> None:
     await server.core.unload_model(NAME)
 
 
-def test_nothing_is_left(server):
-    """Runs last: what the requests before have begun has ended."""
+def test_no_requests_or_tasks_remain(server):
+    """Runs last."""
     server.check_idle()
 
 

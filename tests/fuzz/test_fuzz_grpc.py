@@ -1,4 +1,4 @@
-"""The gRPC front end under messages with random fields, bytes and orders."""
+"""Fuzzing of the gRPC front end: random fields, bytes and orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 TIMEOUT = 30.0
 SERVICE = "/inference.GRPCInferenceService/"
 Code = grpc.StatusCode
-# INTERNAL and UNKNOWN would be ours, DEADLINE_EXCEEDED a hang.
+# INTERNAL and UNKNOWN would be server bugs, DEADLINE_EXCEEDED a hang.
 CODES = {
     Code.OK, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.UNAVAILABLE, Code.UNIMPLEMENTED, Code.ALREADY_EXISTS,
     Code.CANCELLED,
@@ -63,10 +63,10 @@ def good_message(model: str) -> Any:
 
 @st.composite
 def infer_requests(draw: st.DrawFn) -> Any:
-    """A valid request with more set than it takes, and perhaps less."""
+    """A valid request with additional random fields, and possibly without some."""
     model = draw(st.sampled_from(MODELS))
-    message = draw(filled(lambda: good_message(model), NAMES, most=2))
-    # COUNT is how many responses a model gives: a random one may take longer than anyone waits.
+    message = draw(filled(lambda: good_message(model), NAMES, max_fields=2))
+    # COUNT is the number of responses; a random one may take too long.
     if message.model_name == "repeat" and draw(st.booleans()):
         message.raw_input_contents[:] = [np.array([draw(st.integers(-2, 9))], np.int32).tobytes()]
     for field in draw(
@@ -97,7 +97,7 @@ def check_status(code: grpc.StatusCode, details: str) -> None:
 
 
 def call(method: Any, message: Any) -> Any:
-    """The answer, None for an error that is fit for a client."""
+    """The reply, None for an error meant for clients."""
     try:
         return method(message, timeout=TIMEOUT)
     except grpc.RpcError as error:
@@ -106,7 +106,7 @@ def call(method: Any, message: Any) -> Any:
 
 
 def asks_for_many(message: Any) -> bool:
-    """Whether the count that the decoupled model would take is beyond what anyone waits for."""
+    """Whether the decoupled model would send too many responses to wait for."""
     raw = b"".join(message.raw_input_contents)
     counts = [n for tensor in message.inputs for n in tensor.contents.int_contents]
     return message.model_name == "repeat" and (
@@ -143,7 +143,7 @@ def test_streams(server, stub, messages, status_errors, hang_up):
 @fuzz_settings
 @given(st.binary(max_size=200) | infer_requests().map(lambda message: message.SerializeToString()), st.data())
 @example(good_message("echo").SerializeToString() + b"\x3a\xff\xff\xff\xff\x0f", None)
-def test_bytes_that_may_be_no_message(server, channel, wire, data):
+def test_random_bytes_as_messages(server, channel, wire, data):
     if data is not None and wire:
         at = data.draw(st.integers(0, len(wire) - 1))
         wire = wire[:at] + data.draw(st.binary(max_size=3)) + wire[at + data.draw(st.integers(0, 2)) :]
@@ -183,13 +183,13 @@ def test_management(server, stub, method, data):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_good_messages_are_good(server, stub, model):
-    """The oracle would be worth nothing if all that is sent were refused."""
+def test_valid_messages_succeed(server, stub, model):
+    """Otherwise the fuzz tests above would pass trivially."""
     message = good_message(model)
     responses = list(stub.ModelStreamInfer(iter([message]), timeout=TIMEOUT))
     assert [response.error_message for response in responses] == [""] * (3 if model == "repeat" else 1)
 
 
-def test_nothing_is_left(server):
-    """Runs last: what the requests before have begun has ended."""
+def test_no_requests_or_tasks_remain(server):
+    """Runs last."""
     server.check_idle()

@@ -1,4 +1,4 @@
-"""The HTTP front end under requests that are nearly right, cut off, or in odd pieces."""
+"""Fuzzing of the HTTP front end: almost valid, truncated and split requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 CLOSE = [(b"Connection", b"close")]
-# What a client may be told to be its own fault or somebody else's. 500 would be ours: no model here fails.
+# Allowed statuses. 500 would be a server bug, since no model fails.
 STATUSES = {200, 400, 403, 404, 405, 411, 413, 414, 417, 431, 501, 503, 505}
-# … but for these, which Triton counts as internal.
+# Except for these errors, which are internal in Triton.
 MAY_BE_INTERNAL = re.compile(rb'\{"error":"(Unable to open shared memory region|load failed|failed to load)')
 
 
@@ -70,7 +70,7 @@ def test_any_header_value(server, message, name, value):
 
 @fuzz_settings
 @given(st.lists(st.one_of(infer_messages(), generate_messages()), min_size=2, max_size=6), st.data())
-def test_pipelined_in_any_pieces(server, sent, data):
+def test_pipelined_requests_split_anywhere(server, sent, data):
     wire = b"".join(message.encode() for message in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=6)))
     pieces = [wire[low:high] for low, high in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
@@ -83,7 +83,7 @@ def test_pipelined_in_any_pieces(server, sent, data):
 
 @fuzz_settings
 @given(messages(), st.data())
-def test_clients_that_vanish(server, message, data):
+def test_disconnecting_clients(server, message, data):
     wire = message.encode()
     cut = data.draw(st.integers(0, len(wire)))
     exchange(server.http.port, [wire[:cut]] if cut else [], expected=1, read=False)
@@ -92,12 +92,12 @@ def test_clients_that_vanish(server, message, data):
 
 @fuzz_settings
 @given(st.lists(st.binary(max_size=60), min_size=1, max_size=4))
-def test_bytes_that_are_no_http(server, pieces):
+def test_random_bytes(server, pieces):
     for reply in exchange(server.http.port, [*pieces, b"\r\n\r\n\r\n"], expected=1, patience=0.3):
         check(reply)
     server.check_sane()
 
 
-def test_nothing_is_left(server):
-    """Runs last: what the requests before have begun has ended."""
+def test_no_requests_or_tasks_remain(server):
+    """Runs last."""
     server.check_idle()

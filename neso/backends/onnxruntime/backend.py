@@ -1,9 +1,8 @@
-"""The backend that executes `model.onnx`."""
+"""`OnnxRuntimeBackend`: executes `model.onnx` by ONNX Runtime."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,28 @@ import onnxruntime
 from neso.backends.onnxruntime.session import Session, open_session, read_signature
 from neso.backends.onnxruntime.signature import check_config, complete_config, needs_completion
 from neso.backends.tensor import Instance, InstanceKind, Parameters, TensorBackend, TensorModel
-from neso.backends.tensor.model import Arrays
+from neso.backends.tensor.model import Arrays, SharedByDevice, output_names
 from neso.server.backend import ModelContext
 from neso.server.errors import InternalError
 from neso.server.tensor import DataType, Tensor
 
 
 class OnnxRuntimeBackend(TensorBackend):
-    """An inference session for each instance, or one for all that run on the same device.
-
-    The latter with the parameter `share_session_between_instances`: the weights are in memory once.
-    """
+    """One inference session per instance or, with the parameter `share_session_between_instances`, per device."""
 
     heeds = frozenset({"optimization"})
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._settings = Parameters(context.config, context.backend_config)
-        self._shared: dict[tuple[InstanceKind, int], Session] = {}
-        self._opening = threading.Lock()
+        shared = self._settings.boolean("share_session_between_instances", False)
+        self._sessions: SharedByDevice[Session] = SharedByDevice(shared=shared)
 
     @classmethod
     def auto_complete(
         cls, config: Any, directory: Path, version_directory: Path, backend_config: Mapping[str, str]
     ) -> None:
-        """Inputs, outputs and `max_batch_size` from the model, unless inputs and outputs are given."""
+        """Read inputs, outputs and `max_batch_size` from the model, unless inputs and outputs are configured."""
         if not needs_completion(config):
             return
         settings = Parameters(config, backend_config)
@@ -51,16 +47,10 @@ class OnnxRuntimeBackend(TensorBackend):
 
     async def unload(self) -> None:
         await super().unload()
-        self._shared.clear()
+        self._sessions.clear()
 
     def _session(self, instance: Instance) -> Session:
-        if not self._settings.boolean("share_session_between_instances", False):
-            return self._open(instance)
-        with self._opening:
-            place = (instance.kind, instance.device)
-            if place not in self._shared:
-                self._shared[place] = self._open(instance)
-            return self._shared[place]
+        return self._sessions.get((instance.kind, instance.device), lambda: self._open(instance))
 
     def _open(self, instance: Instance) -> Session:
         path = model_file(self.context.config, self.context.version_directory)
@@ -68,32 +58,30 @@ class OnnxRuntimeBackend(TensorBackend):
 
 
 def model_file(config: Any, version_directory: Path) -> Path:
-    """`default_model_filename`; the file of that name in it where that is a folder, beside its external data."""
+    """Path of the model: `default_model_filename`. If that is a folder (with external data), the file in it."""
     name = str(config.default_model_filename)
     path = version_directory / name
     return path / name if path.is_dir() else path
 
 
 BFLOAT16 = 16
-"""Its number in ONNX."""
+"""Element type number in ONNX."""
 SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 
 
 class OnnxModel(TensorModel):
-    """`open`: gives the session, its own or one that it shares."""
+    """An instance of an ONNX model. `open` returns its session, which may be shared."""
 
     def __init__(self, context: ModelContext, instance: Instance, open: Callable[[], Session]) -> None:
         super().__init__(context, instance)
         self._open = open
         self._session: Session | None = None
-        states = context.config.sequence_batching.state
-        self._outputs = [tensor.name for tensor in context.config.output]
-        self._outputs += [s.output_name for s in states if s.output_name not in self._outputs]
+        self._outputs = output_names(context.config)
         self._has_bfloat16 = False
         self._run_options: onnxruntime.RunOptions | None = None
 
     def load(self) -> None:
-        """Open the session, and check that the configuration fits the model."""
+        """Open the session and check the configuration against the model."""
         self._session = self._open()
         signature = self._session.signature
         check_config(self.context.config, signature)
@@ -101,7 +89,7 @@ class OnnxModel(TensorModel):
         tensors += [signature.outputs[name] for name in self._outputs]
         self._has_bfloat16 = any(tensor.datatype is DataType.BF16 for tensor in tensors)
         if ":" in self.parameters.get(SHRINKAGE, "") or self.parameters.boolean(SHRINKAGE, False):
-            self._run_options = self._shrinking()
+            self._run_options = self._shrinkage_options()
 
     def run(self, inputs: Arrays) -> Arrays:
         if self._session is None:
@@ -118,15 +106,15 @@ class OnnxModel(TensorModel):
                 outputs = [_from_value(value) for value in results]
             else:
                 outputs = runtime.run(self._outputs, feeds, self._run_options)
-        except Exception as error:  # ONNX Runtime has no common class for its errors
+        except Exception as error:  # ONNX Runtime's exceptions have no common base class
             raise InternalError(f"onnx runtime error: {error}") from None
         return dict(zip(self._outputs, outputs, strict=True))
 
     def unload(self) -> None:
         self._session = None
 
-    def _shrinking(self) -> onnxruntime.RunOptions:
-        """After each run the arenas give back what they do not need; the parameter may name devices."""
+    def _shrinkage_options(self) -> onnxruntime.RunOptions:
+        """Run options that shrink the memory arenas after each run. The parameter is a boolean or a device list."""
         options = onnxruntime.RunOptions()
         devices = self.parameters[SHRINKAGE]
         if ":" not in devices:
@@ -137,13 +125,13 @@ class OnnxModel(TensorModel):
 
 
 def _decode_strings(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """ONNX Runtime takes strings as `str`."""
+    """Convert `bytes` to `str` elements, as ONNX Runtime requires."""
     text = np.empty(array.size, np.object_)
     text[:] = Tensor(name, DataType.BYTES, array).strings()
     return text.reshape(array.shape)
 
 
-# numpy has no bfloat16 of its own, so that ONNX Runtime's arrays cannot hold it.
+# numpy has no bfloat16, so ONNX Runtime only supports it in OrtValues.
 
 
 def _to_value(array: npt.NDArray[Any]) -> onnxruntime.OrtValue:

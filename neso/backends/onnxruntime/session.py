@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: how they are opened, and what tensors they take and give."""
+"""Sessions of ONNX Runtime: session options, execution providers, and the model's signature."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ _global_threads = False
 
 @dataclass(frozen=True, slots=True)
 class OnnxTensor:
-    """An input or output of a graph. `datatype` is None for what is no tensor, or of elements that nobody can send.
+    """An input or output of a graph.
 
-    `shape`: -1 where it varies.
+    - type: ONNX type, such as "tensor(float)"
+    - datatype: None for types that cannot be sent: non-tensors, and tensors of unsupported elements
+    - shape: -1 for dynamic dimensions
     """
 
     name: str
@@ -57,7 +59,7 @@ class OnnxTensor:
 
 @dataclass(frozen=True, slots=True)
 class OnnxSignature:
-    """What a model takes and gives. `optional`: inputs that the model has values for."""
+    """Inputs and outputs of a model by name. `optional`: overridable initializers, inputs with default values."""
 
     inputs: dict[str, OnnxTensor]
     optional: dict[str, OnnxTensor]
@@ -66,14 +68,14 @@ class OnnxSignature:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An opened model. ONNX Runtime lets any number of threads run it at the same time."""
+    """A loaded model. Thread-safe."""
 
     runtime: onnxruntime.InferenceSession
     signature: OnnxSignature
 
 
 def read_signature(path: Path) -> OnnxSignature:
-    """Of the model in a file. Raises `ServerError`."""
+    """Read the signature of a model file. Raises `ServerError`."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -81,21 +83,21 @@ def read_signature(path: Path) -> OnnxSignature:
 
 
 def open_session(path: Path, config: Any, settings: Parameters, instance: Instance) -> Session:
-    """For an instance. `settings`: the model's parameters over the backend's. Raises `ServerError`."""
+    """Load a model for an instance. Raises `ServerError`."""
     return _open(path, _session_options(config, settings), find_providers(config, instance))
 
 
 def _open(path: Path, options: onnxruntime.SessionOptions, providers: list[Any]) -> Session:
     if not path.is_file():
         raise InvalidArgument(f"unable to find '{path}' for the model")
-    options.log_severity_level = 3  # what goes wrong is raised
+    options.log_severity_level = 3  # errors only: they are raised anyway
     try:
         runtime = _start(path, options, providers)
-    except Exception as error:  # ONNX Runtime has no common class for its errors
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
         raise InternalError(f"onnx runtime error: failed to load '{path.name}': {error}") from None
-    wanted = [name if isinstance(name, str) else name[0] for name in providers]
-    # ONNX Runtime falls back on the CPU with a line in its log when a provider's libraries are not there.
-    missing = [name for name in wanted if name not in runtime.get_providers()]
+    requested = [name if isinstance(name, str) else name[0] for name in providers]
+    # If a provider's libraries are missing, ONNX Runtime only logs it and falls back to the CPU.
+    missing = [name for name in requested if name not in runtime.get_providers()]
     if missing:
         raise InternalError(
             f"onnx runtime could not start {', '.join(missing)} for '{path.name}', is its library installed?"
@@ -111,7 +113,8 @@ def _open(path: Path, options: onnxruntime.SessionOptions, providers: list[Any])
 def _start(
     path: Path, options: onnxruntime.SessionOptions, providers: list[Any]
 ) -> onnxruntime.InferenceSession:
-    # Once there are threads for all, sessions with their own are refused; another model's may come at any moment.
+    # Once the global thread pool exists, sessions with their own threads are rejected. Another model may create it
+    # concurrently.
     options.use_per_session_threads = not _global_threads
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
@@ -158,7 +161,7 @@ def _session_options(config: Any, settings: Parameters) -> onnxruntime.SessionOp
 
 
 def _use_global_threads(settings: Parameters) -> None:
-    """One pool for all sessions of the process, made once: the first to ask says how large."""
+    """Create the process-wide thread pool, unless it exists. The first model determines its size."""
     global _global_threads
     if not _global_threads:
         _global_threads = True
@@ -172,7 +175,7 @@ _ACCELERATORS = {
     InstanceKind.CPU: {"openvino": "OpenVINOExecutionProvider"},
     InstanceKind.GPU: {"tensorrt": "TensorrtExecutionProvider", "cuda": CUDA},
 }
-# Where the name in a configuration is not that of the provider.
+# Options that have another name in the configuration.
 _TENSORRT_OPTIONS = {
     "max_workspace_size_bytes": "trt_max_workspace_size",
     "int8_calibration_table_name": "trt_int8_calibration_table_name",
@@ -189,7 +192,7 @@ _CUDA_PARAMETERS = (
     "arena_extend_strategy",
     "do_copy_in_default_stream",
 )
-# ONNX Runtime takes names where a configuration has numbers.
+# Options with numbers in the configuration and names in ONNX Runtime.
 _CUDA_VALUES = {
     "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
     "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
@@ -199,33 +202,33 @@ Provider = str | tuple[str, dict[str, str]]
 
 
 def find_providers(config: Any, instance: Instance) -> list[Provider]:
-    """For an instance, best first; the CPU takes what the others cannot. Raises `ServerError`."""
+    """Execution providers of an instance by descending priority, the CPU last. Raises `ServerError`."""
     kind = InstanceKind.GPU if instance.kind is InstanceKind.GPU else InstanceKind.CPU
     accelerators = config.optimization.execution_accelerators
-    wanted: dict[str, dict[str, str]] = {}
-    given = accelerators.gpu_execution_accelerator
+    requested: dict[str, dict[str, str]] = {}
+    configured = accelerators.gpu_execution_accelerator
     if kind is InstanceKind.CPU:
-        given = accelerators.cpu_execution_accelerator
-    for accelerator in given:
+        configured = accelerators.cpu_execution_accelerator
+    for accelerator in configured:
         provider = _ACCELERATORS[kind].get(accelerator.name.lower())
         if provider is None:
             raise InvalidArgument(
                 f"unknown {kind.value} execution accelerator '{accelerator.name}' is requested for '{config.name}', "
                 f"expected one of {', '.join(_ACCELERATORS[kind])}"
             )
-        wanted[provider] = _provider_options(provider, dict(accelerator.parameters), config.name)
+        requested[provider] = _provider_options(provider, dict(accelerator.parameters), config.name)
     if kind is InstanceKind.GPU:
-        wanted[CUDA] = _cuda_parameters(config) | wanted.pop(CUDA, {})
-        for options in wanted.values():
+        requested[CUDA] = _cuda_parameters(config) | requested.pop(CUDA, {})
+        for options in requested.values():
             options["device_id"] = str(instance.device)
     available = onnxruntime.get_available_providers()
-    for provider in wanted:
+    for provider in requested:
         if provider not in available:
             raise Unsupported(
                 f"model '{config.name}' asks for {provider}, this build of onnxruntime has "
                 f"{', '.join(available)}"
             )
-    return [*wanted.items(), CPU]
+    return [*requested.items(), CPU]
 
 
 def _provider_options(provider: str, parameters: dict[str, str], model: str) -> dict[str, str]:
@@ -241,7 +244,7 @@ def _provider_options(provider: str, parameters: dict[str, str], model: str) -> 
 
 
 def _cuda_parameters(config: Any) -> dict[str, str]:
-    """Those that older configurations have among the model's parameters."""
+    """CUDA options in the model's parameters, as in older configurations."""
     options = {}
     for name in _CUDA_PARAMETERS:
         if name in config.parameters:

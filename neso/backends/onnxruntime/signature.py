@@ -1,4 +1,4 @@
-"""What a configuration leaves out, from the model."""
+"""Complete a configuration from the model's signature, and check it against the signature."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from neso.backends.onnxruntime.session import OnnxSignature, OnnxTensor
+from neso.backends.tensor.model import output_names, server_inputs
 from neso.server.errors import InternalError, InvalidArgument
 from neso.server.signature import Shape
 from neso.server.tensor import DataType
@@ -15,20 +16,20 @@ logger = logging.getLogger(__name__)
 
 
 def needs_completion(config: Any) -> bool:
-    """Whether inputs or outputs are left out."""
+    """Whether inputs or outputs are missing."""
     return not (config.input and config.output)
 
 
 def complete_config(config: Any, signature: OnnxSignature, default_max_batch_size: int) -> None:
-    """Add inputs and outputs, and batching where every tensor's first dimension varies. Raises `InvalidArgument`."""
+    """Add inputs and outputs, and batching if the first dimension of all tensors is dynamic.
+
+    Raises `InvalidArgument`.
+    """
     _complete_batching(config, signature, default_max_batch_size)
     if not config.input:
-        # Control inputs, states and batch inputs are the server's to give.
-        given = {tensor.name for tensor in config.sequence_batching.control_input}
-        given.update(state.input_name for state in config.sequence_batching.state)
-        given.update(name for spec in config.batch_input for name in spec.target_name)
-        _add_tensors(config, config.input, signature.inputs, given)
-        _add_tensors(config, config.input, signature.optional, given)
+        provided = set(server_inputs(config))
+        _add_tensors(config, config.input, signature.inputs, provided)
+        _add_tensors(config, config.input, signature.optional, provided)
         for tensor in config.input:
             if tensor.name in signature.optional:
                 tensor.optional = True
@@ -54,13 +55,13 @@ def _complete_batching(config: Any, signature: OnnxSignature, default_max_batch_
         config.dynamic_batching.SetInParent()
 
 
-def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], given: set[str]) -> None:
+def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], exclude: set[str]) -> None:
     for tensor in tensors.values():
-        if tensor.name in given:
+        if tensor.name in exclude:
             continue
         if tensor.datatype is None:
             logger.warning(
-                "model '%s': '%s' is %s and not a tensor that can be sent, it is left out",
+                "model '%s': '%s' has the unsupported type %s and is left out of the configuration",
                 config.name,
                 tensor.name,
                 tensor.type,
@@ -75,28 +76,24 @@ def _add_tensors(config: Any, messages: Any, tensors: Mapping[str, OnnxTensor], 
             .number
         )
         dims = tensor.shape[1:] if config.max_batch_size else tensor.shape
-        if not dims:  # dims must not be empty: clients send one element for what has no dimension
+        if not dims:  # dims must not be empty: clients send a scalar as one element
             message.reshape.SetInParent()
         message.dims.extend(dims or (1,))
 
 
 def check_config(config: Any, signature: OnnxSignature) -> None:
-    """Raises `ServerError` for inputs and outputs that the model does not have, or has otherwise."""
-    controls = {tensor.name for tensor in config.sequence_batching.control_input}
+    """Raises `ServerError` if inputs or outputs do not match the model. Messages are those of Triton."""
     states = config.sequence_batching.state
-    batch_inputs = {name for spec in config.batch_input for name in spec.target_name}
+    inputs = {tensor.name for tensor in config.input} | set(server_inputs(config))
     optional = {tensor.name for tensor in config.input if tensor.name in signature.optional}
-    given = {tensor.name for tensor in config.input} | controls | batch_inputs
-    given |= {state.input_name for state in states}
     allowed = signature.inputs | signature.optional
-    _check_names(given, allowed, "input")
-    if len(given - optional) != len(signature.inputs):
+    _check_names(inputs, allowed, "input")
+    if len(inputs - optional) != len(signature.inputs):
         raise InvalidArgument(
-            f"unable to load model '{config.name}', configuration expects {len(given - optional)} inputs, model "
+            f"unable to load model '{config.name}', configuration expects {len(inputs - optional)} inputs, model "
             f"provides {len(signature.inputs)}: {', '.join(signature.inputs)}"
         )
-    outputs = {tensor.name for tensor in config.output} | {state.output_name for state in states}
-    _check_names(outputs, signature.outputs, "output")
+    _check_names(output_names(config), signature.outputs, "output")
     for tensor in config.input:
         _check_tensor(config, tensor, allowed[tensor.name], "input")
     for tensor in config.output:
@@ -106,8 +103,8 @@ def check_config(config: Any, signature: OnnxSignature) -> None:
         _check_datatype(config, state, signature.outputs[state.output_name], "output")
 
 
-def _check_names(given: Iterable[str], known: Mapping[str, OnnxTensor], kind: str) -> None:
-    for name in sorted(given):
+def _check_names(names: Iterable[str], known: Mapping[str, OnnxTensor], kind: str) -> None:
+    for name in sorted(names):
         if name not in known:
             raise InvalidArgument(
                 f"unexpected inference {kind} '{name}', allowed {kind}s are: {', '.join(known)}"
@@ -121,7 +118,7 @@ def _check_tensor(config: Any, tensor: Any, found: OnnxTensor, kind: str) -> Non
     if getattr(tensor, "allow_ragged_batch", False) or any(
         tensor.name in spec.target_name for spec in config.batch_output
     ):
-        return  # what the model sees has another shape
+        return  # the shape in the configuration is not the shape that the model gets
     dims = tuple(tensor.reshape.shape) if tensor.HasField("reshape") else tuple(tensor.dims)
     _check_dims(config, tensor.name, dims, found.shape)
 
@@ -147,7 +144,7 @@ def _check_dims(config: Any, name: str, dims: Shape, shape: Shape) -> None:
         )
     expected = (-1, *dims) if batches else dims
     fits = len(shape) == len(expected) and all(
-        -1 in (ours, theirs) or ours == theirs for ours, theirs in zip(expected, shape, strict=True)
+        -1 in extents or extents[0] == extents[1] for extents in zip(expected, shape, strict=True)
     )
     if not fits:
         explanation = (

@@ -1,9 +1,8 @@
-"""The backend that executes `model.pt` and `model.pt2`."""
+"""`PyTorchBackend`: executes `model.pt` and `model.pt2`."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from neso.backends.pytorch.program import (
     to_torch,
 )
 from neso.backends.tensor import Instance, InstanceKind, Parameters, TensorBackend, TensorModel
-from neso.backends.tensor.model import Arrays
+from neso.backends.tensor.model import Arrays, SharedByDevice
 from neso.server.backend import ModelContext
 from neso.server.errors import InternalError, InvalidArgument, Unsupported
 from neso.server.tensor import DataType
@@ -30,20 +29,20 @@ from neso.server.tensor import DataType
 logger = logging.getLogger(__name__)
 
 
-EXPORTED = ".pt2"
+EXPORTED_SUFFIX = ".pt2"
 
 
 class PyTorchBackend(TensorBackend):
-    """A program for each instance, or one for all on the same device with the parameter `ENABLE_WEIGHT_SHARING`."""
+    """One program per instance or, with the parameter `ENABLE_WEIGHT_SHARING`, per device."""
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         self._settings = Parameters(context.config, context.backend_config)
-        self._shared: dict[torch.device | None, Program] = {}
-        self._opening = threading.Lock()
+        shared = self._settings.boolean("ENABLE_WEIGHT_SHARING", False)
+        self._programs: SharedByDevice[Program] = SharedByDevice(shared=shared)
 
     def make_model(self, instance: Instance) -> TensorModel:
-        """Raises `Unsupported` for an instance on a GPU that torch cannot use."""
+        """Raises `Unsupported` if torch does not find the instance's GPU."""
         device = _device(instance, self.context.name)
         return TorchModel(
             self.context, instance, device or torch.device("cpu"), lambda: self._program(device)
@@ -51,26 +50,21 @@ class PyTorchBackend(TensorBackend):
 
     async def unload(self) -> None:
         await super().unload()
-        self._shared.clear()
+        self._programs.clear()
 
     def _program(self, device: torch.device | None) -> Program:
-        if not self._settings.boolean("ENABLE_WEIGHT_SHARING", False):
-            return self._open(device)
-        with self._opening:
-            if device not in self._shared:
-                self._shared[device] = self._open(device)
-            return self._shared[device]
+        return self._programs.get(device, lambda: self._open(device))
 
     def _open(self, device: torch.device | None) -> Program:
         path = self.context.version_directory / self.context.config.default_model_filename
         if not path.is_file():
             raise InvalidArgument(f"unable to find '{path}' for model '{self.context.name}'")
-        program = ExportedProgram if path.suffix == EXPORTED else ScriptProgram
+        program = ExportedProgram if path.suffix == EXPORTED_SUFFIX else ScriptProgram
         return program(path, device)
 
 
 def _device(instance: Instance, model: str) -> torch.device | None:
-    """None for kind MODEL: the parts of the program stay where they were when it was saved."""
+    """Device of an instance; None for kind MODEL: the program keeps the devices it was saved with."""
     if instance.kind is InstanceKind.MODEL:
         return None
     if instance.kind is InstanceKind.CPU:
@@ -78,14 +72,13 @@ def _device(instance: Instance, model: str) -> torch.device | None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if instance.device >= count:
         raise Unsupported(
-            f"instance '{instance.name}' of model '{model}' is to run on GPU {instance.device}, torch finds {count} "
-            "GPUs"
+            f"instance '{instance.name}' of model '{model}' needs GPU {instance.device}, but torch finds {count} GPUs"
         )
     return torch.device("cuda", instance.device)
 
 
 class TorchModel(TensorModel):
-    """`open`: gives the program, its own or one that it shares. `device`: where its inputs go."""
+    """An instance of a PyTorch model. `open` returns its program, which may be shared; inputs are moved to `device`."""
 
     def __init__(
         self, context: ModelContext, instance: Instance, device: torch.device, open: Callable[[], Program]
@@ -97,15 +90,15 @@ class TorchModel(TensorModel):
         self._arguments: dict[str, str] = {}
         self._results: dict[str, int] = {}
         self._settings = TorchSettings.of(context.name, self.parameters)
-        self._switched = ExitStack()
+        self._torch_modes = ExitStack()
 
     def load(self) -> None:
-        """Load the program, and check that the configuration fits it."""
+        """Load the program and check the configuration against it."""
         _check_strings(self.context.config)
         self._program = self._open()
         self._arguments = find_arguments(self.context.config, self._program.arguments)
         self._results = find_results(self.context.config)
-        self._switched = self._settings.enter()
+        self._torch_modes = self._settings.enter()
 
     def run(self, inputs: Arrays) -> Arrays:
         program = self._program
@@ -123,13 +116,13 @@ class TorchModel(TensorModel):
             logger.error("model instance '%s' failed", self.instance.name, exc_info=error)
             raise InternalError(f"PyTorch execute failure: {_last_line(error)}") from None
         outputs = {name: to_numpy(value) for name, value in self._named(results).items()}
-        if self._settings.cleans_cache and self._device.type == "cuda":
+        if self._settings.clear_cuda_cache and self._device.type == "cuda":
             torch.cuda.empty_cache()
         return outputs
 
     def unload(self) -> None:
         self._program = None
-        self._switched.close()
+        self._torch_modes.close()
 
     def _named(self, results: list[Value] | dict[str, Value]) -> dict[str, Value]:
         named = results if isinstance(results, dict) else {}
@@ -151,13 +144,13 @@ class TorchModel(TensorModel):
 
 
 def _last_line(error: Exception) -> str:
-    """What went wrong; TorchScript has its stack before it."""
+    """The message of an error. TorchScript puts a stack trace before it."""
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
 
 
 def _check_strings(config: Any) -> None:
-    """Strings are lists, which have one dimension."""
+    """Raises `InvalidArgument` for string tensors with more than one dimension: they are passed as lists."""
     for kind, tensors in (("input", config.input), ("output", config.output)):
         for tensor in tensors:
             dims = tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims
@@ -169,7 +162,7 @@ def _check_strings(config: Any) -> None:
                 )
 
 
-WITHOUT_EFFECT = (
+IGNORED_PARAMETERS = (
     "ENABLE_NVFUSER",
     "ENABLE_TENSOR_FUSER",
     "ENABLE_JIT_EXECUTOR",
@@ -180,17 +173,17 @@ _threads: dict[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class TorchSettings:
-    """Of one model. Threads are those of the process: the first model that sets a number decides."""
+    """Settings of one model. Thread counts are process-wide: the first model that sets one determines it."""
 
     inference_mode: bool
     optimized_execution: bool
     cudnn: bool
-    cleans_cache: bool
+    clear_cuda_cache: bool
 
     @classmethod
     def of(cls, model: str, parameters: Parameters) -> TorchSettings:
-        """Raises `InvalidArgument`."""
-        for name in WITHOUT_EFFECT:
+        """Read a model's parameters and set thread counts. Raises `InvalidArgument`."""
+        for name in IGNORED_PARAMETERS:
             if name in parameters:
                 logger.warning("model '%s': parameter %s has no effect", model, name)
         intra = parameters.integer("INTRA_OP_THREAD_COUNT", parameters.integer("NUM_THREADS", 0))
@@ -200,11 +193,11 @@ class TorchSettings:
             inference_mode=parameters.boolean("INFERENCE_MODE", True),
             optimized_execution=not parameters.boolean("DISABLE_OPTIMIZED_EXECUTION", False),
             cudnn=not parameters.boolean("DISABLE_CUDNN", False),
-            cleans_cache=parameters.boolean("ENABLE_CACHE_CLEANING", False),
+            clear_cuda_cache=parameters.boolean("ENABLE_CACHE_CLEANING", False),
         )
 
     def enter(self) -> ExitStack:
-        """Switch them on for the thread; closing the stack, in the same thread, switches them off."""
+        """Apply the settings to the current thread until the returned stack is closed, in the same thread."""
         stack = ExitStack()
         stack.enter_context(torch.inference_mode() if self.inference_mode else torch.no_grad())
         if not self.optimized_execution:
@@ -219,11 +212,11 @@ def _set_threads(name: str, number: int, model: str) -> None:
         return
     first = _threads.setdefault(name, number)
     if first != number:
-        logger.warning("model '%s': %s stays %d, as another model has set it", model, name, first)
+        logger.warning("model '%s': %s stays %d, because another model has set it", model, name, first)
     if name == "INTRA_OP_THREAD_COUNT":
-        torch.set_num_threads(first)  # what is set is the calling thread's
+        torch.set_num_threads(first)  # a setting of the calling thread
     elif torch.get_num_interop_threads() != first:
         try:
             torch.set_num_interop_threads(first)
         except RuntimeError:
-            logger.warning("model '%s': %s comes too late, torch has computed before", model, name)
+            logger.warning("model '%s': %s has no effect after torch has started computing", model, name)

@@ -1,7 +1,7 @@
-"""Which input of a configuration is which argument of a program, and which output which result.
+"""Map inputs of a configuration to arguments of a program, and results to outputs.
 
-Triton's conventions: names end with `__<index>`, or they are the arguments of `forward` (inputs only), or the order in
-the configuration says it.
+Triton's naming conventions: names end with `__<index>`, or are argument names of `forward` (inputs only); otherwise the
+order in the configuration is used.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from neso.backends.pytorch.program import Argument
+from neso.backends.tensor.model import server_inputs
 from neso.server.errors import InvalidArgument
 
 _INDEXED = re.compile(r".+__(\d+)")
 
 
 def find_arguments(config: Any, arguments: list[Argument] | None) -> dict[str, str]:
-    """The argument (or key of a dictionary) of each input that the server gives, control inputs and states included.
+    """Argument name (or dictionary key) by input name, including inputs that the server provides.
 
-    Raises `InvalidArgument` where the two do not fit.
+    Raises `InvalidArgument` if inputs and arguments do not match.
     """
     names = [tensor.name for tensor in config.input]
-    batching = config.sequence_batching
-    added = [tensor.name for tensor in batching.control_input]
-    added += [state.input_name for state in batching.state]
-    added += [name for spec in config.batch_input for name in spec.target_name]
+    added = server_inputs(config)
     if not names + added:
         raise InvalidArgument("model configuration must contain at least one input, none were specified.")
     if arguments is None:
@@ -49,7 +47,7 @@ def find_arguments(config: Any, arguments: list[Argument] | None) -> dict[str, s
 
 
 def find_results(config: Any) -> dict[str, int]:
-    """The position among the results of each output, states included. Raises `InvalidArgument`."""
+    """Result position by output name, including implicit states. Raises `InvalidArgument`."""
     names = [tensor.name for tensor in config.output]
     if not names:
         raise InvalidArgument("model configuration must contain at least one output, none were specified.")

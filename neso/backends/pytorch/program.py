@@ -1,4 +1,4 @@
-"""A PyTorch program, however it was saved: what it takes, and a call."""
+"""PyTorch programs: TorchScript modules (`model.pt`) and exported programs (`model.pt2`)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Value = Any
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An input. `takes_strings`: a list of them, not a tensor. `required`: without a default value."""
+    """An argument of a program. `required`: it has no default value."""
 
     name: str
-    takes_strings: bool = False
     required: bool = True
 
 
 class Program(ABC):
-    """`arguments` in the order of the call; None for a program that takes one dictionary, of any names.
+    """A callable program.
 
-    `writes_inputs`: it has operations in place, which might change the tensors that it is given.
+    - arguments: in the order of the call; None for a program with one dictionary argument
+    - writes_inputs: it has in-place operations, which may modify its inputs
     """
 
     arguments: list[Argument] | None
@@ -44,11 +44,11 @@ class Program(ABC):
 
     @abstractmethod
     def __call__(self, values: Mapping[str, Value]) -> list[Value] | dict[str, Value]:
-        """Run with values by argument (or by key of the dictionary): results in order, or by name."""
+        """Run with values by argument name (or dictionary key). Returns results in order, or by name."""
 
 
 def flatten(result: Any) -> list[Value]:
-    """The results of a call, in order: a tensor, a list of strings, or a tuple or list of those."""
+    """Flatten nested tuples and lists of tensors and lists of strings."""
     if isinstance(result, tuple):
         return [value for element in result for value in flatten(element)]
     if isinstance(result, list) and not all(isinstance(element, str) for element in result):
@@ -60,7 +60,7 @@ _SCRIPT_IN_PLACE = re.compile(r"\baten::\w*[^_\W]_\(")
 
 
 class ScriptProgram(Program):
-    """A module that `torch.jit.save` has written. Raises `ServerError` for one that cannot be loaded or called."""
+    """A module saved by `torch.jit.save`. Raises `ServerError` if it cannot be loaded or its types are unsupported."""
 
     def __init__(self, path: Path, device: torch.device | None) -> None:
         try:
@@ -78,7 +78,7 @@ class ScriptProgram(Program):
         if self.arguments is None:
             result = self._module(dict(values))
         else:
-            # By position as far as there is no gap: arguments of traced modules may have names that are none.
+            # Positional up to the first gap: argument names of traced modules may be invalid as keywords.
             ordered = []
             for argument in self.arguments:
                 if argument.name not in values:
@@ -96,7 +96,7 @@ def _script_argument(argument: Any) -> Argument:
             f"An input of type '{kind}' was detected in the model. Only a single input of type Dict(str, Tensor) or "
             "input(s) of type Tensor are supported."
         )
-    return Argument(argument.name, kind == "List[str]", not argument.has_default_value())
+    return Argument(argument.name, not argument.has_default_value())
 
 
 def _first_line(error: Exception) -> str:
@@ -107,10 +107,9 @@ _EXPORTED_IN_PLACE = re.compile(r"\bops\.\w+\.\w*[^_\W]_\.")
 
 
 class ExportedProgram(Program):
-    """A program that `torch.export.save` has written. Raises `ServerError` for one that cannot be loaded.
+    """A program saved by `torch.export.save`. Raises `ServerError` if it cannot be loaded.
 
-    Structures of arguments are taken apart: what is in a dictionary goes by its key, anything else by the name
-    that the export gave it.
+    Nested arguments are flattened: values of dictionaries are named by their key, others by the name in the graph.
     """
 
     def __init__(self, path: Path, device: torch.device | None) -> None:
@@ -119,7 +118,7 @@ class ExportedProgram(Program):
             program = torch.export.load(str(path))
             if device is not None and device.type != "cpu":
                 program = passes.move_to_device_pass(program, device)
-        except Exception as error:  # of many kinds
+        except Exception as error:  # torch.export raises various types
             raise InternalError(f"failed to load exported program '{path.name}': {error}") from None
         self._module = program.module()
         self._in_spec = program.call_spec.in_spec
@@ -138,15 +137,15 @@ class ExportedProgram(Program):
 
 
 def _input_names(program: torch.export.ExportedProgram) -> list[str]:
-    given = program.graph_signature.user_inputs
-    for value in given:
+    inputs = program.graph_signature.user_inputs
+    for value in inputs:
         if not isinstance(value, str):
             raise Unsupported(
                 f"the program was exported with the constant {value!r} as an input, expected tensors"
             )
-    leaves = pytree.tree_unflatten(list(range(len(given))), program.call_spec.in_spec)
+    leaves = pytree.tree_unflatten(list(range(len(inputs))), program.call_spec.in_spec)
     names = []
-    for (path, _), name in zip(pytree.tree_flatten_with_path(leaves)[0], given, strict=True):
+    for (path, _), name in zip(pytree.tree_flatten_with_path(leaves)[0], inputs, strict=True):
         last = path[-1]
         names.append(str(last.key) if isinstance(last, pytree.MappingKey) else str(name))
     return names
@@ -164,12 +163,12 @@ def _check_archive(path: Path) -> None:
         )
 
 
-# Requests are read-only, which torch cannot express; programs that write to their inputs get copies.
+# torch tensors cannot be read-only like request arrays. Programs that write to their inputs get copies.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 def to_torch(array: npt.NDArray[Any], device: torch.device, *, copy: bool) -> torch.Tensor:
-    """On a device. On the CPU it shares the array's memory, unless `copy`."""
+    """Convert to a tensor on `device`. On the CPU it shares the array's memory, unless `copy`."""
     if copy:
         array = array.copy()
     if array.dtype == DataType.BF16.dtype:
@@ -180,12 +179,12 @@ def to_torch(array: npt.NDArray[Any], device: torch.device, *, copy: bool) -> to
 
 
 def to_strings(name: str, array: npt.NDArray[Any]) -> list[str]:
-    """Of a BYTES tensor of one dimension. Raises `InvalidArgument` if they are no UTF-8."""
+    """Decode a one-dimensional BYTES tensor. Raises `InvalidArgument` if it is not UTF-8."""
     return Tensor(name, DataType.BYTES, array).strings()
 
 
 def to_numpy(value: torch.Tensor | list[str]) -> npt.NDArray[Any]:
-    """A result, in memory that numpy shares with it where it is on the CPU."""
+    """Convert a result; a CPU tensor shares its memory."""
     if isinstance(value, list):
         array = np.empty(len(value), np.object_)
         array[:] = value

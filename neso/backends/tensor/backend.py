@@ -1,32 +1,26 @@
-"""The backend around models that turn arrays into arrays."""
+"""`TensorBackend`: runs the instances of a `TensorModel` in threads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
 from functools import partial
 
-from neso.backends.tensor.execution import Executor, InstanceThread, Outcome, Work, WorkQueue
+from neso.backends.instance_threads import stop_threads
+from neso.backends.tensor.execution import BatchWork, Executor, InstanceThread, Outcome, WorkQueue
 from neso.backends.tensor.model import Instance, InstanceKind, TensorModel
 from neso.server.backend import Backend, ModelContext
 from neso.server.config.scheduling import instances_of
 from neso.server.errors import Unavailable
 from neso.server.inference_response import ResponseStream
 
-logger = logging.getLogger(__name__)
-
 UNLOAD_TIMEOUT = 30.0
-"""Seconds that an instance has to return from `run` and `unload` when its model is unloaded."""
+"""Seconds that an instance may take to return from `run` and `unload` when its model is unloaded."""
 
 
 class TensorBackend(Backend):
-    """Runs each instance of `model_class` in a thread of its own; the server's loop never waits for one.
-
-    To write a backend, write a `TensorModel`, name it as the `model_class` of a subclass of this, and register that
-    subclass as an entry point of the group `neso.backends`. Batches are concatenated and split here.
-    """
+    """Runs each instance of `model_class` in a thread. Concatenates the requests of a batch and splits its outputs."""
 
     batches = True
     concatenates = True
@@ -39,11 +33,11 @@ class TensorBackend(Backend):
         self._threads: list[InstanceThread] = []
 
     def make_model(self, instance: Instance) -> TensorModel:
-        """Called in the thread of the instance, several of them at the same time."""
+        """Create the model of an instance. Called in the instance's thread, for several instances concurrently."""
         return self.model_class(self.context, instance)
 
     async def load(self) -> None:
-        """Start the instances; all of them must load."""
+        """Start and load all instances."""
         for spec in instances_of(self.context.config):
             own_queue = self.context.assigns_instances or spec.passive
             work = WorkQueue() if own_queue else self._work
@@ -60,60 +54,52 @@ class TensorBackend(Backend):
                 raise result
 
     def submit(self, request: ResponseStream) -> None:
-        """Queue the request for the first instance that is free; where the scheduler says which, for the first."""
+        """Queue a request for any instance; for the first one if the scheduler assigns instances."""
         if not self.ready():
-            raise self._dead()
+            raise self._no_instance()
         loop = asyncio.get_running_loop()
         work = self._threads[0].work if self.context.assigns_instances else self._work
-        work.put(Work([request], lambda outcome: _post(loop, partial(_answer, outcome))))
+        work.put(BatchWork([request], lambda outcome: _post(loop, partial(_send_responses, outcome))))
         request.fail_if_cancelled_while_waiting()
 
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
     ) -> None:
-        """Queue requests as one execution, for the first instance that is free, or for a certain one."""
+        """Queue requests as one execution, for any instance or the given one."""
         if not (self.ready() if instance is None else self._threads[instance].alive):
             for stream in batch:
-                stream.fail(self._dead())
+                stream.fail(self._no_instance())
             done()
             return
         loop = asyncio.get_running_loop()
         work = self._work if instance is None else self._threads[instance].work
-        work.put(Work(batch, lambda outcome: _post(loop, partial(self._finish, outcome, done))))
+        work.put(BatchWork(batch, lambda outcome: _post(loop, partial(self._finish, outcome, done))))
 
     async def unload(self) -> None:
-        """End the threads: requests that are queued are executed first."""
-        running = [thread for thread in self._threads if thread.alive]
-        for thread in running:
-            thread.work.put(None)
-        if not running:
-            return
-        ended = [asyncio.wrap_future(thread.ended) for thread in running]
-        _, stuck = await asyncio.wait(ended, timeout=UNLOAD_TIMEOUT)
-        if stuck:
-            logger.error("%d instances of model '%s' do not end", len(stuck), self.context.name)
+        """Execute queued requests, then end the threads."""
+        await stop_threads(self._threads, self.context.name, UNLOAD_TIMEOUT)
 
     def ready(self) -> bool:
-        """Whether at least one thread is there to execute."""
+        """Whether at least one instance can execute requests."""
         return any(thread.alive for thread in self._threads)
 
-    def _dead(self) -> Unavailable:
+    def _no_instance(self) -> Unavailable:
         return Unavailable(f"no instance of model '{self.context.name}' is alive")
 
     def _finish(self, outcome: Outcome, done: Callable[[], None]) -> None:
         if outcome.timeline is not None:
             self.context.statistics.record_execution(outcome.size, outcome.timeline)
         try:
-            _answer(outcome)
+            _send_responses(outcome)
         finally:
             done()
 
 
-def _answer(outcome: Outcome) -> None:
+def _send_responses(outcome: Outcome) -> None:
     for stream, response in outcome.responses:
         stream.send(response)
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the server has ended
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(call)

@@ -1,4 +1,4 @@
-"""One execution of a model: from the requests of a batch to their responses."""
+"""Execution of batches in instance threads: from requests to responses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The responses to the requests of a batch, each with its stream.
+    """Responses to a batch, each with its stream.
 
-    `size` and `timeline` are those of the execution; None without a successful one.
+    `size` and `timeline`: batch size and times of a successful execution; 0 and None otherwise.
     """
 
     responses: list[tuple[ResponseStream, InferenceResponse]]
@@ -38,19 +38,19 @@ class Outcome:
 
 
 class Executor:
-    """What is the same for all executions of a model. Used by the threads of its instances."""
+    """Executes batches of one model. Shared by the threads of its instances."""
 
     def __init__(self, context: ModelContext) -> None:
         self._name, self._version = context.name, context.version
         self._config = context.config
         self._signature = Signature(context.config)
-        # What the model must give: the configuration's outputs and those that are states of sequences.
+        # Outputs that the model must return: configured ones and implicit states.
         self._datatypes = {spec.name: spec.datatype for spec in self._signature.outputs.values()}
         for state in context.config.sequence_batching.state:
             self._datatypes[state.output_name] = DataType.of_message(state)
 
     def execute(self, model: TensorModel, streams: list[ResponseStream]) -> Outcome:
-        """Have the model execute those requests that nobody has cancelled. Never raises."""
+        """Execute the requests that are not cancelled. Never raises."""
         wanted = [stream for stream in streams if not stream.request.cancelled]
         responses = self._fail(
             [stream for stream in streams if stream.request.cancelled], Cancelled(NEVER_EXECUTED)
@@ -66,7 +66,7 @@ class Executor:
             outputs = model.run(batch.inputs)
             output_start = time.monotonic_ns()
             parts = batch.scatter(self._checked(outputs))
-        except BaseException as error:  # SystemExit of a model included: the instance goes on
+        except BaseException as error:  # also SystemExit: a model must not end the instance thread
             return Outcome(responses + self._fail(wanted, self._server_error(error, model)))
         for stream, tensors in zip(wanted, parts, strict=True):
             stream.timeline.input_end = input_end
@@ -76,7 +76,7 @@ class Executor:
         return Outcome(responses, batch.size, wanted[0].timeline)
 
     def _checked(self, outputs: Arrays) -> Arrays:
-        """The outputs that are declared. Raises `ServerError` for what the model must not return."""
+        """The configured outputs. Raises `ServerError` for missing outputs and wrong datatypes."""
         if not isinstance(outputs, Mapping):
             raise InternalError(
                 f"run of model '{self._name}' returned {type(outputs).__name__}, expected arrays by name"
@@ -84,8 +84,10 @@ class Executor:
         checked: dict[str, Any] = {}
         for name, datatype in self._datatypes.items():
             if name not in outputs:
-                given = ", ".join(outputs) or "none"
-                raise InternalError(f"model '{self._name}' gave no output '{name}', it gave {given}")
+                returned = ", ".join(outputs) or "none"
+                raise InternalError(
+                    f"model '{self._name}' did not return output '{name}', it returned {returned}"
+                )
             array = np.asarray(outputs[name])
             try:
                 found = DataType.of_numpy(array.dtype)
@@ -110,7 +112,7 @@ class Executor:
     def _fail(
         self, streams: list[ResponseStream], error: ServerError
     ) -> list[tuple[ResponseStream, InferenceResponse]]:
-        # An error each: consumers raise them, at the same time.
+        # A separate exception for each stream: consumers raise them concurrently.
         return [
             (
                 stream,
@@ -123,19 +125,22 @@ class Executor:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Requests for one execution. `done(outcome)` is called in the instance's thread when it is over."""
+class BatchWork:
+    """Requests for one execution. `done(outcome)` is called in the instance's thread afterwards."""
 
     streams: list[ResponseStream]
     done: Callable[[Outcome], None]
 
 
-WorkQueue = queue.SimpleQueue[Work | None]
-"""For the instances of a model; None tells one of them to end."""
+WorkQueue = queue.SimpleQueue[BatchWork | None]
+"""Queue of instances; None ends one of them."""
 
 
 class InstanceThread:
-    """Makes, loads, runs and unloads a model. `started` and `ended` tell of its life."""
+    """A thread that loads, runs and unloads one instance.
+
+    `started` is resolved after loading, `ended` when the thread ends.
+    """
 
     def __init__(
         self, name: str, make: Callable[[], TensorModel], executor: Executor, work: WorkQueue
@@ -145,12 +150,12 @@ class InstanceThread:
         self.work = work
         self._make = make
         self._executor = executor
-        # A daemon: a model that never returns must not keep the process from ending.
+        # A daemon thread: a model that never returns must not keep the server from exiting.
         self._thread = threading.Thread(target=self._run, name=f"model-{name}", daemon=True)
 
     def start(self) -> None:
         for future in (self.started, self.ended):
-            future.set_running_or_notify_cancel()  # nobody can cancel them any more
+            future.set_running_or_notify_cancel()  # make them uncancellable
         self._thread.start()
 
     @property
@@ -169,7 +174,7 @@ class InstanceThread:
             self.started.set_result(None)
             while (work := self.work.get()) is not None:
                 work.done(self._executor.execute(model, work.streams))
-                del work  # what the requests hold must not live on in this frame
+                del work  # do not keep the requests alive while waiting
         finally:
             self._unload(model)
             self.ended.set_result(None)

@@ -1,33 +1,36 @@
-"""One instance of a model that turns arrays into arrays: what the writer of a backend implements."""
+"""The interface that authors of tensor backends implement: `TensorModel`, with its instance and parameters."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 
 from neso.server.backend import ModelContext
+from neso.server.config.model_config import parse_bool
 from neso.server.errors import InvalidArgument
 
 Arrays = dict[str, npt.NDArray[Any]]
+Loaded = TypeVar("Loaded")
 
 
 class InstanceKind(str, Enum):
-    """Where an instance is to run: its group's `kind` in the configuration."""
+    """Where an instance runs: `kind` of its instance group."""
 
     CPU = "CPU"
     GPU = "GPU"
     MODEL = "MODEL"
-    """Where the model itself says."""
+    """The model decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Which instance of a model it is. `device` is the number of its GPU, 0 for other kinds."""
+    """One instance of a model. `device`: GPU number; 0 for other kinds."""
 
     name: str
     kind: InstanceKind
@@ -35,10 +38,10 @@ class Instance:
 
 
 class TensorModel(ABC):
-    """One instance of a model. Made and used in a thread of its own, which may block.
+    """One instance of a model. Created and used in a thread of its own, so its methods may block.
 
-    `parameters`: those of the configuration, over the settings of the backend (`--backend-config`).
-    A `ServerError` that a method raises reaches the client as it is, others as internal errors with their text.
+    `parameters`: those of the configuration, with the settings of the backend (`--backend-config`) as defaults.
+    A raised `ServerError` is sent to the client; other exceptions are sent as internal errors with their text.
     """
 
     def __init__(self, context: ModelContext, instance: Instance) -> None:
@@ -46,39 +49,26 @@ class TensorModel(ABC):
         self.instance = instance
         self.parameters = Parameters(context.config, context.backend_config)
 
-    def load(self) -> None:  # noqa: B027  some have nothing to load
-        """Get ready to run. Files are in `context.version_directory`. What it raises makes the model UNAVAILABLE."""
+    def load(self) -> None:  # noqa: B027  optional
+        """Load the model from `context.version_directory`. An exception makes the model UNAVAILABLE."""
 
     @abstractmethod
     def run(self, inputs: Arrays) -> Arrays:
-        """Execute a batch: the outputs, by name.
+        """Execute a batch and return the outputs by name.
 
-        Inputs have the datatypes of the configuration (strings: object arrays of `bytes`) and the shapes `dims`, or
-        `reshape`; for a model with `max_batch_size` [rows of all requests, *dims]. Optional inputs that the requests
-        leave out are not there. Arrays may belong to others: read them only.
+        Inputs have the configured datatypes (strings: object arrays of `bytes`) and the shapes `dims`, or `reshape`;
+        with `max_batch_size` > 0, [rows of all requests, *dims]. Optional inputs may be missing. Do not write to them.
 
-        Every output of the configuration must be given in its datatype (strings: `bytes` or `str`), with one row
-        for each row of the inputs if the model batches. Further outputs are dropped.
+        Every configured output must be returned with its datatype (strings: `bytes` or `str`) and, with
+        `max_batch_size` > 0, as many rows as the inputs. Other outputs are dropped.
         """
 
-    def unload(self) -> None:  # noqa: B027
-        """Give back what `load` took. Also called after a `load` that failed."""
-
-
-_SWITCHES = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+    def unload(self) -> None:  # noqa: B027  optional
+        """Release the resources of `load`. Also called after a failed `load`."""
 
 
 class Parameters(Mapping[str, str]):
-    """By name. `defaults`: the settings of the backend, for names that the model does not set."""
+    """The `parameters` of a configuration by name. `defaults`: values of parameters that it does not set."""
 
     def __init__(self, config: Any, defaults: Mapping[str, str] | None = None) -> None:
         self._model: str = config.name
@@ -95,23 +85,61 @@ class Parameters(Mapping[str, str]):
         return len(self._values)
 
     def integer(self, name: str, default: int) -> int:
-        """Raises `InvalidArgument` for what is no integer."""
+        """Raises `InvalidArgument` if the value is not an integer."""
         text = self._values.get(name)
         try:
             return default if text is None else int(text)
         except ValueError:
-            raise self._wrong(name, "an integer") from None
+            raise self._invalid(name, "an integer") from None
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Raises `InvalidArgument` for what is neither true nor false."""
+        """Raises `InvalidArgument` if the value is not a boolean."""
         text = self._values.get(name)
         if text is None:
             return default
-        if text.lower() not in _SWITCHES:
-            raise self._wrong(name, "true or false")
-        return _SWITCHES[text.lower()]
+        value = parse_bool(text)
+        if value is None:
+            raise self._invalid(name, "true or false")
+        return value
 
-    def _wrong(self, name: str, expected: str) -> InvalidArgument:
+    def _invalid(self, name: str, expected: str) -> InvalidArgument:
         return InvalidArgument(
             f"parameter '{name}' of model '{self._model}' is '{self._values[name]}', expected {expected}"
         )
+
+
+class SharedByDevice(Generic[Loaded]):
+    """Loads a model for each instance or, if `shared`, once for all instances on a device. Thread-safe."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self._is_shared = shared
+        self._loaded: dict[Hashable, Loaded] = {}
+        self._lock = threading.Lock()
+
+    def get(self, device: Hashable, load: Callable[[], Loaded]) -> Loaded:
+        """The model of a device, loaded by `load` if necessary."""
+        if not self._is_shared:
+            return load()
+        with self._lock:
+            if device not in self._loaded:
+                self._loaded[device] = load()
+            return self._loaded[device]
+
+    def clear(self) -> None:
+        """Release the shared models."""
+        self._loaded.clear()
+
+
+def server_inputs(config: Any) -> list[str]:
+    """Names of inputs that the server provides: sequence controls, implicit states and batch inputs."""
+    names = [tensor.name for tensor in config.sequence_batching.control_input]
+    names += [state.input_name for state in config.sequence_batching.state]
+    names += [name for spec in config.batch_input for name in spec.target_name]
+    return names
+
+
+def output_names(config: Any) -> list[str]:
+    """Names of all outputs of a model: the configured ones and those of implicit states, without duplicates."""
+    names = [tensor.name for tensor in config.output]
+    names += [state.output_name for state in config.sequence_batching.state]
+    return list(dict.fromkeys(names))

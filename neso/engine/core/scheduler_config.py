@@ -1,32 +1,46 @@
-"""Limits and policies of scheduling."""
+"""Options of the scheduler."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from neso.engine.core.admission import STATIC_BATCHING, BatchSchedulerPolicy, GptModelType
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of a step. `max_num_batched_tokens` is the token budget; `max_prefill_chunk` bounds the share of one
-    sequence, so that a long prompt does not starve other prompts. `max_decode_stretch`: how many times as long a
-    step that decodes may take for the prompts beside it (see `PrefillPacer`); 0 does not limit it, which gives the
-    first token of a prompt soonest and the others unevenly. `enable_overlap`: schedule the next step while one runs,
-    with a runner that can. `batch_scheduler_policy`, `gpt_model_type`: when waiting requests begin, see `admission`.
-    `priority_ageing_seconds`: what a level of priority is worth, see `WaitingQueue`. `max_queue_size`: requests that
-    may wait; more are refused."""
+    """Limits of a step and the policy of the scheduler. The descriptions are the help texts of the options."""
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 1024
-    max_prefill_chunk: int = 512
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    max_decode_stretch: float = 2.0
-    enable_overlap: bool = True
-    batch_scheduler_policy: BatchSchedulerPolicy = "max_utilization"
-    gpt_model_type: GptModelType = "inflight_fused_batching"
-    priority_ageing_seconds: float = 10.0
-    max_queue_size: int | None = None
+    max_num_seqs: Annotated[int, Meta(description="Maximum number of sequences in a step.")] = 64
+    max_num_batched_tokens: Annotated[int, Meta(description="Token budget of a step.")] = 1024
+    max_prefill_chunk: Annotated[
+        int, Meta(description="Maximum number of prompt tokens of one sequence in a step.")
+    ] = 512
+    block_size: Annotated[int, Meta(description="Number of tokens of a KV-cache block.")] = 16
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse the KV cache of common prefixes of prompts.")
+    ] = True
+    max_decode_stretch: Annotated[
+        float,
+        Meta(description="Maximum factor by which prefills lengthen a step that decodes; 0 for no limit."),
+    ] = 2.0
+    enable_overlap: Annotated[
+        bool, Meta(description="Schedule the next step while one runs, if the runner supports it.")
+    ] = True
+    batch_scheduler_policy: Annotated[
+        BatchSchedulerPolicy, Meta(description="When waiting requests are admitted.")
+    ] = "max_utilization"
+    gpt_model_type: Annotated[GptModelType, Meta(description="In-flight or static batching.")] = (
+        "inflight_fused_batching"
+    )
+    priority_ageing_seconds: Annotated[
+        float, Meta(description="Waiting time that outweighs one level of priority; 0 disables it.")
+    ] = 10.0
+    max_queue_size: Annotated[
+        int | None, Meta(description="Maximum number of waiting requests; further ones are rejected.")
+    ] = None
 
     @property
     def in_flight_batching(self) -> bool:

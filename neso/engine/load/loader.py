@@ -43,11 +43,11 @@ from neso.generation.sampling_params import (
 )
 
 Core = EngineCore | EncoderCore
-"""What an engine's loop steps."""
+"""The core of a decoder or of an encoder."""
 
 
 def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
-    """Load the weights and allocate the cache. Raises `EngineError` with a reason fit for the user."""
+    """Load the weights and allocate the KV cache. Raises `EngineError` with a message for the user."""
     started = time.perf_counter()
     try:
         pooler = read_pooler(Path(config.model), default="last")
@@ -174,13 +174,13 @@ def _max_model_len(config: EngineConfig, max_position: int) -> int:
     return config.max_model_len
 
 
-FILE = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
-    """By the rules of vLLM: `override_generation_config` over the file that `generation_config` means.
+    """Sampling defaults by vLLM's rules: `override_generation_config` over the file that `generation_config` selects.
 
-    Raises `CheckpointError` that names file and field.
+    Raises `CheckpointError` with the file and the field.
     """
     override = config.override_generation_config
     unknown = sorted(override.keys() - set(DEFAULT_NAMES))
@@ -188,7 +188,7 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
         raise CheckpointError(
             f"override_generation_config: unknown parameter '{unknown[0]}', known are {', '.join(DEFAULT_NAMES)}"
         )
-    file = _file(config)
+    file = _generation_config_file(config)
     said = {} if file is None else read_json_object(file)
     limits = max_new_tokens_is_limit(config.generation_config, override)
     try:
@@ -198,19 +198,21 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
         raise CheckpointError(f"{place}: {error}") from None
 
 
-def _file(config: EngineConfig) -> Path | None:
-    """The file that the options mean; None for none."""
+def _generation_config_file(config: EngineConfig) -> Path | None:
+    """The file that the options select; None for none."""
     source, model = config.generation_config, Path(config.model)
     if source == NO_DEFAULTS:
         return None
     if source == AUTO:
-        file = model / FILE  # beside a GGUF file there is none
+        file = model / GENERATION_CONFIG  # a GGUF file has none
         return file if file.is_file() else None
     given = Path(source).expanduser()
     if given.is_file():
         return given
     try:
-        file = (given if given.is_dir() else resolve_model(source, patterns=(FILE,))) / FILE
+        file = (
+            given if given.is_dir() else resolve_model(source, patterns=(GENERATION_CONFIG,))
+        ) / GENERATION_CONFIG
     except ModelNotFound as error:
         raise CheckpointError(f"generation_config: {error}") from None
     if not file.is_file():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 
 class AdapterError(ValueError):
@@ -19,27 +20,37 @@ LORA_DISABLED = "LoRA feature is not enabled."
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether and how many adapters an engine takes; the names are vLLM's, those with `lora_cache_` TensorRT-LLM's.
+    """LoRA options, by vLLM's names and, with the prefix `lora_cache_`, TensorRT-LLM's.
 
-    - enable_lora: without it no request may name an adapter; `lora_modules` switches it on; "auto": where the runner
-      can apply them
-    - lora_modules: name to directory of the adapters that are loaded at the start
-    - max_loras: adapters in one batch; requests for others wait
-    - max_lora_rank, lora_cache_max_adapter_size: the largest rank; the smaller one counts
-    - lora_cache_host_memory_bytes: memory of the adapters that are loaded, in use or not
-    - allow_runtime_lora: whether clients of the server may load adapters from its disk
-    - lora_cache_optimal_adapter_size, lora_cache_gpu_memory_fraction: accepted; there are no pages for them to size
+    The descriptions are the help texts of the options.
     """
 
-    enable_lora: bool | Literal["auto"] = False
-    lora_modules: dict[str, str] = {}
-    max_loras: int = 8
-    max_lora_rank: int = 64
-    lora_cache_max_adapter_size: int | None = None
-    lora_cache_host_memory_bytes: int = 1 << 30
-    allow_runtime_lora: bool = False
-    lora_cache_optimal_adapter_size: int | None = None
-    lora_cache_gpu_memory_fraction: float | None = None
+    enable_lora: Annotated[
+        bool | Literal["auto"],
+        Meta(description="Enable LoRA adapters; auto enables them if the runner supports them."),
+    ] = False
+    lora_modules: Annotated[
+        dict[str, str], Meta(description="Adapters to load at the start, by name; enables LoRA.")
+    ] = {}
+    max_loras: Annotated[
+        int, Meta(description="Maximum number of adapters in a step; requests for others wait.")
+    ] = 8
+    max_lora_rank: Annotated[int, Meta(description="Maximum rank of an adapter.")] = 64
+    lora_cache_max_adapter_size: Annotated[
+        int | None, Meta(description="Maximum rank of an adapter, if it is lower than max_lora_rank.")
+    ] = None
+    lora_cache_host_memory_bytes: Annotated[
+        int, Meta(description="Memory for loaded adapters, in bytes.")
+    ] = 1 << 30
+    allow_runtime_lora: Annotated[
+        bool, Meta(description="Allow clients of the server to load adapters from its disk.")
+    ] = False
+    lora_cache_optimal_adapter_size: Annotated[
+        int | None, Meta(description="Accepted for compatibility, without effect.")
+    ] = None
+    lora_cache_gpu_memory_fraction: Annotated[
+        float | None, Meta(description="Accepted for compatibility, without effect.")
+    ] = None
 
     def __post_init__(self) -> None:
         for name in ("max_loras", "max_lora_rank", "lora_cache_host_memory_bytes"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from neso.generation import InvalidParameter, SamplingParams
 from neso.generation.sampling_params import ALL_LOGPROBS, MAX_BIAS
@@ -53,19 +55,21 @@ MAX_LOGITS_BYTES = 64 << 20
 
 
 class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of its logits an engine gives; the first name is vLLM's, the others are TensorRT-LLM's.
+    """Limits of the log probabilities and logits that requests can get, by vLLM's and TensorRT-LLM's names.
 
-    A vocabulary of 128256 has half a megabyte of logits for every position.
-
-    - max_logprobs: the most `logprobs` and `prompt_logprobs`; -1 allows as many as the vocabulary has, and `logprobs`
-      -1 for all of them, but no more than 20 for every token of a prompt
-    - gather_context_logits, gather_generation_logits: whether requests may have the logits of their prompts and of
-      their tokens; None: up to `MAX_LOGITS_BYTES` a request
+    The logits of one position take 0.5 MB with a vocabulary of 128,256. `max_logprobs` -1 allows the whole vocabulary
+    for `logprobs`, and 20 for `prompt_logprobs`. The descriptions are the help texts of the options.
     """
 
-    max_logprobs: int = MAX_LOGPROBS
-    gather_context_logits: bool | None = None
-    gather_generation_logits: bool | None = None
+    max_logprobs: Annotated[
+        int, Meta(description="Maximum of logprobs and prompt_logprobs of a request; -1 for no limit.")
+    ] = MAX_LOGPROBS
+    gather_context_logits: Annotated[
+        bool | None, Meta(description="Allow logits of prompts; by default up to 64 MiB a request.")
+    ] = None
+    gather_generation_logits: Annotated[
+        bool | None, Meta(description="Allow logits of output; by default up to 64 MiB a request.")
+    ] = None
 
     def __post_init__(self) -> None:
         if self.max_logprobs < ALL_LOGPROBS:

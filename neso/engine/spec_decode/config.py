@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from neso.engine.core.draft import DraftTree
 
@@ -59,27 +60,27 @@ Method = Literal["ngram", "draft_model", "medusa"]
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are guessed; `speculative` None: not at all.
+    """Options of speculative decoding. The descriptions are the help texts of the options."""
 
-    - speculative: "ngram" from the text itself, "draft_model" by a smaller model, "medusa" by further heads
-    - speculative_model: directory of the draft model's checkpoint, or of Medusa's heads where they are not in the
-      model's own; alone it means "draft_model"
-    - num_speculative_tokens: length of a draft
-    - prompt_lookup_min, prompt_lookup_max: tokens that must, and need, have stood in the text before ("ngram")
-    - draft_sample_method: of a draft model, "greedy" takes its most likely tokens; "probabilistic" draws as the
-      request draws, and accepts by both distributions
-    - medusa_choices: the tree of guesses, each a path of ranks; None is `MC_SIM_7B_63`
-    - adaptive_speculation: fewer tokens, or none, where guessing does not pay; False pins the length
-    """
-
-    speculative: Method | None = None
-    speculative_model: str | None = None
-    num_speculative_tokens: int = 5
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
-    medusa_choices: list[list[int]] | None = None
-    adaptive_speculation: bool = True
+    speculative: Annotated[
+        Method | None,
+        Meta(description="Source of draft tokens: n-grams of the text, a draft model, or Medusa heads."),
+    ] = None
+    speculative_model: Annotated[
+        str | None, Meta(description="Directory of the draft model or of the Medusa heads.")
+    ] = None
+    num_speculative_tokens: Annotated[int, Meta(description="Number of draft tokens.")] = 5
+    prompt_lookup_min: Annotated[int, Meta(description="Minimum length of a matching n-gram.")] = 2
+    prompt_lookup_max: Annotated[int, Meta(description="Maximum length of a matching n-gram.")] = 4
+    draft_sample_method: Annotated[
+        Literal["greedy", "probabilistic"], Meta(description="Sampling of the draft model.")
+    ] = "probabilistic"
+    medusa_choices: Annotated[
+        list[list[int]] | None, Meta(description="Tree of draft tokens, each a path of ranks.")
+    ] = None
+    adaptive_speculation: Annotated[
+        bool, Meta(description="Draft fewer tokens, or none, when drafting does not pay off.")
+    ] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_speculative_tokens <= 64:

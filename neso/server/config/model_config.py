@@ -38,6 +38,17 @@ def string_parameter(config: Any, name: str, default: str = "") -> str:
     return str(parameters[name].string_value) if name in parameters else default
 
 
+_BOOLEANS = {
+    **dict.fromkeys(("true", "t", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "off", "0"), False),
+}
+
+
+def parse_bool(text: str) -> bool | None:
+    """The boolean that a parameter's text stands for, ignoring case; None if it is not a boolean."""
+    return _BOOLEANS.get(text.strip().lower())
+
+
 CONFIG_FILENAME = "config.pbtxt"
 CONFIG_FOLDER = "configs"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_requests import ask, collect
+from eventually import until
 from google.protobuf import text_format
 from repository_builder import IDENTITY_TENSORS, RepositoryBuilder
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -16,7 +17,7 @@ from neso.server.config import scheduling as server_gpus
 from neso.server.config.model_config import complete_config
 from neso.server.config.scheduling import available_gpus, instances_of
 from neso.server.core import Core
-from neso.server.options import ServerOptions
+from neso.server.options import ModelControlMode, ServerOptions
 
 
 @pytest.fixture
@@ -122,3 +123,46 @@ class TritonPythonModel:
     streams = [ask(model, IN=np.ones(1, np.float32)) for _ in range(3)]
     told = [json.loads((await collect(stream))[0].output("OUT").strings()[0]) for stream in streams]
     assert sorted(told) == [["model_0_0", "CPU"], ["model_0_1", "CPU"], ["other_0", "MODEL"]]
+
+
+async def test_count_of_a_group_on_several_gpus_changes_on_each_gpu(gpus, tmp_path):
+    gpus(2)
+    log = tmp_path / "log"
+    code = f"""
+from pathlib import Path
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.device = args["model_instance_device_id"]
+        self.write("+")
+    def execute(self, requests):
+        return [None]
+    def finalize(self):
+        self.write("-")
+    def write(self, sign):
+        with Path({str(log)!r}).open("a") as file:
+            file.write(sign + self.device + "\\n")
+"""
+
+    def config(count: int) -> str:
+        return f"{IDENTITY_TENSORS} instance_group {{ count: {count} kind: KIND_GPU gpus: [ 0, 1 ] }}"
+
+    def instances_by_gpu() -> dict[str, int]:
+        lines = log.read_text().split()
+        return {gpu: lines.count(f"+{gpu}") - lines.count(f"-{gpu}") for gpu in ("0", "1")}
+
+    repository = RepositoryBuilder(tmp_path / "models")
+    repository.add("model", code, config(1))
+    core = Core(
+        ServerOptions(
+            (repository.path,), model_control_mode=ModelControlMode.EXPLICIT, startup_models=("model",)
+        )
+    )
+    await core.start()
+    try:
+        for count in (2, 1, 3):
+            repository.configure("model", config(count))
+            await core.load_model("model")
+            await until(lambda count=count: instances_by_gpu() == {"0": count, "1": count})
+    finally:
+        await core.stop()

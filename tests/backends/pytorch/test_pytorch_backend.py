@@ -291,7 +291,7 @@ OUT = tensors("OUT__0", kind="output")
         (
             tensors("a", "b") + OUT + "instance_group { kind: KIND_GPU gpus: 99 }",
             AddSub,
-            "is to run on GPU 99, torch finds",
+            "needs GPU 99, but torch finds",
         ),
         (
             tensors("a", "b") + OUT + parameters(INFERENCE_MODE="perhaps"),
@@ -371,4 +371,4 @@ async def test_threads_are_the_processes(serve_files, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         await serve_files(config + parameters(INTRA_OP_THREAD_COUNT="2"), {"model.pt": script(AddSub())})
     assert chosen == [1, 1]
-    assert "INTRA_OP_THREAD_COUNT stays 1, as another model has set it" in caplog.text
+    assert "INTRA_OP_THREAD_COUNT stays 1, because another model has set it" in caplog.text

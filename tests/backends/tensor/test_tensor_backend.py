@@ -145,7 +145,7 @@ async def test_an_error_fails_its_batch_only(serve_files, kind):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("no output", "model 'model' gave no output 'OUT', it gave OTHER"),
+        ("no output", "model 'model' did not return output 'OUT', it returned OTHER"),
         ("dtype", "configuration expects datatype TYPE_FP32 for output 'OUT', model provides TYPE_FP64"),
         ("rows", "output 'OUT' of model 'model' has shape [7], expected the batch size 1 as first dimension"),
         ("complex", "output 'OUT' of model 'model': numpy dtype complex64 has no KServe datatype"),

@@ -1,4 +1,4 @@
-"""Front ends as objects on an in-process server, asked by the real clients."""
+"""Front ends of an in-process server, with real clients."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def ask(protocol, port, model="identity"):
 
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
-def test_start_stop_and_start_again(protocol, server):
+def test_restart(protocol, server):
     service = front_end(protocol, server)
     with pytest.raises(neso.Unavailable, match="has not been started"):
         _ = service.port
@@ -92,7 +92,7 @@ def test_start_stop_and_start_again(protocol, server):
     service.stop()
 
 
-def test_all_at_once_beside_the_programs_own_requests(server):
+def test_all_front_ends_with_in_process_requests(server):
     with front_end("http", server) as http, front_end("grpc", server) as grpc:
         metrics = neso.Metrics(server, neso.Metrics.Options(host="127.0.0.1", port=0)).start()
         assert ask("http", http.port) == ask("grpc", grpc.port) == [1, 2]
@@ -104,7 +104,7 @@ def test_all_at_once_beside_the_programs_own_requests(server):
 
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
-def test_a_port_in_use(protocol, server):
+def test_port_in_use(protocol, server):
     with front_end(protocol, server) as service:
         second = front_end(protocol, server, service.port)
         with pytest.raises((BindError, neso.Unavailable), match="in use"):
@@ -114,7 +114,7 @@ def test_a_port_in_use(protocol, server):
 
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
-def test_stopping_lets_requests_in_flight_end(protocol, server, slow):
+def test_stop_waits_for_requests_in_flight(protocol, server, slow):
     service = front_end(protocol, server).start()
     answers = []
     client = threading.Thread(target=lambda: answers.append(ask(protocol, service_port, "slow")))
@@ -128,7 +128,7 @@ def test_stopping_lets_requests_in_flight_end(protocol, server, slow):
 
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
-def test_the_server_stops_its_front_ends(protocol, server, slow):
+def test_server_stop_stops_front_ends(protocol, server, slow):
     service = front_end(protocol, server).start()
     port = service.port
     answers = []
@@ -147,7 +147,7 @@ def test_the_server_stops_its_front_ends(protocol, server, slow):
         service.start()
 
 
-def test_two_servers_side_by_side(server, tmp_path):
+def test_two_servers_in_one_process(server, tmp_path):
     with (
         neso.Server(model_repository=tmp_path, server_id="other") as other,
         front_end("grpc", server) as first,

@@ -31,7 +31,7 @@ from neso.generation import (
     Usage,
     encode_text,
 )
-from neso.server.config.model_config import string_parameter
+from neso.server.config.model_config import parse_bool, string_parameter
 from neso.server.errors import ErrorCode, ServerError
 from neso.server.inference_request import InferenceRequest
 
@@ -66,8 +66,6 @@ def _field(name: str, sampling: SamplingParams) -> str | None:
 
 UNLIMITED_LENGTH = 2**31 - 1
 """Context length of a model whose context length is unknown."""
-_TRUE = ("true", "t", "yes", "1")
-"""Values of a boolean parameter that mean true."""
 
 
 class _Prompt(NamedTuple):
@@ -99,7 +97,7 @@ class TensorLanguageModel:
         self._model = model
         self._tokenizer = tokenizer
         self._default_max_tokens = default_max_tokens
-        self._accumulates = string_parameter(model.config, "accumulate_tokens").lower() in _TRUE
+        self._accumulates = bool(parse_bool(string_parameter(model.config, "accumulate_tokens")))
         self._accepts_max_tokens = request_tensors.accepts_max_tokens(model.signature)
 
     async def generate(

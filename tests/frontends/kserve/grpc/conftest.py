@@ -1,4 +1,4 @@
-"""A core with the test models, and the gRPC front end on a free port in front of it."""
+"""Fixtures: a core with the test models, and a gRPC front end on a free port."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from neso.server.options import ModelControlMode, ServerOptions
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """The loop that the server runs on."""
+    """The server's event loop."""
     return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A model repository with a model of each of the test backends."""
+    """A model repository with one model per test backend."""
     for name, target in BACKENDS.items():
         monkeypatch.setitem(backend.BUILTIN, name, target)
     for name, config in CONFIGS.items():
@@ -64,7 +64,7 @@ async def server(core: Core) -> AsyncIterator[KServeGrpc]:
 
 @pytest.fixture
 async def stub(server: KServeGrpc) -> AsyncIterator[service_pb2_grpc.GRPCInferenceServiceStub]:
-    """The generated stub, for messages that the clients do not send."""
+    """The generated stub, for messages that tritonclient cannot send."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 

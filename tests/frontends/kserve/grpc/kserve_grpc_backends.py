@@ -1,4 +1,4 @@
-"""Small backends for the tests of the gRPC front end, and the configurations of models that use them."""
+"""Backends of the gRPC tests and the configurations of their models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIGS = {
 
 
 class LoadedBackend(Backend):
-    """Needs no loading."""
+    """Base class without loading."""
 
     async def load(self) -> None:
         pass
@@ -56,7 +56,7 @@ class LoadedBackend(Backend):
 
 
 class Identity(LoadedBackend):
-    """Gives each input back, and the parameters. Parameters `raise`, `fail` and `twice` make it misbehave."""
+    """Returns inputs and parameters. The parameters `raise`, `fail` and `twice` cause errors."""
 
     def submit(self, request: ResponseStream) -> None:
         parameters = request.request.parameters
@@ -76,18 +76,18 @@ class Identity(LoadedBackend):
 
 
 class Repeat(LoadedBackend):
-    """Counts to COUNT, then ends with the flag only.
+    """Counts to COUNT, then sends an empty final response.
 
     Parameters: `delay` in seconds before each response, `fail_at` an index, `flag_last` ends with the last response.
     """
 
     cancelled: ClassVar[list[str]] = []
-    tasks: ClassVar[set[asyncio.Task[None]]] = set()
+    counting: ClassVar[set[asyncio.Task[None]]] = set()
 
     def submit(self, request: ResponseStream) -> None:
         task = asyncio.get_running_loop().create_task(self._count(request))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.counting.add(task)
+        task.add_done_callback(self.counting.discard)
         request.request.on_cancel(lambda: self._cancel(request, task))
 
     def _cancel(self, request: ResponseStream, task: asyncio.Task[None]) -> None:
@@ -109,7 +109,7 @@ class Repeat(LoadedBackend):
 
 
 class Wait(LoadedBackend):
-    """Answers no request; it ends those that are cancelled."""
+    """Never responds; ends cancelled requests."""
 
     waiting: ClassVar[list[ResponseStream]] = []
     cancelled: ClassVar[list[str]] = []

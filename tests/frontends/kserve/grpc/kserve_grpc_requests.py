@@ -10,12 +10,12 @@ from tritonclient.grpc import service_pb2
 def one_input(
     datatype: str = "FP32", shape: tuple[int, ...] = (2,), name: str = "", **fields: Any
 ) -> dict[str, Any]:
-    """The fields of an `InferInputTensor`, of the identity model unless named otherwise."""
+    """Fields of an `InferInputTensor`, by default of the identity model."""
     return {"name": name or f"IN_{datatype}", "datatype": datatype, "shape": shape, **fields}
 
 
 def waiting_request(request_id: str) -> service_pb2.ModelInferRequest:
-    """Gets no answer."""
+    """A request that gets no response."""
     return service_pb2.ModelInferRequest(
         model_name="wait",
         id=request_id,
@@ -27,7 +27,7 @@ def waiting_request(request_id: str) -> service_pb2.ModelInferRequest:
 def repeat_request(
     request_id: str, count: int, *, empty_final: bool = False, **parameters: float
 ) -> service_pb2.ModelInferRequest:
-    """Gets `count` responses."""
+    """A request that gets `count` responses."""
     message = service_pb2.ModelInferRequest(
         model_name="repeat",
         id=request_id,

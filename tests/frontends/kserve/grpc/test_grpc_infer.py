@@ -42,9 +42,7 @@ CONTENTS = {
 
 def tensor(datatype: str, array: np.ndarray) -> InferInput:
     made = InferInput(f"IN_{datatype}", array.shape, datatype)
-    if (
-        datatype == "BF16"
-    ):  # the client takes float32 for it, as bytes are what we test they go in as they are
+    if datatype == "BF16":  # tritonclient expects float32 for BF16; set the raw bytes instead
         made._raw_content = array.tobytes()
     else:
         made.set_data_from_numpy(array)
@@ -56,7 +54,7 @@ def request(**fields) -> service_pb2.ModelInferRequest:
 
 
 @pytest.mark.parametrize("client_kind", ["sync", "aio"])
-async def test_every_datatype_goes_both_ways(server, client, client_kind):
+async def test_datatypes_round_trip(server, client, client_kind):
     arrays = NUMBERS | RAW_ONLY | {"BYTES": TEXT}
     inputs = [tensor(datatype, array) for datatype, array in arrays.items()]
     if client_kind == "aio":
@@ -105,14 +103,14 @@ async def test_requested_outputs(client):
     assert [output.name for output in result.get_response().outputs] == ["OUT_FP32"]
 
 
-async def test_parameters_reach_the_model_and_come_back(stub):
+async def test_parameters_round_trip(stub):
     sent = {
         "b": {"bool_param": True},
         "i": {"int64_param": -3},
         "u": {"uint64_param": 2**64 - 1},
         "d": {"double_param": 0.5},
         "s": {"string_param": "x"},
-        # Fields of the request, not its parameters:
+        # Request fields, not parameters:
         "priority": {"uint64_param": 2},
         "timeout": {"int64_param": 5},
         "sequence_id": {"string_param": "s"},
@@ -182,7 +180,7 @@ async def test_parameters_reach_the_model_and_come_back(stub):
         ({"parameters": {"p": {}}}, "invalid value type for 'p' parameter"),
     ],
 )
-async def test_bad_requests_are_invalid_arguments(stub, fields, words):
+async def test_invalid_requests(stub, fields, words):
     with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
         await stub.ModelInfer(request(**fields))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -193,7 +191,7 @@ async def test_bad_requests_are_invalid_arguments(stub, fields, words):
     [b"\xff\xff\xff", b"\x3a\xff\xff\xff\x7f" + bytes(100_000), b"\x80" * 100_000, b"\x0f" * 100_000],
     ids=["small", "cut_off", "endless_number", "unknown_kind"],
 )
-async def test_bytes_that_are_no_message(server, data):
+async def test_malformed_messages(server, data):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="malformed ModelInferRequest") as caught:
             await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(data)
@@ -209,13 +207,13 @@ async def test_bytes_that_are_no_message(server, data):
         ),
     ],
 )
-async def test_what_is_not_supported_is_unimplemented(stub, fields, words):
+async def test_unsupported_features(stub, fields, words):
     with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
         await stub.ModelInfer(request(raw_input_contents=[bytes(8)], **fields))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_decoupled_models_need_the_stream(client):
+async def test_decoupled_models_are_rejected(client):
     count = InferInput("COUNT", [1], "INT32")
     count.set_data_from_numpy(np.ones(1, np.int32))
     words = "ModelInfer RPC doesn't support models with decoupled transaction policy"
@@ -237,21 +235,21 @@ async def test_unknown_model_and_version(client):
 @pytest.mark.parametrize(
     ("parameter", "words"), [("fail", "by intent"), ("raise", "a bug"), ("twice", "a single response")]
 )
-async def test_errors_of_the_backend_are_internal(client, parameter, words):
+async def test_backend_errors_are_internal(client, parameter, words):
     inputs = [tensor("FP32", NUMBERS["FP32"])]
     with pytest.raises(InferenceServerException, match=words) as caught:
         await client.infer("identity", inputs, parameters={parameter: "by intent"})
     assert caught.value.status() == "StatusCode.INTERNAL"
 
 
-async def test_cancelling_reaches_the_backend(stub):
+async def test_cancel_reaches_the_backend(stub):
     call = stub.ModelInfer(waiting_request("a"))
     await until(lambda: Wait.waiting)
     call.cancel()
     await until(lambda: Wait.cancelled == ["a"])
 
 
-async def test_a_client_that_goes_away_cancels(server):
+async def test_disconnect_cancels_the_request(server):
     sync = InferenceServerClient(f"127.0.0.1:{server.port}")
     x = InferInput("X", [1, 1], "INT32")
     x.set_data_from_numpy(np.ones((1, 1), np.int32))
@@ -261,8 +259,8 @@ async def test_a_client_that_goes_away_cancels(server):
     await until(lambda: Wait.cancelled == ["b"])
 
 
-async def test_a_deadline_cancels(stub):
-    for timeout in (0.2, 1, 10):  # a call whose time is over before it is sent does not come
+async def test_deadline_cancels_the_request(stub):
+    for timeout in (0.2, 1, 10):  # a call whose deadline passes before it is sent does not arrive
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ModelInfer(waiting_request("c"), timeout=timeout)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -271,7 +269,7 @@ async def test_a_deadline_cancels(stub):
     await until(lambda: Wait.cancelled and len(Wait.cancelled) == len(Wait.waiting))
 
 
-async def test_stop_ends_a_request_that_does_not_end(server, stub):
+async def test_stop_aborts_requests_after_the_grace_period(server, stub):
     call = asyncio.ensure_future(_reply(stub, "d"))
     await until(lambda: Wait.waiting)
     await server.stop(grace=0.1)

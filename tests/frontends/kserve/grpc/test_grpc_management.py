@@ -1,4 +1,4 @@
-"""Health, metadata, configuration, statistics and the model repository, by the real client."""
+"""Health, metadata, configuration, statistics and the model repository, with tritonclient."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ async def test_repository_index_load_and_unload(client):
     assert await client.is_model_ready("wait")
 
 
-async def test_load_with_a_configuration_of_its_own(client):
+async def test_load_with_config_override(client):
     await client.load_model("wait", config='{"backend": "test_wait", "max_batch_size": 9}')
     assert (await client.get_model_config("wait")).config.max_batch_size == 9
 
 
-async def test_load_of_a_model_that_is_not_there(client):
+async def test_load_unknown_model(client):
     with pytest.raises(InferenceServerException, match="failed to load 'nobody'"):
         await client.load_model("nobody")
 
@@ -122,14 +122,14 @@ async def test_load_of_a_model_that_is_not_there(client):
         ),
     ],
 )
-async def test_refusals_have_a_status_and_say_what(stub, method, message, status):
+async def test_rejected_requests(stub, method, message, status):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await getattr(stub, method)(message)
     assert caught.value.code() is status
     assert "support" in caught.value.details() or "parameter" in caught.value.details()
 
 
-async def test_a_malformed_message_ends_its_call_only(server):
+async def test_malformed_message_fails_only_its_call(server):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         stream = stub.ModelStreamInfer()
@@ -145,7 +145,7 @@ async def test_a_malformed_message_ends_its_call_only(server):
         stream.cancel()
 
 
-async def test_a_bug_is_an_internal_error(stub, core: Core, monkeypatch, caplog):
+async def test_unexpected_exception_is_an_internal_error(stub, core: Core, monkeypatch, caplog):
     monkeypatch.setattr(core, "metadata", lambda: 1 // 0)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.ServerMetadata(service_pb2.ServerMetadataRequest())
@@ -155,14 +155,14 @@ async def test_a_bug_is_an_internal_error(stub, core: Core, monkeypatch, caplog)
     assert (await stub.ServerLive(service_pb2.ServerLiveRequest())).live
 
 
-async def test_a_port_in_use_is_refused(server: KServeGrpc, core: Core):
+async def test_port_in_use(server: KServeGrpc, core: Core):
     second = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=server.port))
     with pytest.raises(Unavailable, match=f"127.0.0.1:{server.port}"):
         await second.start()
     await second.stop()
 
 
-async def test_start_again_after_stop(core: Core):
+async def test_restart_after_stop(core: Core):
     server = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=0))
     for _ in range(2):
         await server.start()

@@ -15,7 +15,7 @@ from neso.server.tracing import TraceConfig, Tracing
 
 @pytest.fixture
 async def traced(core, tmp_path):
-    """The core traces into a file."""
+    """Tracing to a file."""
     core.tracing = Tracing(TraceConfig.parse([f"triton,file={tmp_path}/trace.json", "rate=6"]))
     return core
 
@@ -24,7 +24,7 @@ def plain(reply) -> dict[str, list[str]]:
     return {name: list(setting.value) for name, setting in reply.settings.items()}
 
 
-async def test_reading_and_changing_trace_settings(traced, stub, tmp_path):
+async def test_trace_settings(traced, stub, tmp_path):
     settings = {
         "trace_level": ["OFF"],
         "trace_rate": ["6"],
@@ -69,7 +69,7 @@ async def test_reading_and_changing_trace_settings(traced, stub, tmp_path):
         ("", "trace_rate", ["x"], grpc.StatusCode.INVALID_ARGUMENT, "Unable to parse 'trace_rate', got: x"),
     ],
 )
-async def test_trace_settings_that_are_refused(traced, stub, model, name, values, status, message):
+async def test_invalid_trace_settings(traced, stub, model, name, values, status, message):
     request = service_pb2.TraceSettingRequest(model_name=model)
     if name:
         request.settings[name].value.extend(values)
@@ -107,7 +107,7 @@ async def test_trace_settings_that_are_refused(traced, stub, model, name, values
         ("other", "bool_param", True, grpc.StatusCode.INVALID_ARGUMENT, None),
     ],
 )
-async def test_log_settings_that_are_refused(stub, name, choice, value, status, message):
+async def test_invalid_log_settings(stub, name, choice, value, status, message):
     request = service_pb2.LogSettingsRequest()
     setattr(request.settings[name], choice, value)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -143,7 +143,7 @@ async def test_tritonclient(traced, server):
     await asyncio.to_thread(talk)
 
 
-async def test_the_asynchronous_tritonclient(traced, client):
+async def test_async_tritonclient(traced, client):
     reply = await client.update_trace_settings(settings={"trace_rate": "9"})
     assert plain(reply)["trace_rate"] == ["9"] == plain(await client.get_trace_settings())["trace_rate"]
     reply = await client.update_log_settings({"log_error": False})

@@ -50,7 +50,7 @@ async def read(call: grpc.aio.StreamStreamCall) -> service_pb2.ModelStreamInferR
     return message
 
 
-async def test_responses_in_order_then_the_end(stub):
+async def test_decoupled_responses_are_in_order(stub):
     call = stub.ModelStreamInfer()
     await send(call, repeat_request("a", 3))
     await call.done_writing()
@@ -62,7 +62,7 @@ async def test_responses_in_order_then_the_end(stub):
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_the_empty_final_response_when_asked_for(stub):
+async def test_empty_final_response_on_request(stub):
     call = stub.ModelStreamInfer()
     await send(call, repeat_request("a", 2, empty_final=True))
     await call.done_writing()
@@ -75,14 +75,14 @@ async def test_the_empty_final_response_when_asked_for(stub):
     assert list(response.parameters) == ["triton_final_response"]
 
 
-async def test_the_last_response_may_be_the_final_one(stub):
+async def test_last_response_has_the_final_flag(stub):
     call = stub.ModelStreamInfer()
     await send(call, repeat_request("a", 2, flag_last=1))
     await call.done_writing()
     assert [is_final(message) async for message in call] == [False, True]
 
 
-async def test_no_response_at_all(stub):
+async def test_request_without_responses(stub):
     call = stub.ModelStreamInfer()
     await send(call, repeat_request("a", 0))
     await call.done_writing()
@@ -90,7 +90,7 @@ async def test_no_response_at_all(stub):
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_models_that_are_not_decoupled_answer_once(stub):
+async def test_non_decoupled_models_send_one_response(stub):
     call = stub.ModelStreamInfer()
     await send(call, identity_request("a"), identity_request("b"))
     await call.done_writing()
@@ -100,7 +100,7 @@ async def test_models_that_are_not_decoupled_answer_once(stub):
     assert messages[0].infer_response.raw_output_contents == [bytes(8)]
 
 
-async def test_requests_arrive_while_responses_flow(stub):
+async def test_requests_while_responses_are_sent(stub):
     call = stub.ModelStreamInfer()
     await send(call, repeat_request("slow", 1000, delay=0.01))
     await read(call)
@@ -110,7 +110,7 @@ async def test_requests_arrive_while_responses_flow(stub):
     call.cancel()
 
 
-async def test_twenty_requests_interleave(stub):
+async def test_twenty_interleaved_requests(stub):
     call = stub.ModelStreamInfer()
     count = 10
     for i in range(20):
@@ -124,10 +124,10 @@ async def test_twenty_requests_interleave(stub):
     for messages in by_id.values():
         assert [index(message) for message in messages[:-1]] == list(range(count))
         assert [is_final(message) for message in messages] == [False] * count + [True]
-    assert len(set(order[:40])) > 10  # they did not go one after the other
+    assert len(set(order[:40])) > 10  # interleaved
 
 
-async def test_an_error_leaves_the_stream_open(stub):
+async def test_error_leaves_the_stream_open(stub):
     call = stub.ModelStreamInfer()
     unknown = service_pb2.ModelInferRequest(model_name="nobody", id="u")
     malformed = service_pb2.ModelInferRequest(model_name="identity", id="m", inputs=[one_input()])
@@ -153,7 +153,7 @@ async def test_an_error_leaves_the_stream_open(stub):
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_bytes_that_are_no_message_leave_the_stream_open(server):
+async def test_malformed_message_leaves_the_stream_open(server):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer",
@@ -166,7 +166,7 @@ async def test_bytes_that_are_no_message_leave_the_stream_open(server):
         call.cancel()
 
 
-async def test_errors_become_the_status_when_asked_for(stub):
+async def test_status_errors_header(stub):
     call = stub.ModelStreamInfer(metadata=STATUS_ERRORS)
     await send(
         call, repeat_request("other", 100_000, delay=0.01), repeat_request("d", 3, fail_at=1, delay=0.05)
@@ -178,7 +178,7 @@ async def test_errors_become_the_status_when_asked_for(stub):
     await until(lambda: Repeat.cancelled == ["other"])
 
 
-async def test_a_refused_request_becomes_the_status_when_asked_for(stub):
+async def test_status_errors_header_with_a_rejected_request(stub):
     call = stub.ModelStreamInfer(metadata=STATUS_ERRORS)
     await send(call, service_pb2.ModelInferRequest(model_name="nobody", id="u"))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -186,15 +186,15 @@ async def test_a_refused_request_becomes_the_status_when_asked_for(stub):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_an_error_while_a_response_is_on_its_way(stub, caplog):
-    """gRPC takes one operation at a time: the status must wait for the message before it."""
+async def test_error_while_a_response_is_written(stub, caplog):
+    """The status must wait for the message that is being written."""
     call = stub.ModelStreamInfer(metadata=STATUS_ERRORS)
     count = 900_000
     large = service_pb2.ModelInferRequest(
         model_name="identity", inputs=[one_input(shape=(count,))], raw_input_contents=[bytes(4 * count)]
     )
     await send(call, large, large)
-    await asyncio.sleep(0.3)  # the answers do not fit into the window of a client that does not read
+    await asyncio.sleep(0.3)  # the responses exceed the flow-control window
     await send(call, service_pb2.ModelInferRequest(model_name="nobody", id="u"))
     await asyncio.sleep(0.1)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -204,7 +204,7 @@ async def test_an_error_while_a_response_is_on_its_way(stub, caplog):
     assert not caplog.records
 
 
-async def test_cancelling_cancels_every_request(stub):
+async def test_cancel_cancels_every_request(stub):
     call = stub.ModelStreamInfer()
     await send(call, waiting_request("w"), *(repeat_request(str(i), 100_000, delay=0.01) for i in range(5)))
     await read(call)
@@ -213,7 +213,7 @@ async def test_cancelling_cancels_every_request(stub):
     await until(lambda: Wait.cancelled == ["w"] and sorted(Repeat.cancelled) == list("01234"))
 
 
-async def test_cancelling_after_the_half_close(stub):
+async def test_cancel_after_half_close(stub):
     call = stub.ModelStreamInfer()
     await send(call, waiting_request("w"))
     await call.done_writing()
@@ -222,7 +222,7 @@ async def test_cancelling_after_the_half_close(stub):
     await until(lambda: Wait.cancelled == ["w"])
 
 
-async def test_a_client_that_goes_away_cancels(server):
+async def test_disconnect_cancels_every_request(server):
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
     call = channel.stream_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
@@ -235,7 +235,7 @@ async def test_a_client_that_goes_away_cancels(server):
     await until(lambda: Wait.cancelled == ["w"])
 
 
-async def test_clients_that_leave_in_the_middle_leave_nothing_behind(server, core, caplog):
+async def test_disconnects_leak_nothing(server, core, caplog):
     async def client(i: int) -> None:
         async with grpc.aio.insecure_channel(
             f"127.0.0.1:{server.port}", options=[("grpc.use_local_subchannel_pool", 1)]
@@ -251,7 +251,7 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(server, cor
     assert not caplog.records
 
 
-async def test_stop_lets_requests_in_flight_finish_and_ends_idle_streams(server, stub):
+async def test_stop_waits_for_requests_and_ends_idle_streams(server, stub):
     idle, busy = stub.ModelStreamInfer(), stub.ModelStreamInfer()
     await send(idle, identity_request("i"))
     await send(busy, repeat_request("b", 5, delay=0.05))
@@ -266,7 +266,7 @@ async def test_stop_lets_requests_in_flight_finish_and_ends_idle_streams(server,
     await asyncio.wait_for(stopping, 60)
 
 
-async def test_stop_ends_a_stream_whose_requests_do_not(server, stub):
+async def test_stop_aborts_streams_after_the_grace_period(server, stub):
     call = stub.ModelStreamInfer()
     await send(call, waiting_request("w"), repeat_request("r", 100_000, delay=0.01))
     await read(call)
@@ -279,7 +279,7 @@ async def test_stop_ends_a_stream_whose_requests_do_not(server, stub):
     assert Repeat.cancelled == ["r"]
 
 
-async def test_stop_with_a_client_that_does_not_read(server, stub):
+async def test_stop_with_a_stalled_client(server, stub):
     call = stub.ModelStreamInfer()
     large = service_pb2.ModelInferRequest(
         model_name="identity", inputs=[one_input("UINT8", (1 << 20,))], raw_input_contents=[bytes(1 << 20)]
@@ -291,8 +291,8 @@ async def test_stop_with_a_client_that_does_not_read(server, stub):
     await asyncio.gather(writing, return_exceptions=True)
 
 
-async def test_with_the_clients_sync_stream(server):
-    """What Triton's own examples do."""
+async def test_tritonclient_stream(server):
+    """Like Triton's examples."""
     answers: queue.Queue = queue.Queue()
     count = InferInput("COUNT", [1], "INT32")
     count.set_data_from_numpy(np.array([3], np.int32))
@@ -318,7 +318,7 @@ async def test_with_the_clients_sync_stream(server):
     assert await asyncio.to_thread(converse) == [0, 1, 2]
 
 
-async def test_with_the_clients_aio_stream(client):
+async def test_async_tritonclient_stream(client):
     count = InferInput("COUNT", [1], "INT32")
     count.set_data_from_numpy(np.array([2], np.int32))
 

@@ -1,4 +1,4 @@
-"""What the gRPC front end notes in the traces of its requests."""
+"""Trace activities of requests over gRPC."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRONT_END = {"GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "GRPC_SEND_START", "GRP
 
 @pytest.fixture
 async def written(core, tmp_path):
-    """Every request is traced. `await written()`: the traces so far; nothing is traced any more."""
+    """Trace every request. `await written()` stops tracing and returns the traces."""
     settings = [f"triton,file={tmp_path}/trace.json", "rate=1", "level=TIMESTAMPS"]
     tracing = core.tracing = Tracing(TraceConfig.parse(settings))
 
@@ -49,7 +49,7 @@ async def test_infer(written, stub):
     check_order(trace.timestamps)
 
 
-async def test_each_request_of_a_stream_has_a_trace_of_its_own(written, stub):
+async def test_each_request_of_a_stream_has_its_own_trace(written, stub):
     async def requests():
         yield identity("a", bytes(8))
         yield identity("wrong", bytes(7))

@@ -1,4 +1,4 @@
-"""A core with the test models, and the HTTP front end on a free port in front of it."""
+"""Fixtures: a core with the test models, and an HTTP front end on a free port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neso.server.options import ModelControlMode, ServerOptions
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """The loop that the server runs on."""
+    """The server's event loop."""
     return {"uvloop": uvloop.new_event_loop}
 
 
@@ -43,7 +43,7 @@ class Reply:
 
 
 class Client:
-    """A plain HTTP client in a thread: the loop is the server's."""
+    """A simple HTTP client that runs in a thread."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -73,7 +73,7 @@ class Client:
 
 @pytest.fixture
 def connect() -> type[Client]:
-    """`connect(port)`: a client of a front end that the test has started."""
+    """`connect(port)` returns a client of a front end started by the test."""
     return Client
 
 

@@ -1,4 +1,4 @@
-"""Small backends for the tests of the HTTP front end, and the configurations of models that use them."""
+"""Backends of the HTTP tests and the configurations of their models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CONFIGS = {
 
 
 class LoadedBackend(Backend):
-    """Needs no loading."""
+    """Base class without loading."""
 
     async def load(self) -> None:
         pass
@@ -73,7 +73,7 @@ class LoadedBackend(Backend):
 
 
 class Identity(LoadedBackend):
-    """Gives each input back, and the parameters and fields of the request as parameters."""
+    """Returns the inputs, and the parameters and fields of the request as parameters."""
 
     def submit(self, request: ResponseStream) -> None:
         asked = request.request
@@ -90,7 +90,7 @@ class Identity(LoadedBackend):
 
 
 class Text(LoadedBackend):
-    """Answers the prompt REPEAT times (once by default), with the shape of the prompt and the parameters.
+    """Sends REPEAT responses (default 1) with the prompt, its shape and the parameters.
 
     Parameters: `fail_at` an index, `flag_only` ends with a flag of its own, `bytes` answers bytes that are no text.
     """
@@ -114,7 +114,7 @@ class Text(LoadedBackend):
 
 
 class Wait(LoadedBackend):
-    """Answers no request; it ends those that are cancelled."""
+    """Never responds; ends cancelled requests."""
 
     waiting: ClassVar[list[ResponseStream]] = []
     cancelled: ClassVar[list[str]] = []

@@ -1,4 +1,4 @@
-"""The generate extension: how JSON maps to tensors and back, rule by rule."""
+"""Generate extension: mapping between JSON and tensors, errors and streams."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ async def test_shapes(core, data, shape) -> None:
 
 
 @pytest.mark.parametrize("data", [7, [1, 2], [1, 2, 3, 4]])
-async def test_data_that_fits_no_shape(client, data) -> None:
+async def test_data_does_not_fit_the_shape(client, data) -> None:
     reply = await client.post("/v2/models/grid/generate", {"IN": data})
     assert reply.error == "The schema can not convert input 'IN' to tensor with proper shape"
 
 
-async def test_several_elements_are_an_array_and_the_batch_dimension_varies(client) -> None:
+async def test_arrays_with_a_variable_batch_dimension(client) -> None:
     reply = await client.post("/v2/models/grid/generate", {"IN": [1, 2, 3]})
     assert reply.json["OUT"] == [1, 2, 3]
     reply = await client.post("/v2/models/strings/generate", {"IN": ["a", "b"]})
@@ -73,7 +73,7 @@ async def test_several_elements_are_an_array_and_the_batch_dimension_varies(clie
     assert reply.json["OUT"] == []
 
 
-async def test_reserved_parameters_are_fields(client) -> None:
+async def test_reserved_parameters_set_request_fields(client) -> None:
     reply = await client.post("/v2/models/strings/generate", {"IN": "a", "parameters": {"priority": 2}})
     assert reply.json["priority"] == 2
     reply = await client.post("/v2/models/strings/generate", {"IN": "a", "parameters": {"triton_x": 2}})
@@ -108,14 +108,14 @@ async def test_reserved_parameters_are_fields(client) -> None:
         ({"PROMPT": "a", "parameters": {"PROMPT": "b"}}, "input 'PROMPT' already exists in request"),
     ],
 )
-async def test_bad_requests(client, path, body, message) -> None:
+async def test_invalid_requests(client, path, body, message) -> None:
     reply = await client.post(path, body)
     assert reply.status == 400 and message in reply.error, reply.body
     assert reply.headers["content-type"] == "application/json"
 
 
 @pytest.mark.parametrize("path", [GENERATE, STREAM])
-async def test_what_is_not_there(client, path) -> None:
+async def test_unknown_model_and_version(client, path) -> None:
     reply = await client.post(path.replace("text", "nobody"), {"PROMPT": "a"})
     assert (reply.status, reply.error) == (404, "Request for unknown model: 'nobody' is not found")
     assert (await client.get(path)).status == 405
@@ -137,7 +137,7 @@ async def test_what_is_not_there(client, path) -> None:
     ],
 )
 @pytest.mark.parametrize("model", ["text", "decoupled"])
-async def test_generate_takes_exactly_one_response(client, model, body, status, error) -> None:
+async def test_generate_requires_exactly_one_response(client, model, body, status, error) -> None:
     reply = await client.post(f"/v2/models/{model}/generate", {"PROMPT": "a"} | body)
     assert (reply.status, reply.error) == (status, error)
 
@@ -166,7 +166,7 @@ async def test_stream_errors(client) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
-async def test_a_client_that_goes_cancels_the_request(front: KServeHttp, endpoint) -> None:
+async def test_disconnect_cancels_the_request(front: KServeHttp, endpoint) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
     body = b'{"id":"gone","X":1}'
     writer.write(
@@ -174,7 +174,7 @@ async def test_a_client_that_goes_cancels_the_request(front: KServeHttp, endpoin
         % (endpoint.encode(), len(body), body)
     )
     await until(lambda: Wait.waiting)
-    if endpoint == "generate_stream":  # an event is out before its successor exists
+    if endpoint == "generate_stream":  # the first event is sent before the second exists
         five = Tensor.from_numpy("X", np.array([5], np.int32))
         Wait.waiting[0].send(InferenceResponse("wait", "1", outputs=[five]))
         assert b"200" in await reader.readline()

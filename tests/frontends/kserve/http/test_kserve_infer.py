@@ -1,4 +1,4 @@
-"""Infer: every datatype by JSON and binary, and every way to get a request wrong."""
+"""Infer over HTTP: every datatype as JSON and binary, and invalid requests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_tritonclient_round_trip(client, datatype, binary) -> None:
         assert output.tolist() == array.tolist()
 
 
-async def test_several_binary_tensors_among_json(client) -> None:
+async def test_binary_and_json_tensors_in_one_request(client) -> None:
     blobs = [np.array([1, 2], np.int32).tobytes(), np.array([1.0], ml_dtypes.bfloat16).tobytes()]
     head = (
         b'{"inputs":[{"name":"IN_INT32","datatype":"INT32","shape":[2],"parameters":{"binary_data_size":8}},'
@@ -109,7 +109,7 @@ async def test_several_binary_tensors_among_json(client) -> None:
     assert reply.body[size:] == blobs[0] + b"\x01" + blobs[1]
 
 
-async def test_a_requested_output_is_json_unless_it_asks_otherwise(client) -> None:
+async def test_requested_outputs_are_json_by_default(client) -> None:
     inputs = [tensor("INT8", [1]), tensor("INT16", [2])]
     outputs = [{"name": "OUT_INT16", "parameters": {"binary_data": False}}]
     body = {"inputs": inputs, "outputs": outputs, "parameters": {"binary_data_output": True}}
@@ -129,7 +129,7 @@ async def test_nested_data(client) -> None:
     }
 
 
-async def test_not_finite_numbers_are_numbers(client) -> None:
+async def test_nan_and_infinity(client) -> None:
     body = b'{"inputs":[{"name":"IN_FP32","datatype":"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]}]}'
     reply = await client.post("/v2/models/identity/infer", body)
     assert b"NaN" in reply.body
@@ -221,10 +221,10 @@ def wrong(change: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (wrong(parameters={"sequence_start": 1}), "Unable to parse 'sequence_start'"),
     ],
 )
-async def test_bad_requests(client, body, message) -> None:
+async def test_invalid_requests(client, body, message) -> None:
     reply = await client.post("/v2/models/identity/infer", body)
     assert (reply.status, message in reply.error) == (400, True), reply.body
-    # The model and the connection are none the worse for it.
+    # Model and connection still work.
     assert (
         await client.post("/v2/models/identity/infer", {"inputs": [tensor("BOOL", [True])]})
     ).status == 200
@@ -249,12 +249,12 @@ async def test_bad_requests(client, body, message) -> None:
         ),
     ],
 )
-async def test_bad_binary_requests(client, body, length, message) -> None:
+async def test_invalid_binary_requests(client, body, length, message) -> None:
     reply = await client.post("/v2/models/identity/infer", body, Inference_Header_Content_Length=length)
     assert (reply.status, message in reply.error) == (400, True), reply.body
 
 
-async def test_what_is_not_there(client) -> None:
+async def test_unknown_model_and_version(client) -> None:
     body = {"inputs": [tensor("BOOL", [True])]}
     reply = await client.post("/v2/models/nobody/infer", body)
     assert (reply.status, reply.error) == (404, "Request for unknown model: 'nobody' is not found")
@@ -278,7 +278,7 @@ async def test_what_is_not_there(client) -> None:
     assert reply.status == 400 and "unsupported type 'BOOL'" in reply.error
 
 
-async def test_outputs_that_json_cannot_carry(client) -> None:
+async def test_outputs_not_representable_in_json(client) -> None:
     head = (
         b'{"inputs":[{"name":"IN_FP16","datatype":"FP16","shape":[1],"parameters":{"binary_data_size":2}}]}'
     )
@@ -312,12 +312,12 @@ async def test_raw_binary_requests(client) -> None:
     assert (await post("batched", data[:-1])).status == 400
 
 
-async def test_a_body_over_the_limit(client) -> None:
+async def test_body_size_limit(client) -> None:
     reply = await client.post("/v2/models/identity/infer", bytes((1 << 20) + 1))
     assert reply.status == 413 and "exceeds the limit" in reply.error
 
 
-async def test_a_client_that_goes_cancels_the_request(front: KServeHttp) -> None:
+async def test_disconnect_cancels_the_request(front: KServeHttp) -> None:
     body = b'{"id":"gone","inputs":[{"name":"X","datatype":"INT32","shape":[1],"data":[1]}]}'
     _, writer = await asyncio.open_connection("127.0.0.1", front.port)
     writer.write(
@@ -329,18 +329,18 @@ async def test_a_client_that_goes_cancels_the_request(front: KServeHttp) -> None
     assert Wait.cancelled == ["gone"]
 
 
-async def test_a_response_without_outputs_is_a_response(client) -> None:
+async def test_response_without_outputs(client) -> None:
     reply = await client.post("/v2/models/identity/infer", {"inputs": []})
     assert reply.status == 200 and reply.json["outputs"] == []
 
 
 @pytest.mark.parametrize("value", ["\xb2", "9" * 5000, "--1", "1_0"])
-async def test_header_lengths_that_are_no_numbers(client, value) -> None:
+async def test_invalid_header_lengths(client, value) -> None:
     headers = {"Inference-Header-Content-Length": value}
     reply = await client.request("POST", "/v2/models/identity/infer", b"{}", headers)
     assert reply.status == 400 and "Unable to parse Inference-Header-Content-Length" in reply.error
 
 
-async def test_a_version_of_thousands_of_digits(client) -> None:
+async def test_version_with_thousands_of_digits(client) -> None:
     reply = await client.post(f"/v2/models/identity/versions/{'9' * 5000}/infer", {"inputs": []})
     assert reply.status == 400 and "version should be an integral value" in reply.error

@@ -1,4 +1,4 @@
-"""Health, metadata, statistics, the repository, mounted applications, and what is not there."""
+"""Health, metadata, statistics, model repository, mounted applications and unknown paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_health(client, core) -> None:
     assert (await client.get("/v2/models/text/ready")).status == 400
 
 
-async def test_health_of_a_server_that_is_stopping(client, core) -> None:
+async def test_health_while_stopping(client, core) -> None:
     await core.stop()
     assert (await client.get("/v2/health/live")).status == 400
     assert (await client.get("/v2/health/ready")).status == 400
@@ -72,7 +72,7 @@ async def test_repository(client) -> None:
     assert (await client.get("/v2/models/text/ready")).status == 200
 
 
-async def test_load_with_a_configuration_and_files(client) -> None:
+async def test_load_with_config_and_file_overrides(client) -> None:
     config = {
         "backend": "test_identity",
         "input": [{"name": "IN", "data_type": "TYPE_INT8", "dims": [1]}],
@@ -97,12 +97,12 @@ async def test_load_with_a_configuration_and_files(client) -> None:
         ("index", {"ready": 1}, "non-boolean as boolean"),
     ],
 )
-async def test_bad_repository_requests(client, path, body, message) -> None:
+async def test_invalid_repository_requests(client, path, body, message) -> None:
     reply = await client.post(f"/v2/repository/{path}", body)
     assert reply.status == 400 and message in reply.error, reply.body
 
 
-async def test_a_named_repository_is_not_supported(client) -> None:
+async def test_repository_names_are_not_supported(client) -> None:
     for path in ("index", "models/text/load", "models/text/unload"):
         reply = await client.post(f"/v2/repository/here/{path}")
         assert (reply.status, reply.error) == (501, "'repository_name' specification is not supported")
@@ -136,7 +136,7 @@ async def test_tritonclient(client) -> None:
     assert len(found["index"]) > 3 and found["stats"]["model_stats"]
 
 
-async def test_a_mounted_application(core, client) -> None:
+async def test_mounted_application(core, client) -> None:
     app = FastAPI()
 
     @app.get("/v1/models")

@@ -1,4 +1,4 @@
-"""Python models over HTTP: the wire at one end, `TritonPythonModel` at the other."""
+"""Python models over HTTP, end to end."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_add_sub(front: KServeHttp, binary: bool) -> None:
     np.testing.assert_array_equal(difference, a - b)
 
 
-async def test_words_are_streamed(client) -> None:
+async def test_generate_stream(client) -> None:
     reply = await client.post("/v2/models/words/generate_stream", {"text_input": "the moon of Neptune"})
     events = [json.loads(part.removeprefix(b"data: ")) for part in reply.body.split(b"\n\n")[:-1]]
     assert [event["text_output"] for event in events] == ["the", "moon", "of", "Neptune"]
@@ -103,7 +103,7 @@ async def test_words_are_streamed(client) -> None:
     assert reply.json["text_output"] == "one"
 
 
-async def test_a_client_that_goes_stops_the_model(front: KServeHttp, tmp_path: Path) -> None:
+async def test_disconnect_cancels_the_model(front: KServeHttp, tmp_path: Path) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
     body = json.dumps({"text_input": "word " * 100_000}).encode()
     head = b"POST /v2/models/words/generate_stream HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"

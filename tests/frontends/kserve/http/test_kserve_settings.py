@@ -13,12 +13,12 @@ from neso.server.tracing import TraceConfig, Tracing
 
 @pytest.fixture
 async def traced(core, tmp_path):
-    """The core traces into a file."""
+    """Tracing to a file."""
     core.tracing = Tracing(TraceConfig.parse([f"triton,file={tmp_path}/trace.json", "rate=6"]))
     return core
 
 
-async def test_reading_and_changing_trace_settings(traced, client, tmp_path):
+async def test_trace_settings(traced, client, tmp_path):
     settings = {
         "trace_level": ["OFF"],
         "trace_rate": "6",
@@ -61,7 +61,7 @@ async def test_reading_and_changing_trace_settings(traced, client, tmp_path):
         ("/v2", b"{", 400, "failed to parse the request JSON buffer"),
     ],
 )
-async def test_trace_settings_that_are_refused(traced, client, path, body, status, message):
+async def test_invalid_trace_settings(traced, client, path, body, status, message):
     reply = await client.post(f"{path}/trace/setting", body)
     assert reply.status == status and message in reply.error
     if path.endswith("nobody"):
@@ -94,7 +94,7 @@ async def test_log_settings(client):
         ({"log_colour": True}, 400, "unknown log setting 'log_colour', expected one of log_info"),
     ],
 )
-async def test_log_settings_that_are_refused(client, body, status, message):
+async def test_invalid_log_settings(client, body, status, message):
     reply = await client.post("/v2/logging", {"log_error": False} | body)
     assert reply.status == status and message in reply.error
     assert (await client.get("/v2/logging")).json["log_error"] is True
@@ -114,7 +114,7 @@ async def test_tritonclient(traced, client, tmp_path):
     await asyncio.to_thread(talk)
 
 
-async def test_the_asynchronous_tritonclient(traced, client):
+async def test_async_tritonclient(traced, client):
     async with triton_aio.InferenceServerClient(f"127.0.0.1:{client.port}") as server:
         assert (await server.update_trace_settings(settings={"trace_rate": "9"}))["trace_rate"] == "9"
         assert (await server.get_trace_settings())["trace_rate"] == "9"

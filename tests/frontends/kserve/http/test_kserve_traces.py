@@ -1,4 +1,4 @@
-"""What the HTTP front end notes in the traces of its requests."""
+"""Trace activities of requests over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRONT_END = (
 
 @pytest.fixture
 async def written(core, tmp_path):
-    """Every request is traced. `await written()`: the traces so far; nothing is traced any more."""
+    """Trace every request. `await written()` stops tracing and returns the traces."""
     settings = [f"triton,file={tmp_path}/trace.json", "rate=1", "level=TIMESTAMPS"]
     tracing = core.tracing = Tracing(TraceConfig.parse(settings))
 
@@ -59,7 +59,7 @@ async def test_generate(written, client, endpoint):
     assert trace.model == "decoupled" and set(FRONT_END) <= trace.timestamps.keys()
 
 
-async def test_requests_that_do_not_reach_a_model_leave_nothing(written, client):
+async def test_requests_to_unknown_models_are_not_traced(written, client):
     assert (await client.post("/v2/models/batched/infer", {"inputs": []})).status == 400
     assert (await client.post("/v2/models/batched/infer", b"{")).status == 400
     assert (await client.post("/v2/models/decoupled/infer", INFER)).status == 501

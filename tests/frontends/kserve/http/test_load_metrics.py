@@ -1,4 +1,4 @@
-"""`endpoint-load-metrics`: the state of the key-value cache in a response's header."""
+"""Load metrics of the KV cache in the `endpoint-load-metrics` header."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ async def test_text_and_json(client, cache, path):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_only_for_those_who_ask_for_what_there_is(client, core, cache, path):
+async def test_header_only_on_request_and_in_known_formats(client, core, cache, path):
     for headers in ({}, {"endpoint_load_metrics_format": "xml"}):
         reply = await client.post(path, ROUTES[path], **headers)
         assert reply.status == 200 and "endpoint-load-metrics" not in reply.headers
 
 
-async def test_a_server_without_language_models(client):
+async def test_no_header_without_language_models(client):
     path = "/v2/models/text/generate"
     reply = await client.post(path, ROUTES[path], endpoint_load_metrics_format="text")
     assert reply.status == 200 and "endpoint-load-metrics" not in reply.headers

@@ -1,4 +1,4 @@
-"""Model control modes and namespaces, as clients see them."""
+"""Model control modes and namespaces over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REQUEST = {"inputs": [{"name": "IN", "shape": [1], "datatype": "FP32", "data": [
 
 @pytest.fixture
 async def serve(connect: Any) -> AsyncIterator[Any]:
-    """`await serve(repository, …, mode=…, option=…)`: the core and a client of it."""
+    """`await serve(repository, …, mode=…, option=…)` returns a core and its client."""
     running: list[tuple[KServeHttp, Core]] = []
 
     async def start(*repositories: RepositoryBuilder, mode: str, **options: Any) -> tuple[Core, Any]:
@@ -42,7 +42,7 @@ async def serve(connect: Any) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
-async def test_requests_to_load_are_refused(serve, tmp_path: Path, mode: str) -> None:
+async def test_load_requests_are_rejected(serve, tmp_path: Path, mode: str) -> None:
     repository = RepositoryBuilder(tmp_path / "models")
     repository.add("m")
     _, client = await serve(repository, mode=mode)
@@ -52,7 +52,7 @@ async def test_requests_to_load_are_refused(serve, tmp_path: Path, mode: str) ->
         assert reply.json == {"error": "explicit model load / unload is not allowed if polling is enabled"}
 
 
-async def test_polling_shows_in_the_index(serve, tmp_path: Path) -> None:
+async def test_polling_updates_the_index(serve, tmp_path: Path) -> None:
     repository = RepositoryBuilder(tmp_path / "models")
     core, client = await serve(repository, mode="poll", repository_poll_secs=0)
     assert (await client.post("/v2/repository/index", {})).json == []
@@ -67,7 +67,7 @@ async def test_polling_shows_in_the_index(serve, tmp_path: Path) -> None:
     assert (await client.post("/v2/models/m/infer", REQUEST)).json["outputs"][0]["data"] == [1.0]
 
 
-async def test_a_name_in_two_namespaces(serve, tmp_path: Path) -> None:
+async def test_same_name_in_two_namespaces(serve, tmp_path: Path) -> None:
     one, two = RepositoryBuilder(tmp_path / "one"), RepositoryBuilder(tmp_path / "two")
     one.add_constant("m", 1)
     two.add_constant("m", 2)

@@ -14,11 +14,11 @@ LARGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length
 
 
 class Methods:
-    """`log`: what has happened to handlers that wait."""
+    """`log`: events of waiting handlers."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.read = 0  # messages that the slow reader has taken
+        self.read = 0  # messages read by ReadSlowly
         self.written = 0
         self.gate = asyncio.Event()
         self.contexts: list[Any] = []
@@ -40,7 +40,7 @@ class Methods:
             asyncio.get_running_loop().call_later(0.02, call.reply, b"later")
         else:
             call.reply(message)
-            call.reply(b"twice")  # is dropped
+            call.reply(b"twice")  # dropped
 
     async def abort(self, message: bytes, context: Any) -> bytes:
         await context.abort(

@@ -39,7 +39,7 @@ class Answer:
 
 
 async def call(server, pieces: Sequence[bytes], **changes: str | None) -> Answer:
-    """Send a call, each piece in a frame of its own. Names of headers have `_` for `-`; None leaves one out."""
+    """Send a call, one frame per piece. `_` in header names stands for `-`; None omits a header."""
     changed = {name.replace("_", "-"): value for name, value in changes.items()}
     fields = {**HEADERS, **{(f":{n}" if f":{n}" in HEADERS else n): v for n, v in changed.items()}}
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

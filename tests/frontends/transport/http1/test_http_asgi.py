@@ -35,7 +35,7 @@ async def test_scope_and_echo(serve_app, connect) -> None:
 
     async def app(scope, receive, send) -> None:
         if scope["type"] == "lifespan":
-            raise NotImplementedError  # the specification's way to say that it knows none
+            raise NotImplementedError  # by the specification: lifespan is not supported
         seen.update(scope)
         message = await receive()
         await send(
@@ -102,7 +102,7 @@ async def test_failing_applications(serve_app, connect, case) -> None:
 
 
 def make_fastapi(log: list[str], gate: asyncio.Event | None = None) -> FastAPI:
-    """Its background work waits for the gate."""
+    """An application whose background work waits for `gate`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, int]]:
@@ -155,7 +155,7 @@ async def test_fastapi(serve_app, connect) -> None:
     for _ in range(2):
         answer = await client.answer()
         assert answer.body == b'{"item":"x","sum":3}' and answer.headers["content-type"] == "application/json"
-    # Background work holds up neither the connection nor its end.
+    # Background work blocks neither the connection nor its close.
     assert log == ["startup"]
     assert (await client.answer(bodyless=True)).status == 405
     assert (await client.answer()).status == 200

@@ -38,7 +38,7 @@ def echo_sync(request: Request) -> Response:
 @pytest.mark.parametrize("handler", [echo, echo_sync])
 async def test_pipelined_requests_are_answered_in_order(serve, connect, handler) -> None:
     client = await connect(await serve(handler))
-    bodies = [b"%d" % i for i in range(3000)]  # more than the stack would hold were they nested
+    bodies = [b"%d" % i for i in range(3000)]  # more than the recursion limit
     client.send(b"".join(map(post, bodies)))
     assert [(await client.answer()).body for _ in bodies] == bodies
 
@@ -138,7 +138,7 @@ async def test_expect_continue(serve, connect) -> None:
     assert (await client.answer()).status == 100
     client.send(b"ok")
     assert (await client.answer()).body == b"ok"
-    client.send(expecting + b"ok")  # did not wait: needs no 100
+    client.send(expecting + b"ok")  # sent without waiting for 100 Continue
     assert (await client.answer()).status == 200
 
 
@@ -176,7 +176,7 @@ async def test_malformed_request_is_rejected_in_order(serve, connect) -> None:
 async def test_slow_headers_time_out(serve, connect) -> None:
     client = await connect(await serve(echo, header_timeout=0.1))
     client.send(b"GET / HTTP/1.1\r\n")
-    for _ in range(100):  # trickling does not help
+    for _ in range(100):  # slow bytes do not extend the timeout
         await asyncio.sleep(0.01)
         if client.reader.at_eof():
             break
@@ -290,9 +290,7 @@ async def test_backpressure_blocks_drain(serve, connect) -> None:
     client = await connect(await serve(handler, write_buffer=1 << 16))
     client.send(GET)
     await until(lambda: written)
-    assert (
-        await standstill(lambda: written, 20_000_000) < 20_000_000
-    )  # what the kernel's buffers take, no more
+    assert await standstill(lambda: written, 20_000_000) < 20_000_000  # at most the kernel's buffers
     assert len((await client.answer()).body) == 40_000_000
 
 
@@ -326,7 +324,7 @@ async def test_handler_errors(serve, connect, caplog) -> None:
     for _ in range(2):
         answer = await client.answer()
         assert answer.status == 500 and answer.body == b'{"error":"internal error"}'
-    with pytest.raises(asyncio.IncompleteReadError):  # cut off, not ended well
+    with pytest.raises(asyncio.IncompleteReadError):  # aborted without the last chunk
         await client.answer()
     assert "secret" in caplog.text
 

@@ -85,14 +85,14 @@ def test_parsing_does_not_depend_on_splits(messages: list[bytes], end: bytes, cu
     ("data", "status"),
     [
         (MALFORMED, 400),
-        (b"\x16\x03\x01\x02\x00\x01\x00", 400),  # a TLS hello
+        (b"\x16\x03\x01\x02\x00\x01\x00", 400),  # TLS ClientHello
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\n\r\n", 400),  # no Host
         (b"GET / HTTP/3.0\r\nHost: h\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: h\r\nContent-Length: abc\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: h\r\nContent-Length: -1\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", 400),
-        # Two framings at once are how requests are smuggled.
+        # Two framings at once: request smuggling.
         (
             b"GET / HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
             400,

@@ -27,18 +27,18 @@ REQUEST = [
     (":authority", "test"),
     ("content-type", "text/plain"),
 ]
-POST = bytes.fromhex("838684")  # POST, http, / by the static table
+POST = bytes.fromhex("838684")  # POST, http, / in the static table
 HEAD = encode_headers([(b":status", b"200")])
 TRAILERS = encode_headers([(b"done", b"yes")])
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Any frame, however wrong."""
+    """Any frame, valid or not."""
     return frame_header(len(payload), kind, flags, stream) + payload
 
 
 class FakeTransport(asyncio.Transport):
-    """`stalled`: nobody reads, so that what is written stays in the buffer."""
+    """Keeps what is written. `stalled`: the client does not read, so that the write buffer fills."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class FakeTransport(asyncio.Transport):
         self.eof = True
 
     def flow(self) -> None:
-        """Somebody reads again."""
+        """The client reads everything."""
         self.stalled, full, self.unsent = False, self.unsent > self.high, 0
         if full:
             self.protocol.resume_writing()
@@ -94,12 +94,12 @@ class FakeTransport(asyncio.Transport):
 
 
 class Echo:
-    """Gives the body back when it is complete. What happened is in `log`."""
+    """Application that returns each body. `log`: events by stream."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
         self.streams: dict[int, Http2Stream] = {}
-        self.hold = False  # keep the answers back
+        self.hold = False  # do not respond
 
     def __call__(self, stream: Http2Stream, headers: Headers) -> StreamEvents:
         self.log.append(("begin", stream.number))
@@ -128,7 +128,7 @@ class EchoEvents:
 
 
 class Client:
-    """`events`: all that h2 has made of what the server sent; it raises for what breaks the protocol."""
+    """`events`: all events that h2 parsed from the server's frames; h2 raises on protocol errors."""
 
     def __init__(self, options: Http2Options) -> None:
         self.echo = Echo()
@@ -146,7 +146,7 @@ class Client:
         return self
 
     def pump(self) -> list[Any]:
-        """Carry bytes to and fro until both are silent; the new events."""
+        """Exchange bytes until both sides are idle; returns the new events."""
         fresh: list[Any] = []
         while True:
             out = self.h2.data_to_send()
@@ -160,7 +160,7 @@ class Client:
                 return fresh
 
     def raw(self, *data: bytes) -> list[Any]:
-        """Send bytes past h2; the events of the answer."""
+        """Send bytes that bypass h2; returns the events of the response."""
         self.server.data_received(b"".join(data))
         fresh = self.h2.receive_data(self.transport.take())
         self.events += fresh
@@ -186,5 +186,5 @@ class Client:
         return int(event.error_code), event.additional_data or b""
 
     def resets(self) -> dict[int, int]:
-        """Code by stream."""
+        """Error code by stream."""
         return {event.stream_id: int(event.error_code) for event in self.of(h2.events.StreamReset)}

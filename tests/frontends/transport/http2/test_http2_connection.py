@@ -125,7 +125,7 @@ async def test_large_header_blocks_use_continuation_frames(client):
     assert dict(response.headers)["x"] == "v" * 40_000
 
 
-# What ends a stream.
+# Stream errors.
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ async def test_stream_window_exceeded(make):
     client = make(stream_window=65_535).greet()
     number = client.request(b"", end=False)
     piece = bytes(16_384)
-    client.echo.streams[number].events.on_data = lambda data: None  # nothing is dealt with
+    client.echo.streams[number].events.on_data = lambda data: None  # consumes nothing
     client.raw(*(frame(frames.DATA, 0, number, piece) for _ in range(4)))
     assert client.resets() == {number: ErrorCode.FLOW_CONTROL_ERROR}
 
@@ -248,7 +248,7 @@ async def test_requests_are_refused_while_too_much_data_is_queued(make):
     assert client.body(again) == b"again"
 
 
-# What ends a connection.
+# Connection errors.
 
 
 @pytest.mark.parametrize(
@@ -333,11 +333,11 @@ async def test_http1_client_gets_an_error_response(make):
 
 async def test_non_http_connection_is_closed_silently(make):
     client = make()
-    client.server.data_received(b"\x16\x03\x01\x02\x00")  # the client speaks TLS
+    client.server.data_received(b"\x16\x03\x01\x02\x00")  # TLS ClientHello
     assert client.transport.eof and not client.transport.written
 
 
-# What too much of ends the connection.
+# Abuse limits.
 
 
 @pytest.mark.parametrize(
@@ -368,8 +368,8 @@ async def test_flood_of_continuation_frames(client, piece):
 
 
 async def test_small_block_with_oversized_header_list(client):
-    large = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4000  # enters the table (a length of 127 + 33 + 30 * 128)
-    client.raw(frame(frames.HEADERS, 5, 1, POST + large + b"\xbe" * 30))  # and is said thirty times more
+    large = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4000  # added to the dynamic table
+    client.raw(frame(frames.HEADERS, 5, 1, POST + large + b"\xbe" * 30))  # referenced thirty times
     code, message = client.goaway()
     assert code == ErrorCode.ENHANCE_YOUR_CALM and b"header list" in message
 
@@ -400,7 +400,7 @@ async def test_client_that_never_reads_is_aborted(make):
     stream = client.server.streams[1]
     stream.send(HEAD, bytes(4 << 20), None)
     drain = asyncio.ensure_future(stream.drain())
-    assert client.transport.unsent < 600_000  # the rest waits where it is counted
+    assert client.transport.unsent < 600_000  # the rest is in the streams' queues
     assert client.server.queued > 3 << 20
     await asyncio.sleep(0.2)
     assert client.transport.aborted and not drain.done()
@@ -413,7 +413,7 @@ async def test_client_that_floods_without_reading_is_aborted(make):
     client = make(max_streams=0).greet()
     client.transport.stalled = True
     number = 1
-    while not client.transport.aborted:  # each request is refused, in 13 bytes
+    while not client.transport.aborted:  # each refusal is a 13-byte RST_STREAM
         client.server.data_received(
             b"".join(frame(frames.HEADERS, 5, number + 2 * i, POST) for i in range(10_000))
         )
@@ -439,11 +439,11 @@ async def test_slow_client_gets_the_whole_response(client):
     client.transport.flow()
     client.pump()
     assert len(client.body(1)) == 2 << 20
-    with pytest.raises(ConnectionResetError):  # the trailers have ended the stream
+    with pytest.raises(ConnectionResetError):  # closed by the trailers
         await drain
 
 
-# How a connection ends well.
+# Graceful shutdown.
 
 
 async def test_graceful_goaway_accepts_requests_in_flight(client):
@@ -452,7 +452,7 @@ async def test_graceful_goaway_accepts_requests_in_flight(client):
     client.server.go_away()
     ping = frames.ping_frame(b"shutdown")
     assert client.transport.take() == frames.goaway_frame(MAX_WINDOW, ErrorCode.NO_ERROR) + ping
-    client.server.data_received(frame(frames.HEADERS, 5, 3, POST))  # sent before the client has heard
+    client.server.data_received(frame(frames.HEADERS, 5, 3, POST))  # sent before the GOAWAY arrived
     client.server.data_received(frame(frames.PING, frames.ACK, 0, b"shutdown"))
     assert client.transport.take() == frames.goaway_frame(3, ErrorCode.NO_ERROR)
     client.server.data_received(frame(frames.HEADERS, 5, 5, POST))

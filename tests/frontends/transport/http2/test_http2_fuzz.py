@@ -44,7 +44,7 @@ def check(pieces: list[bytes]) -> None:
         ended = client.transport.eof or client.transport.aborted
         kinds = [kind for kind, _ in said]
         if ended:
-            assert frames.GOAWAY in kinds or any(b"\x07" in piece for piece in pieces)  # ours, or theirs
+            assert frames.GOAWAY in kinds or any(b"\x07" in piece for piece in pieces)  # sent by either side
             assert not client.server.streams
             assert not any(
                 payload.endswith(b"internal error") for kind, payload in said if kind == frames.GOAWAY

@@ -23,7 +23,7 @@ def test_cached_blocks_decode_correctly(lists):
     encoder, ours = hpack.Encoder(), HeaderDecoder(1 << 16)
     for headers, table_size in lists:
         if table_size is not None:
-            encoder.header_table_size = table_size  # small tables are replaced as a whole, within one block
+            encoder.header_table_size = table_size  # entries of small tables are evicted within one block
         for _ in range(2):
             assert list(ours.decode(encoder.encode(headers))) == headers
 

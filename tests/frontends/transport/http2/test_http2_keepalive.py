@@ -29,7 +29,7 @@ async def test_silent_client_gets_a_ping_then_is_disconnected(make):
     for _ in range(3):
         await asyncio.sleep(0.15)
         assert frame(frames.PING, 0, 0, b"neso\0\0\0\0") in bytes(client.transport.written)
-        client.pump()  # h2 answers
+        client.pump()  # h2 acknowledges
     await asyncio.sleep(0.3)
     assert client.transport.aborted
 
@@ -52,7 +52,7 @@ async def test_pings_are_acknowledged_and_limited(make):
     assert client.transport.take() == PONG * 3
     client.echo.streams[number].send(HEAD, b"data", None)
     for _ in range(3):
-        client.server.data_received(PING)  # anew, as data went out
+        client.server.data_received(PING)  # strikes are reset when data is sent
     client.pump()
     client.raw(PING)
     assert client.goaway() == (ErrorCode.ENHANCE_YOUR_CALM, b"too_many_pings")

@@ -65,7 +65,7 @@ _lines = st.sampled_from(
 
 
 def outcome(pieces: list[bytes], *, plain: bool) -> object:
-    """What a parser makes of bytes."""
+    """Result of parsing `data`, in comparable form."""
     parser = RequestParser(LIMITS)
     parser._use_fast_path = plain
     for piece in pieces:

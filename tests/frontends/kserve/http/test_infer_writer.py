@@ -1,4 +1,4 @@
-"""The writer of plain infer responses writes as Python does, byte for byte, and takes what models answer."""
+"""Fast path of the infer writer (C++): equal bytes to Python, and used for common responses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _tensors(draw: st.DrawFn) -> Tensor:
 
 
 def write(response: InferenceResponse, output_format: OutputFormat, *, plain: bool) -> Any:
-    """What `write_infer_response` makes of a response, in a form that can be compared."""
+    """Result of `write_infer_response` in comparable form."""
     native = http_codec.write_plain_infer
     if not plain:
         http_codec.write_plain_infer = lambda *arguments: None  # type: ignore[assignment]
@@ -49,7 +49,7 @@ def write(response: InferenceResponse, output_format: OutputFormat, *, plain: bo
         answer = http_codec.write_infer_response(response, output_format)
     except ServerError as error:
         return error.message
-    except TypeError as error:  # of orjson, for text that is not valid Unicode
+    except TypeError as error:  # raised by orjson for invalid Unicode
         return str(error)
     finally:
         http_codec.write_plain_infer = native
@@ -69,7 +69,7 @@ def whole(answer: Response) -> bytes:
     st.dictionaries(st.sampled_from(["OUTPUT0", "ä"]), st.booleans()),
     st.sampled_from([{}, {"a": 1}]),
 )
-def test_both_writers_write_the_same(
+def test_fast_path_equals_python(
     outputs: list[Tensor],
     request_id: str,
     model: str,
@@ -84,14 +84,14 @@ def test_both_writers_write_the_same(
 
 @settings(max_examples=1000, deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), st.booleans())
-def test_numbers_are_laid_out_the_same(values: list[float], single: bool) -> None:
+def test_numbers_are_formatted_alike(values: list[float], single: bool) -> None:
     with np.errstate(over="ignore"):
         array = np.array(values, np.float32 if single else np.float64)
     response = InferenceResponse("m", "1", outputs=[Tensor.from_numpy("A", array[np.isfinite(array)])])
     assert plain_body(response) == whole(http_codec._write_in_python(response, OutputFormat()))
 
 
-def test_numbers_of_all_sizes_are_laid_out_the_same() -> None:
+def test_numbers_of_all_magnitudes_are_formatted_alike() -> None:
     powers = [
         float(f"{digits}e{exponent}") for exponent in range(-323, 308) for digits in ("1", "12.5", "-9")
     ]
@@ -112,11 +112,11 @@ def test_numbers_of_all_sizes_are_laid_out_the_same() -> None:
 
 @pytest.mark.parametrize("datatype", FIXED_SIZE)
 @pytest.mark.parametrize("binary", [False, True])
-def test_what_models_answer_is_plain(datatype: DataType, binary: bool) -> None:
+def test_common_responses_take_the_fast_path(datatype: DataType, binary: bool) -> None:
     tensor = Tensor("A", datatype, np.ones((2, 3), datatype.dtype))
     plain = write_plain_infer("7", "m", "1", [tensor], {}, binary)
     if datatype in (DataType.FP16, DataType.BF16) and not binary:
-        assert plain is None  # JSON has none
+        assert plain is None  # not representable in JSON
     else:
         assert plain is not None
         assert len(plain[0]) - plain[1] == (tensor.byte_size if binary else 0)
@@ -128,18 +128,18 @@ def test_what_models_answer_is_plain(datatype: DataType, binary: bool) -> None:
         np.array([np.nan], np.float32),
         np.array([-np.inf]),
         np.zeros(8193),  # large
-        np.zeros((4, 4))[:, ::2],  # not in C order: backends do not make such
+        np.zeros((4, 4))[:, ::2],  # not in C order, which backends do not produce
         np.array([b"x"], np.object_),
     ],
     ids=["nan", "infinity", "large", "strided", "bytes"],
 )
-def test_what_is_not_plain_is_left_to_python(array: np.ndarray[Any, Any]) -> None:
+def test_other_responses_are_written_in_python(array: np.ndarray[Any, Any]) -> None:
     tensor = Tensor("A", DataType.of_numpy(array.dtype), array)
     assert write_plain_infer("", "m", "1", [tensor], {}, False) is None
 
 
-def test_a_large_response_leaves_nothing_behind() -> None:
-    """The writer uses its buffer again."""
+def test_large_response_leaks_nothing() -> None:
+    """The writer reuses its buffer."""
     small = InferenceResponse("m", "1", outputs=[Tensor.from_numpy("A", np.arange(3))])
     before = plain_body(small)
     assert write_plain_infer("", "m", "1", [Tensor.from_numpy("A", np.full(8000, np.nan))], {}, False) is None

@@ -1,4 +1,4 @@
-"""The parser of plain infer requests reads what it takes as the full parser does, and takes what clients send."""
+"""Fast path of the infer parser (C++): equal results to Python, and used for requests of common clients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Model:
 
 
 def read(body: bytes, *, plain: bool, header_length: int | None = None) -> Any:
-    """What `read_infer_request` makes of a body, in a form that can be compared."""
+    """Result of `read_infer_request` in comparable form."""
     headers = {}
     if header_length is not None:
         headers[b"inference-header-content-length"] = str(header_length).encode()
@@ -96,7 +96,7 @@ def read(body: bytes, *, plain: bool, header_length: int | None = None) -> Any:
 
 @settings(max_examples=400, deadline=None)
 @given(_documents, st.binary(max_size=20), st.booleans(), st.booleans())
-def test_both_parsers_read_the_same(
+def test_fast_path_equals_python(
     document: dict[str, Any], binary: bytes, spaces: bool, ascii_only: bool
 ) -> None:
     text = json.dumps(
@@ -113,7 +113,7 @@ def test_both_parsers_read_the_same(
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_both_parsers_read_broken_text_the_same(data: st.DataObject) -> None:
+def test_fast_path_equals_python_on_corrupted_json(data: st.DataObject) -> None:
     text = bytearray(
         b'{"id":"1","inputs":[{"name":"A","shape":[2,1],"datatype":"FP32","data":[1.5,-2e3]},{"name":"B","shape":[1],'
         b'"datatype":"BYTES","data":["x"]}],"outputs":[{"name":"C","parameters":{"binary_data":false}}]}'
@@ -128,7 +128,7 @@ def test_both_parsers_read_broken_text_the_same(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("datatype", [name for name in NUMBERS if name != "FP16"])
-def test_numbers_are_plain(datatype: str) -> None:
+def test_numbers_take_the_fast_path(datatype: str) -> None:
     dtype = DataType(datatype).dtype
     values = np.arange(6).astype(dtype)
     body = {"inputs": [{"name": "A", "shape": [2, 3], "datatype": datatype, "data": values.tolist()}]}
@@ -139,7 +139,7 @@ def test_numbers_are_plain(datatype: str) -> None:
     assert np.array_equal(np.ndarray(shape, dtype, content), values.reshape(2, 3))
 
 
-def test_text_and_binary_data_are_plain() -> None:
+def test_text_and_binary_data_take_the_fast_path() -> None:
     body = {
         "id": "7",
         "parameters": {"binary_data_output": True},
@@ -162,7 +162,7 @@ def test_text_and_binary_data_are_plain() -> None:
     )
 
 
-def test_inputs_may_be_written_to() -> None:
+def test_inputs_are_writable() -> None:
     body = {"inputs": [{"name": "A", "shape": [2], "datatype": "INT32", "data": [1, 2]}]}
     request = Request("POST", b"/", b"", {}, orjson.dumps(body))
     inference, _ = http_codec.read_infer_request(request, Model(), "", SharedMemory(False))  # type: ignore[arg-type]

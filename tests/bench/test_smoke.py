@@ -1,0 +1,26 @@
+"""Every benchmark script runs with `--smoke`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+MISSING = 77
+"""Exit status of a script whose requirements are not installed, see bench/smoke.py."""
+SCRIPTS = [path for path in sorted(BENCH.glob("*.py")) if '__name__ == "__main__"' in path.read_text()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_benchmark_runs(script: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, script, "--smoke"], capture_output=True, text=True, cwd=BENCH.parent
+    )
+    if result.returncode == MISSING:
+        pytest.skip(result.stderr.strip())
+    assert result.returncode == 0, result.stdout + result.stderr
