@@ -24,8 +24,8 @@ from checkpoint import SHAPES
 from machine_limits import MachineLimits, best_seconds, describe, measure, use_smoke_sizes
 
 import neso._native as _native
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.native.packing import INT4, INT8, Arena, Kind, PackedMatrix, Packer
-from neso.engine.runners.native.runner import available_cores
 
 Call = Callable[[], object]
 

@@ -17,8 +17,8 @@ import numpy as np
 from peer_server import machine
 
 import neso._native as _native
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.native.packing import INT8, Kind, Packer
-from neso.engine.runners.native.runner import available_cores
 
 BUFFER_BYTES = 1 << 30
 SMOKE_BUFFER_BYTES = 1 << 22

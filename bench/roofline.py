@@ -24,6 +24,7 @@ from checkpoint import write_checkpoint
 from machine_limits import MachineLimits, best_seconds, describe, measure, use_smoke_sizes
 
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import CacheLayout, DType, Quantization, RunnerOptions
 from neso.engine.runners.native.packed_decoder import (
     PackedDecoder,
@@ -33,7 +34,7 @@ from neso.engine.runners.native.packed_decoder import (
     pack_items,
 )
 from neso.engine.runners.native.packing import PackedMatrix
-from neso.engine.runners.native.runner import NativeRunner, available_cores
+from neso.engine.runners.native.runner import NativeRunner
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import open_source

@@ -1,4 +1,7 @@
-"""Write docs/reference/metrics-reference.md from the metrics in the code: `python scripts/metrics_docs.py`."""
+"""Writes docs/reference/metrics-reference.md from the declarations of the metrics.
+
+Usage: `python scripts/metrics_docs.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics-reference.md"
 HEAD = """\
 # Metrics reference
 
-Every metric that the server can export, as its code defines it: this page is written by `scripts/metrics_docs.py`.
-[Metrics](../guides/metrics.md) is the guide: how to switch them on, what they mean, queries and a dashboard.
+All metrics that the server exports, generated from the code by `scripts/metrics_docs.py`. The guide
+[Metrics](../guides/metrics.md) explains how to enable them, their meaning, queries and a dashboard.
 
 Histograms have the samples `…_bucket` (with the label `le`), `…_sum` and `…_count`; summaries have quantiles (label
 `quantile`), `…_sum` and `…_count`. Models add a label `_KEY` for each of their `metric_tags` to the families of the
-first four sections. Python models may define metrics of their own, which are not listed here.
+first four sections. Metrics defined by Python models are not listed.
 """
 
 _ENDINGS = {
@@ -53,81 +56,83 @@ _UNITS = {
 
 
 class Section(NamedTuple):
-    """`when`: what has to be so for these families to be there. `values`: those that a label has."""
+    """`condition`: when these families exist. `values`: possible values of labels."""
 
     title: str
-    when: str
+    condition: str
     families: list[Family]
     values: Mapping[str, list[str]] = MappingProxyType({})
 
 
 def sections() -> list[Section]:
-    """All families, each in one section."""
+    """All families, each in exactly one section."""
     counts = _model_families(counter_latencies=False)
     seen = {family.name for family in counts}
 
-    def further(**switch: bool) -> list[Family]:
+    def added_by(**switch: bool) -> list[Family]:
         families = _model_families(**{"counter_latencies": False, **switch})
         return [family for family in families if family.name not in seen]
 
     plain = _language_model()
-    guessing = _language_model(num_speculative_tokens=1)
-    adapted = _language_model(lora=LoraConfig(enable_lora=True))
+    speculative = _language_model(num_speculative_tokens=1)
+    with_lora = _language_model(lora=LoraConfig(enable_lora=True))
     static = _language_model(in_flight_batching=False)
     vllm = vllm_model()
-    everywhere = [f for f in plain.describe() if f in static.describe()]
+    common = [f for f in plain.describe() if f in static.describe()]
     return [
-        Section("Every model", "Always.", counts, {"reason": [reason.value for reason in FailureReason]}),
+        Section("Models", "Always.", counts, {"reason": [reason.value for reason in FailureReason]}),
         Section(
-            "Every model: durations",
-            "Unless `--metrics-config counter_latencies=false`. Those of the cache: of models with `response_cache`.",
-            further(counter_latencies=True),
+            "Models: durations",
+            "Unless `--metrics-config counter_latencies=false`. Cache metrics only for models with `response_cache`.",
+            added_by(counter_latencies=True),
         ),
         Section(
-            "Every model: summaries",
+            "Models: summaries",
             "`--metrics-config summary_latencies=true`.",
-            further(summary_latencies=True),
+            added_by(summary_latencies=True),
         ),
         Section(
-            "Decoupled models: time to the first response",
+            "Decoupled models: time to first response",
             "`--metrics-config histogram_latencies=true`.",
-            further(histogram_latencies=True),
+            added_by(histogram_latencies=True),
         ),
         Section(
-            "The machine: CPU",
+            "Machine: CPU",
             "Unless `--allow-cpu-metrics=false`. On Linux.",
             list(CPU_FAMILIES),
         ),
         Section(
-            "The machine: GPUs",
-            "Unless `--allow-gpu-metrics=false`, where there is a GPU. What a GPU does not tell is left out.",
+            "Machine: GPUs",
+            "Unless `--allow-gpu-metrics=false`, if there is a GPU. Values that a GPU does not report are omitted.",
             list(GPU_FAMILIES),
         ),
         Section(
-            "The machine: pinned memory",
-            "Always, and 0: there is no such pool.",
+            "Machine: pinned memory",
+            "Always 0: there is no pinned memory pool.",
             list(PINNED_MEMORY_FAMILIES),
         ),
         Section(
-            "Language models, by vLLM's names",
-            "Models of the backends `llm`, `neso` and `tensorrtllm`; of `vllm`, if its parameter "
+            "Language models (vLLM names)",
+            "Models of the backends `llm`, `neso` and `tensorrtllm`; of the backend `vllm` if its parameter "
             "`REPORT_CUSTOM_METRICS` is true.",
-            [f for f in everywhere if f in vllm],
+            [f for f in common if f in vllm],
             _values(plain),
         ),
         Section(
-            "Neso's engine, by vLLM's names",
+            "Neso's engine (vLLM names)",
             "Models of the backends `llm`, `neso` and `tensorrtllm`.",
-            [f for f in everywhere if f.name.startswith("vllm:") and f not in vllm],
+            [f for f in common if f.name.startswith("vllm:") and f not in vllm],
         ),
         Section(
-            "Speculative decoding, by the place of a guess", "With `speculative`.", _new(guessing, plain)
+            "Speculative decoding, by position of the draft token",
+            "With `speculative`.",
+            _new(speculative, plain),
         ),
-        Section("LoRA adapters", "With `enable_lora` or `lora_modules`.", _new(adapted, plain)),
+        Section("LoRA adapters", "With `enable_lora` or `lora_modules`.", _new(with_lora, plain)),
         Section(
-            "Language models, by TensorRT-LLM's names",
+            "Language models (TensorRT-LLM names)",
             "Models of the backends `llm`, `neso` and `tensorrtllm`.",
-            [f for f in everywhere if f.name.startswith("nv_")],
+            [f for f in common if f.name.startswith("nv_")],
             _values(plain),
         ),
         Section(
@@ -138,7 +143,7 @@ def sections() -> list[Section]:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """The up-to-date page."""
     return HEAD + "".join(map(_section, sections()))
 
 
@@ -149,7 +154,7 @@ def _model_families(**switches: bool) -> list[Family]:
 def _language_model(
     *, num_speculative_tokens: int = 0, lora: LoraConfig | None = None, in_flight_batching: bool = True
 ) -> MetricsRegistry:
-    """What a language model with these options registers."""
+    """Registry with the metrics of a language model with these options."""
     info = EngineInfo(
         *("native", 2048, 64, 32000, 64, 16, 2**20, 0.5),
         num_speculative_tokens=num_speculative_tokens,
@@ -162,7 +167,7 @@ def _language_model(
 
 
 def vllm_model() -> list[Family]:
-    """What a model of the backend `vllm` registers."""
+    """Families of a model of the backend `vllm`."""
     registry = MetricsRegistry()
     VllmMetrics(registry, "model", "1", lambda: 0)
     return registry.describe()
@@ -173,7 +178,7 @@ def _new(registry: MetricsRegistry, known: MetricsRegistry) -> list[Family]:
 
 
 def _values(registry: MetricsRegistry) -> dict[str, list[str]]:
-    """Of the labels that have several values from the start."""
+    """Values of labels that have several values from the start."""
     found: dict[str, dict[str, None]] = {}
     for metric in registry.collect():
         for sample in metric.samples:
@@ -185,7 +190,7 @@ def _values(registry: MetricsRegistry) -> dict[str, list[str]]:
 def _section(section: Section) -> str:
     rows = "".join(_row(family, section.values) for family in section.families)
     return (
-        f"\n## {section.title}\n\n{section.when}\n\n"
+        f"\n## {section.title}\n\n{section.condition}\n\n"
         f"| name | type | unit | labels | help |\n|---|---|---|---|---|\n{rows}"
     )
 
@@ -202,7 +207,7 @@ def _label(label: str, values: Mapping[str, list[str]]) -> str:
 
 
 def _unit(name: str) -> str:
-    """Empty for what is counted."""
+    """Unit of a family, "" for counts."""
     return _UNITS.get(name) or next((unit for end, unit in _ENDINGS.items() if name.endswith(end)), "")
 
 

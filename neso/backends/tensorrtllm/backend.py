@@ -35,7 +35,7 @@ class TensorRtLlmBackend(EngineBackend):
     Of `dynamic_batching`, only `max_queue_size` is used: the engine batches requests in flight.
     """
 
-    heeds = frozenset({"dynamic_batching"})
+    implemented_fields = frozenset({"dynamic_batching"})
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)

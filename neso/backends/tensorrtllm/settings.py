@@ -110,8 +110,8 @@ class _Reader:
             raise self._wrong("decoding_mode", mode, f"one of {', '.join(DECODING_MODES)}")
         if "encoder_model_path" in self._values:
             raise InvalidArgument(
-                f"parameter 'encoder_model_path' of model '{self._config.name}': encoder-decoder models are not supported, "
-                "leave it empty"
+                f"parameter 'encoder_model_path' of model '{self._config.name}': encoder-decoder models are not "
+                "supported, leave it empty"
             )
         nodes = self._values.get("num_nodes", 1)
         if nodes > 1:

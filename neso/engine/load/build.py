@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from neso import __version__
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
 from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items, write_rank
-from neso.engine.runners.native.runner import available_cores
 from neso.engine.runners.native.tensor_parallel import ShardedTensors, shard_spec
 from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, all_tensors
 from neso.engine.specs.registry import decoder_spec
@@ -40,9 +40,9 @@ def build_engine(
     tensor_parallel: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> BuildInfo:
-    """Pack a checkpoint directory or a GGUF file into `target`, which must be empty or not exist.
+    """Convert a checkpoint directory or a GGUF file to an engine directory; `target` must be empty or not exist.
 
-    `progress` is called with the matrices and vectors done, and their number. Raises `CheckpointError`,
+    `progress` is called with the number of finished tensors and their total. Raises `CheckpointError`,
     `UnsupportedModel`, `UnsupportedOption`; `FileExistsError` when the target is not empty.
     """
     if options.quantization == "fp8":
@@ -74,7 +74,7 @@ def build_engine(
             tensor_parallel=tensor_parallel,
             matrices=matrices,
         )
-        # Last: a directory without it is no engine.
+        # Written last: it marks the directory as complete.
         config = {**source.config, BUILD_FIELD: msgspec.to_builtins(info)}
         (target / CONFIG_FILE).write_text(json.dumps(config, indent=1))
     copy_text_files(model, target)
@@ -91,14 +91,14 @@ def _counted(
 
 
 def prepare_target(target: Path) -> None:
-    """Make the directory. Raises `FileExistsError` when there is something in it."""
+    """Create the directory. Raises `FileExistsError` if it is not empty."""
     if target.exists() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty")
     target.mkdir(parents=True, exist_ok=True)
 
 
 def copy_text_files(model: Path, target: Path) -> None:
-    """What the tokenizer and the chat template are made of."""
+    """Copy the files of the tokenizer and the chat template."""
     if model.is_file():
         Tokenizer.from_gguf(model).save(target)
         return
@@ -116,9 +116,11 @@ Tensors = Iterator[tuple[str, npt.NDArray[Any]]]
 
 
 def build_float8(model: Path, target: Path, progress: Progress = lambda done, total: None) -> None:
-    """Write the checkpoint into `target`, which must be empty or not exist.
+    """Write an fp8 checkpoint for GPUs; `target` must be empty or not exist.
 
-    `progress` is called with the tensors done, and their number. Raises `CheckpointError`, `UnsupportedModel`,
+    The result is a Hugging Face checkpoint in FBGEMM's format, with a scale for each output, which other servers read
+    too. The embedding and the LM head are not rounded: that costs more accuracy than it saves memory. `progress` is
+    called with the number of finished tensors and their total. Raises `CheckpointError`, `UnsupportedModel`,
     `UnsupportedOption`; `FileExistsError` when the target is not empty.
     """
     with open_source(model) as source:
@@ -138,14 +140,14 @@ def build_float8(model: Path, target: Path, progress: Progress = lambda done, to
 
 
 def round_to_float8(weights: npt.NDArray[np.float32]) -> Float8Matrix:
-    """float32[N, K] with a scale for each output: the largest weight of it becomes 448."""
+    """Round float32[N, K] with one scale for each output: its largest weight becomes 448."""
     scales = np.maximum(np.abs(weights).max(axis=1, keepdims=True) / _E4M3_MAX, np.float32(1e-12))
     codes = (weights / scales).astype(ml_dtypes.float8_e4m3fn)
     return Float8Matrix(codes, scales, (1, weights.shape[1]))
 
 
 def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]]:
-    """Name and shape of each tensor, and whether it is rounded: the matrices of layers are, but for routers."""
+    """Name and shape of each tensor, and whether it is rounded: matrices of layers, except routers."""
     tensors: dict[str, tuple[tuple[int, ...], bool]] = {}
     for role, layer, expert, shape in all_tensors(spec):
         place = spec.tensor_names[role]
@@ -161,7 +163,7 @@ def _stored_tensors(spec: DecoderSpec) -> list[tuple[str, tuple[int, ...], bool]
 
 
 def _tensors(source: TensorSource, name: str, shape: tuple[int, ...], rounded: bool) -> Tensors:
-    """What is written for a weight: itself, or codes and scales."""
+    """Tensors that are written for a weight: itself, or codes and scales."""
     if len(shape) == 1:
         vector = np.empty(shape, np.float32)
         source.read_float32(name, vector)

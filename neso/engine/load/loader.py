@@ -6,12 +6,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+from neso.engine.addons.registry import standard_addons
 from neso.engine.config import EngineConfig
 from neso.engine.diagnostics.replay import StepRecorder
 from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.encoders.text_encoder import TextEncoder
 from neso.engine.errors import EngineError
-from neso.engine.guided.guides import GrammarSource, Guides
+from neso.engine.guided.addon import GrammarSource, GuidedDecodingAddon
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
 from neso.engine.loop.engine_core import EngineCore
@@ -21,7 +22,7 @@ from neso.engine.pooling.pooler import Pooler
 from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
 from neso.engine.runners.base import CacheLayout, Runner
 from neso.engine.runners.registry import layer_stack_class, open_model
-from neso.engine.spec_decode.loader import load_draft_runner, make_speculator
+from neso.engine.spec_decode.loader import load_draft_runner, make_speculation
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.specs.encoder_spec import EncoderSpec, VisionSpec
 from neso.engine.specs.families.llava import text_config, vision_spec
@@ -43,11 +44,11 @@ from neso.generation.sampling_params import (
 )
 
 Core = EngineCore | EncoderCore
-"""What an engine's loop steps."""
+"""The core of a decoder or of an encoder."""
 
 
 def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
-    """Load the weights and allocate the cache. Raises `EngineError` with a reason fit for the user."""
+    """Load the weights and allocate the KV cache. Raises `EngineError` with a message for the user."""
     started = time.perf_counter()
     try:
         pooler = read_pooler(Path(config.model), default="last")
@@ -69,23 +70,18 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
     num_blocks = num_cache_blocks(config, runner, max_model_len, draft_runner)
     block_size = config.scheduler.block_size
     host_blocks = num_host_blocks(config, runner)
-    guides = Guides(GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout))
-    layout = CacheLayout(num_blocks, block_size)
-    speculator = make_speculator(config, runner, draft_runner, layout)
-    if config.prepare_grammars:
-        guides.prepare()
-    lora = open_adapters(config.lora, runner)
-    core = EngineCore(
-        runner,
-        config.scheduler,
-        num_blocks,
-        guides=guides,
-        pooler=pooler,
-        images=images,
-        num_host_blocks=host_blocks,
-        lora=lora,
-        speculator=speculator,
+    guided = GuidedDecodingAddon(
+        GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout)
     )
+    layout = CacheLayout(num_blocks, block_size)
+    speculation = make_speculation(config, runner, draft_runner, layout)
+    if config.prepare_grammars:
+        guided.prepare_compiler()
+    lora = open_adapters(config.lora, runner)
+    addons = standard_addons(
+        runner, pooler=pooler, images=images, lora=lora, guided=guided, speculation=speculation
+    )
+    core = EngineCore(runner, config.scheduler, num_blocks, addons, host_blocks)
     if config.record_steps is not None:
         try:
             core.record = StepRecorder(Path(config.record_steps), config, num_blocks, host_blocks).record
@@ -174,13 +170,13 @@ def _max_model_len(config: EngineConfig, max_position: int) -> int:
     return config.max_model_len
 
 
-FILE = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
-    """By the rules of vLLM: `override_generation_config` over the file that `generation_config` means.
+    """Sampling defaults by vLLM's rules: `override_generation_config` over the file that `generation_config` selects.
 
-    Raises `CheckpointError` that names file and field.
+    Raises `CheckpointError` with the file and the field.
     """
     override = config.override_generation_config
     unknown = sorted(override.keys() - set(DEFAULT_NAMES))
@@ -188,7 +184,7 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
         raise CheckpointError(
             f"override_generation_config: unknown parameter '{unknown[0]}', known are {', '.join(DEFAULT_NAMES)}"
         )
-    file = _file(config)
+    file = _generation_config_file(config)
     said = {} if file is None else read_json_object(file)
     limits = max_new_tokens_is_limit(config.generation_config, override)
     try:
@@ -198,19 +194,21 @@ def read_default_sampling(config: EngineConfig) -> SamplingDefaults:
         raise CheckpointError(f"{place}: {error}") from None
 
 
-def _file(config: EngineConfig) -> Path | None:
-    """The file that the options mean; None for none."""
+def _generation_config_file(config: EngineConfig) -> Path | None:
+    """The file that the options select; None for none."""
     source, model = config.generation_config, Path(config.model)
     if source == NO_DEFAULTS:
         return None
     if source == AUTO:
-        file = model / FILE  # beside a GGUF file there is none
+        file = model / GENERATION_CONFIG  # a GGUF file has none
         return file if file.is_file() else None
     given = Path(source).expanduser()
     if given.is_file():
         return given
     try:
-        file = (given if given.is_dir() else resolve_model(source, patterns=(FILE,))) / FILE
+        file = (
+            given if given.is_dir() else resolve_model(source, patterns=(GENERATION_CONFIG,))
+        ) / GENERATION_CONFIG
     except ModelNotFound as error:
         raise CheckpointError(f"generation_config: {error}") from None
     if not file.is_file():

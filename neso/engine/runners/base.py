@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.attention_window import AttentionWindow
+from neso.engine.host_resources import available_memory
 from neso.engine.sampling.token_sampling import SamplingBatch, choose
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class RunnerOptions:
 
     - dtype: of weights and activations; "auto": the checkpoint's
     - quantization: of matrices that are dense in the checkpoint; None: not quantized
-    - num_threads: of a CPU runner; None: one per available core
+    - num_threads: of a CPU runner; None: see `available_cores`
     - max_attention_window_size, sink_token_length: see `limit_attention`
     """
 
@@ -136,8 +136,8 @@ class Runner(ABC):
         return 0.25
 
     def free_memory(self) -> int:
-        """Bytes available for the KV cache, on the host without swapping."""
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        """Bytes available for the KV cache: of the host, within the limits of its cgroup."""
+        return available_memory()
 
     def device_memory(self) -> int:
         """Bytes allocated on a device other than the host."""

@@ -1,4 +1,4 @@
-"""docs/reference/metrics-reference.md tells of every metric as it is, and deploy/grafana asks for no others."""
+"""docs/reference/metrics-reference.md lists all metrics; queries of the dashboard and the guide use existing ones."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def families(docs):
     return {family.name: family for family in listed}
 
 
-def test_the_page_is_up_to_date(docs):
+def test_page_is_up_to_date(docs):
     assert docs.PAGE.read_text() == docs.page(), "run: python scripts/metrics_docs.py"
 
 
-def test_what_the_backend_vllm_exports_is_listed(docs, families):
+def test_metrics_of_the_vllm_backend_are_listed(docs, families):
     assert set(docs.vllm_model()) <= set(families.values())
 
 
@@ -70,7 +70,7 @@ async def serving(root, **model_json):
         {"gpt_model_type": "V1"},
     ],
 )
-async def test_what_a_server_exports_is_listed(tmp_path, families, model_json):
+async def test_exported_metrics_are_listed(tmp_path, families, model_json):
     async with serving(tmp_path, **model_json) as core:
         await outputs(core, request(parameters={"max_tokens": 5, "ignore_eos": True}))
         text = (await core.render_metrics()).decode()
@@ -96,7 +96,7 @@ def expressions(value) -> list[str]:
 
 
 def queried(text: str, families) -> dict[str, bool]:
-    """The metrics that a text names: whether each is listed, histograms by their parts."""
+    """Metrics named in a text, and whether each is listed; histograms by the names of their samples."""
 
     def listed(name: str) -> bool:
         base = PARTS.sub("", name)
@@ -107,7 +107,7 @@ def queried(text: str, families) -> dict[str, bool]:
 
 
 def unknown_labels(query: str, families) -> set[str]:
-    """Those by which a query groups or selects and that none of its metrics has."""
+    """Labels in a query that none of its metrics has."""
     known = {"le", "instance", "job"}
     for name in PROMQL_NAME.findall(query):
         known |= set(families[name if name in families else PARTS.sub("", name)].labels)
@@ -115,7 +115,7 @@ def unknown_labels(query: str, families) -> set[str]:
     return (grouped | set(re.findall(r"[{,]\s*(\w+)\s*[=!]", query))) - known
 
 
-def test_the_dashboard_asks_for_metrics_that_are_there(families):
+def test_dashboard_queries_existing_metrics(families):
     dashboard = json.loads(DASHBOARD.read_text())
     names = queried("\n".join(expressions(dashboard)), families)
     assert len(names) > 20 and all(names.values()), names
@@ -131,7 +131,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there(families):
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
 
 
-def test_the_queries_of_the_guide_ask_for_metrics_that_are_there(families):
+def test_guide_queries_existing_metrics(families):
     page = (ROOT / "docs" / "guides" / "metrics.md").read_text()
     queries = "\n".join(re.findall(r"^```promql\n(.*?)^```", page, re.M | re.S))
     names = queried(queries, families)

@@ -1,4 +1,4 @@
-"""Quantiles of a sliding window, against exact ones."""
+"""Quantiles of a sliding window, compared to exact ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(summary: LatencySummary, values: list[int], now: int) -> None:
 
 
 @given(st.lists(st.integers(0, 10**14), min_size=1, max_size=300))
-def test_any_values(values):
+def test_arbitrary_values(values):
     summary = LatencySummary()
     for value in values:
         summary.add(value, START)
@@ -44,7 +44,7 @@ def test_distributions(draw):
     check(summary, values, START + len(values) * 1_000_000)
 
 
-def test_what_is_older_than_the_window_does_not_count():
+def test_values_older_than_the_window_are_dropped():
     summary = LatencySummary()
     summary.add(1_000_000, START)
     for second in range(0, 48, 6):
@@ -64,7 +64,7 @@ def test_memory_is_bounded():
     assert sum(len(counts) for counts in (*summary._old, summary._slice)) < 20_000
 
 
-def test_a_clock_that_was_read_in_another_order():
+def test_out_of_order_clock_readings():
     """Stages are computed from readings of threads: the odd one is below 0 or early, and must not hurt."""
     summary = LatencySummary()
     summary.add(-5, START)

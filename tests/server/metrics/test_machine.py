@@ -1,4 +1,4 @@
-"""Metrics of CPU, memory and GPUs, from made-up and from real sources."""
+"""Metrics of CPU, memory and GPUs, from fake and real sources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NvmlError(Exception):
 
 
 def fake_nvml(*gpus: FakeGpu) -> ModuleType:
-    """The functions of `pynvml` that are used, over made-up GPUs."""
+    """The functions of `pynvml` that are used, for fake GPUs."""
     module = ModuleType("pynvml")
 
     def power(gpu: FakeGpu) -> int:
@@ -75,7 +75,7 @@ def test_cpu(tmp_path):
 
 
 @pytest.mark.parametrize("stat", ["", "cpu a b c d e f g h\n", "cpu 1 2\n", "intr 1 2 3 4 5 6 7 8\n"])
-def test_no_cpu_metrics_where_proc_is_odd(tmp_path, stat):
+def test_no_cpu_metrics_with_invalid_proc(tmp_path, stat):
     (tmp_path / "stat").write_text(stat)
     (tmp_path / "meminfo").write_text("MemTotal: 1 kB\n")
     assert values(CpuMetrics(tmp_path)) == {}
@@ -103,13 +103,13 @@ def test_gpus():
     "visible, expected",
     [("1", ["GPU-bc"]), ("GPU-a,1", ["GPU-ab", "GPU-bc"]), ("", []), ("-1", []), ("GPU-z", [])],
 )
-def test_gpus_that_cuda_may_not_see(monkeypatch, visible, expected):
+def test_cuda_visible_devices_selects_gpus(monkeypatch, visible, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = values(GpuMetrics(fake_nvml(FakeGpu("GPU-ab"), FakeGpu("GPU-bc"))))
     assert sorted({uuid for _, uuid in found}) == expected
 
 
-async def test_a_core_with_a_gpu(monkeypatch, tmp_path):
+async def test_core_exports_gpu_metrics(monkeypatch, tmp_path):
     nvml = fake_nvml(FakeGpu("GPU-a"))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -124,7 +124,7 @@ async def test_a_core_with_a_gpu(monkeypatch, tmp_path):
     assert nvml.shutdowns == [1]
 
 
-async def test_no_gpu_where_nvml_finds_none(monkeypatch):
+async def test_no_gpu_metrics_without_nvml(monkeypatch):
     nvml = fake_nvml()
 
     def no_driver() -> None:
@@ -137,7 +137,7 @@ async def test_no_gpu_where_nvml_finds_none(monkeypatch):
     assert all(name.startswith("nv_pinned_memory") for (name,) in values(metrics))
 
 
-async def test_the_machine_is_read_at_most_once_an_interval(monkeypatch):
+async def test_machine_is_read_at_most_once_per_interval(monkeypatch):
     reads = []
     refresh = CpuMetrics.refresh
     monkeypatch.setattr(CpuMetrics, "refresh", lambda self: (reads.append(1), refresh(self)))
@@ -153,7 +153,7 @@ async def test_the_machine_is_read_at_most_once_an_interval(monkeypatch):
     assert 0 < values(busy)[("nv_cpu_memory_used_bytes",)] < values(busy)[("nv_cpu_memory_total_bytes",)]
 
 
-async def test_what_is_switched_off_is_not_read(monkeypatch):
+async def test_disabled_metrics_are_not_read(monkeypatch):
     monkeypatch.setattr(CpuMetrics, "__init__", lambda self: pytest.fail("read"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     metrics = MachineMetrics(MetricsConfig(cpu=False, gpu=False))

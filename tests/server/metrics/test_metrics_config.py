@@ -1,4 +1,4 @@
-"""--metrics-config."""
+"""Metrics configuration, `--metrics-config`."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_settings():
         "summary_quantiles=",
     ],
 )
-def test_bad_settings(setting):
+def test_invalid_settings(setting):
     with pytest.raises(InvalidArgument, match=r"expected|unknown"):
         MetricsConfig.parse([setting])
 
 
-def test_a_bad_interval():
+def test_invalid_interval():
     with pytest.raises(InvalidArgument, match="interval"):
         MetricsConfig.parse([], interval_ms=-1)

@@ -1,4 +1,4 @@
-"""The opt-in metrics of models, through the core."""
+"""Optional metrics of models, exported by the core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def infer(model, count: int = 1) -> None:
         await collect(ask(model, IN=np.ones(1, np.float32)))
 
 
-async def test_nothing_but_counters_unless_asked_for(repository, start_core):
+async def test_only_counters_by_default(repository, start_core):
     repository.add("identity")
     repository.add("repeat", REPEAT, REPEAT_TENSORS)
     core = await start_core()
@@ -63,7 +63,7 @@ async def test_summaries(repository, start_core):
     assert "nv_cache_hit_summary_per_model" not in "\n".join(lines)
 
 
-async def test_summaries_of_a_cached_model(repository, start_core):
+async def test_summaries_of_cached_model(repository, start_core):
     repository.add("identity", config=CACHED)
     core = await start_core(metrics=MetricsConfig(summary_latencies=True), response_cache_size=1 << 20)
     await infer(core.model("identity"), 3)
@@ -79,7 +79,7 @@ async def test_summaries_of_a_cached_model(repository, start_core):
     assert "nv_inference_request_summary_us" not in "\n".join(lines), "as in Triton"
 
 
-async def test_without_counters_of_latencies(repository, start_core):
+async def test_latency_counters_can_be_disabled(repository, start_core):
     repository.add("identity", config=CACHED)
     core = await start_core(metrics=MetricsConfig(counter_latencies=False), response_cache_size=1 << 20)
     await infer(core.model("identity"))
@@ -88,7 +88,7 @@ async def test_without_counters_of_latencies(repository, start_core):
     assert 'nv_inference_request_success{model="identity",version="1"} 1' in text
 
 
-async def test_the_first_response_of_decoupled_models(repository, start_core):
+async def test_first_response_histogram_of_decoupled_models(repository, start_core):
     repository.add("identity")
     repository.add("repeat", REPEAT, REPEAT_TENSORS)
     buckets = f'metric_identifier {{ family: "{HISTOGRAM}" }} histogram_options {{ buckets: [ -1, 0.0, 0.5, 30000 ] }}'
@@ -108,7 +108,7 @@ async def test_the_first_response_of_decoupled_models(repository, start_core):
     assert not any(line.startswith(f'{HISTOGRAM}_count{{model="identity"') for line in lines)
 
 
-async def test_buckets_that_do_not_increase(repository, start_core):
+async def test_non_increasing_buckets_fail_the_load(repository, start_core):
     buckets = f'metric_identifier {{ family: "{HISTOGRAM}" }} histogram_options {{ buckets: [ 2, 1 ] }}'
     repository.add(
         "repeat", REPEAT, REPEAT_TENSORS + f"model_metrics {{ metric_control: [ {{ {buckets} }} ] }}"
@@ -118,7 +118,7 @@ async def test_buckets_that_do_not_increase(repository, start_core):
     assert "must be monotonically increasing" in entry.reason
 
 
-async def test_a_scrape_lets_others_go_on(repository, start_core):
+async def test_scrape_does_not_block_the_event_loop(repository, start_core):
     for index in range(40):
         repository.add(f"m{index}")
     core = await start_core(metrics=MetricsConfig(summary_latencies=True))
@@ -137,7 +137,7 @@ async def test_a_scrape_lets_others_go_on(repository, start_core):
     assert text.count(b"\n") == core.metrics.render().count(b"\n")
 
 
-async def test_the_load_of_key_value_caches(start_core):
+async def test_kv_cache_load(start_core):
     core = await start_core()
     assert core.kv_cache_load() is None
 
@@ -153,7 +153,7 @@ async def test_the_load_of_key_value_caches(start_core):
     assert core.kv_cache_load() == KvCacheLoad(0.25, 160 + 960)
 
 
-async def test_the_load_that_python_models_publish(repository, start_core):
+async def test_kv_cache_load_of_python_models(repository, start_core):
     core = await start_core()
     family = core.custom_metrics.family(KV_CACHE_FAMILY.name, "", MetricKind.GAUGE)
     metrics = []

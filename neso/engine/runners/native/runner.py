@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 import neso._native as _native
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.host_resources import available_cores
 from neso.engine.lora.adapter import LoraAdapter, output_widths
 from neso.engine.runners.base import (
     DEFAULT_OPTIONS,
@@ -172,12 +172,6 @@ class NativeRunner(SpecRunner):
         if rows > len(self._logits):
             self._logits = np.empty((rows, self.spec.vocab_size), np.float32)
         return self._logits[:rows]
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _make_decoder(

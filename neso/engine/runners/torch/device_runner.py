@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
+from neso.engine.host_resources import available_cores
 from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner, RunnerOptions
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.operations import Operations, PlainOperations
@@ -20,11 +21,10 @@ from neso.engine.sampling.token_sampling import SamplingBatch
 
 
 def prepare_device(options: RunnerOptions) -> torch.device:
-    """The current CUDA device; without one the CPU, with the number of threads of the options."""
+    """The current CUDA device; without one the CPU, with the threads of the options or at most `available_cores`."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    if options.num_threads:
-        torch.set_num_threads(options.num_threads)
+    torch.set_num_threads(options.num_threads or min(torch.get_num_threads(), available_cores()))
     return torch.device("cpu")
 
 

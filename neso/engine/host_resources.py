@@ -1,0 +1,126 @@
+"""CPU cores and memory that this process can use, within its CPU affinity and the limits of its cgroup (v1 and v2).
+
+A container sees the CPUs and the memory of its host in /proc; its own limits are in the cgroup file system:
+
+    limit       cgroup v2        cgroup v1
+    CPU time    cpu.max          cpu.cfs_quota_us, cpu.cfs_period_us
+    memory      memory.max       memory.limit_in_bytes
+    usage       memory.current   memory.usage_in_bytes
+
+The limits of a cgroup apply to the groups below it, therefore all groups from the process's own to the root are read.
+The page cache counts towards the usage of a cgroup, but the kernel reclaims it when memory is needed: it is available.
+`root` is the directory in which proc/ and sys/ are found; tests use other trees.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+_PAGE_CACHE = ("inactive_file", "active_file")
+
+
+def available_cores(root: Path = _ROOT, cpus: Iterable[int] | None = None) -> int:
+    """Physical cores that this process can use: the default number of threads. At least 1.
+
+    Hyperthreads of one core count once. A CPU quota is rounded down: more threads than that are throttled together.
+    `cpus` are the logical CPUs of the process, by default its affinity mask.
+    """
+    if cpus is None:
+        affinity = getattr(os, "sched_getaffinity", None)
+        cpus = affinity(0) if affinity else range(os.cpu_count() or 1)
+    cores = len({_core_of(root, cpu) for cpu in cpus})
+    quotas = [quota for group in _cgroups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
+    return max(1, int(min([cores, *quotas])))
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process can allocate without swapping, within the limits of its cgroups."""
+    available = _host_memory(root)
+    for group in _cgroups(root, "memory"):
+        limit = _read_int(group / "memory.max", group / "memory.limit_in_bytes")
+        usage = _read_int(group / "memory.current", group / "memory.usage_in_bytes")
+        if limit is not None and usage is not None:
+            available = min(available, limit - usage + _page_cache(group))
+    return max(0, available)
+
+
+def _core_of(root: Path, cpu: int) -> str:
+    """Identifies the physical core of a logical CPU: the list of its hyperthreads."""
+    topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    return _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list") or str(cpu)
+
+
+def _host_memory(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cpu_quota(group: Path) -> float | None:
+    """CPUs' worth of time of a cgroup; None without a limit."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    if not quota.isdigit() or not period.isdigit() or not int(period):  # "max" and -1 are no limit
+        return None
+    return int(quota) / int(period)
+
+
+def _page_cache(group: Path) -> int:
+    """Bytes of the page cache that a cgroup is charged for."""
+    values = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines() if " " in line)
+    # In version 1 only the names with "total_" include the groups below.
+    return sum(int(values.get(f"total_{name}", values.get(name, 0))) for name in _PAGE_CACHE)
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Directories of the process's cgroups with `controller`, from its own up to the root of the mount."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        is_v2 = hierarchy == "0" and not controllers
+        if not is_v2 and controller not in controllers.split(","):
+            continue
+        for mount_root, mount_point in _cgroup_mounts(root, None if is_v2 else controller):
+            # A mount can show a part of the hierarchy only: in a container, often its own group.
+            relative = os.path.relpath(path, mount_root)
+            if relative.startswith(".."):
+                relative = "."
+            top = root / mount_point.lstrip("/")
+            group = top / relative
+            yield group
+            while group != top:
+                group = group.parent
+                yield group
+
+
+def _cgroup_mounts(root: Path, controller: str | None) -> Iterator[tuple[str, str]]:
+    """(root of the mounted hierarchy, mount point) of cgroup v2, or of a controller of v1."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        fields, _, source = line.partition(" - ")
+        kind, _, options = source.partition(" ")
+        _, _, _, mount_root, mount_point, *_ = fields.split(" ")
+        if kind == "cgroup2" if controller is None else kind == "cgroup" and controller in _words(options):
+            yield mount_root, mount_point
+
+
+def _words(options: str) -> list[str]:
+    return options.rpartition(" ")[2].split(",")
+
+
+def _read(path: Path) -> str:
+    """Contents of a file, "" if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _read_int(*paths: Path) -> int | None:
+    """The number in the first of the files that exists; None for "max" or if there is none."""
+    text = next((text for path in paths if (text := _read(path))), "")
+    return int(text) if text.isdigit() else None

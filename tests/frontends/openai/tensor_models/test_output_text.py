@@ -1,0 +1,62 @@
+"""Output text from a model's responses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neso.frontends.openai.tensor_models.response_text import OutputText
+
+
+def read(answer: OutputText, *parts: str | bytes) -> list[str]:
+    """The text that each part adds, and the rest at the end."""
+    texts = [answer.add(part if isinstance(part, bytes) else part.encode()) for part in parts]
+    return [*texts, answer.finish()]
+
+
+def test_character_split_over_responses() -> None:
+    assert read(OutputText(), b"caf\xc3", b"\xa9!") == ["caf", "é!", ""]
+    assert read(OutputText(), b"caf\xc3") == ["caf", "\ufffd"]
+
+
+def test_repeated_prompt_is_removed() -> None:
+    assert read(OutputText(prompts=["a b"]), "a b c") == [" c", ""]
+    assert read(OutputText(prompts=["a b"]), "a", " b", " c") == ["", "", " c", ""]
+    assert read(OutputText(prompts=[" a b", "x"]), "a b c") == [" c", ""]
+
+
+def test_other_text_is_released_at_once() -> None:
+    assert read(OutputText(prompts=["a b"]), "a c", " d") == ["a c", " d", ""]
+
+
+def test_prompt_alone_is_kept() -> None:
+    assert read(OutputText(prompts=["a b"]), "a b") == ["", "a b"]
+    assert read(OutputText(prompts=["a b"]), "a") == ["", "a"]
+
+
+def test_accumulated_text() -> None:
+    assert read(OutputText(accumulates=True), "a", "a b", "a b\ufffd", "a b€") == ["a", " b", "", "€", ""]
+    assert read(OutputText(accumulates=True, prompts=["p"]), "p", "p a", "p a b") == ["", " a", " b", ""]
+
+
+def test_stop_string() -> None:
+    answer = OutputText(["END"])
+    assert read(answer, "one E", "ND two", "three") == ["one ", "", "", ""]
+    assert answer.stop_reason == "END"
+    assert read(OutputText(["END"], include_stop=True), "one END") == ["one END", ""]
+
+
+@given(
+    st.text(),
+    st.lists(st.integers(0, 60)),
+    st.text(min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_result_does_not_depend_on_the_split(text: str, cuts: list[int], prompt: str, repeats: bool) -> None:
+    data = ((prompt if repeats else "") + text).encode()
+    places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    parts = [data[start:end] for start, end in pairwise(places)]
+    whole = "".join(read(OutputText(["zz"], prompts=[prompt]), data))
+    assert "".join(read(OutputText(["zz"], prompts=[prompt]), *parts)) == whole

@@ -1,0 +1,87 @@
+"""`/v1/models`, health, and the OpenAPI document."""
+
+from __future__ import annotations
+
+from asgi_client import AsgiClient
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from neso.frontends.openai import OpenAIOptions, create_app
+from neso.frontends.openai.access import AccessOptions, ApiKeys
+from neso.server.core import Core
+
+DOCUMENT_ROUTES = {"/openapi.json", "/docs", "/redoc"}
+
+
+async def test_list_models(client: AsgiClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    assert body["object"] == "list"
+    (card,) = body["data"]
+    assert isinstance(card.pop("created"), int)
+    (permission,) = card.pop("permission")
+    assert permission["allow_sampling"] is True
+    assert card == {
+        "id": "scripted",
+        "object": "model",
+        "owned_by": "neso",
+        "max_model_len": 1000,
+        "root": "scripted",
+        "parent": None,
+    }
+
+
+async def test_get_model(client: AsgiClient) -> None:
+    assert (await client.get("/v1/models/scripted")).json()["id"] == "scripted"
+    answer = await client.get("/v1/models/org/nope")
+    assert answer.status == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert "'org/nope'" in answer.json()["error"]["message"]
+
+
+async def test_health(client: AsgiClient, core: Core) -> None:
+    paths = ("/health", "/health/ready", "/health/live")
+    assert [(await client.get(path)).status for path in paths] == [200] * 3
+    await core.stop()
+    assert [(await client.get(path)).status for path in paths] == [503] * 3
+
+
+async def test_openapi_document(client: AsgiClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(document["paths"])
+    schemas = document["components"]["schemas"]
+    assert {"temperature", "messages", "tools"} <= set(schemas["ChatCompletionRequest"]["properties"])
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
+    assert all(name in schemas for name in _references(document))
+    page = await client.get("/docs")
+    assert page.status == 200
+    assert b"swagger" in page.body
+
+
+async def test_document_has_every_route(app: Starlette, client: AsgiClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    described = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
+    served = set()
+    for route in app.routes:
+        if isinstance(route, Route) and route.path not in DOCUMENT_ROUTES:
+            path = route.path.replace(":path}", "}")
+            served |= {(path, method) for method in (route.methods or ()) if method != "HEAD"}
+    assert served == described
+
+
+def _references(value: object) -> set[str]:
+    if isinstance(value, dict):
+        own = {value["$ref"].rpartition("/")[2]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*(_references(item) for item in value.values()))
+    return set().union(*(_references(item) for item in value)) if isinstance(value, list) else set()
+
+
+async def test_document_has_security_schemes(core: Core) -> None:
+    access = AccessOptions(keys=ApiKeys(["secret"]), open_groups=("health", "docs"))
+    document = (await AsgiClient(create_app(core, OpenAIOptions(access=access))).get("/openapi.json")).json()
+    (name,) = document["components"]["securitySchemes"]
+    assert document["components"]["securitySchemes"][name] == {"type": "http", "scheme": "bearer"}
+    assert document["security"] == [{name: []}]
+    assert document["paths"]["/health"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/metrics"]["get"]
+    assert "401" in document["paths"]["/v1/completions"]["post"]["responses"]

@@ -1,0 +1,161 @@
+"""Front ends of an in-process server, with real clients."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc_client
+import tritonclient.http as http_client
+from eventually import wait_until
+from tritonclient.utils import InferenceServerException
+
+import neso
+from neso.frontends.transport.http1 import BindError
+
+IDENTITY = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests
+        ]
+"""
+SLOW = """
+import time
+from pathlib import Path
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        (Path(pb_utils.get_model_dir()) / "begun").touch()
+        while not (Path(pb_utils.get_model_dir()) / "go").exists():
+            time.sleep(0.005)
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("OUT", r.inputs()[0].as_numpy())]) for r in requests
+        ]
+"""
+CONFIG = """
+backend: "python"
+input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+CLIENTS = {"http": http_client, "grpc": grpc_client}
+FRONT_ENDS = {"http": neso.KServeHttp, "grpc": neso.KServeGrpc}
+
+
+@pytest.fixture
+def server(tmp_path):
+    for name, code in (("identity", IDENTITY), ("slow", SLOW)):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(CONFIG)
+        (tmp_path / name / "1" / "model.py").write_text(code)
+    with neso.Server(model_repository=tmp_path, exit_timeout=60) as server:
+        yield server
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """The folder of the model whose request ends when it has the file `go`."""
+    return tmp_path / "slow" / "1"
+
+
+def frontend(protocol, server, port=0):
+    kind = FRONT_ENDS[protocol]
+    return kind(server, kind.Options(host="127.0.0.1", port=port))
+
+
+def ask(protocol, port, model="identity"):
+    module = CLIENTS[protocol]
+    tensor = module.InferInput("IN", [2], "FP32")
+    tensor.set_data_from_numpy(np.array([1, 2], np.float32))
+    with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        return client.infer(model, [tensor]).as_numpy("OUT").tolist()
+
+
+@pytest.mark.parametrize("protocol", FRONT_ENDS)
+def test_restart(protocol, server):
+    service = frontend(protocol, server)
+    with pytest.raises(neso.Unavailable, match="has not been started"):
+        _ = service.port
+    for _ in range(3):
+        with service:
+            port = service.port
+            assert ask(protocol, port) == [1, 2]
+            with pytest.raises(neso.AlreadyExists):
+                service.start()
+        with pytest.raises((InferenceServerException, OSError)):
+            ask(protocol, port)
+    service.stop()
+
+
+def test_all_frontends_with_in_process_requests(server):
+    with frontend("http", server) as http, frontend("grpc", server) as grpc:
+        metrics = neso.Metrics(server, neso.Metrics.Options(host="127.0.0.1", port=0)).start()
+        assert ask("http", http.port) == ask("grpc", grpc.port) == [1, 2]
+        (response,) = server.model("identity").infer(inputs={"IN": [3]})
+        assert response.outputs["OUT"].numpy().tolist() == [3]
+        text = urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics").read().decode()
+        assert 'nv_inference_request_success{model="identity",version="1"} 3' in text
+        metrics.stop()
+
+
+@pytest.mark.parametrize("protocol", FRONT_ENDS)
+def test_port_in_use(protocol, server):
+    with frontend(protocol, server) as service:
+        second = frontend(protocol, server, service.port)
+        with pytest.raises((BindError, neso.Unavailable), match="in use"):
+            second.start()
+        second.stop()
+        assert ask(protocol, service.port) == [1, 2]
+
+
+@pytest.mark.parametrize("protocol", FRONT_ENDS)
+def test_stop_waits_for_requests_in_flight(protocol, server, slow):
+    service = frontend(protocol, server).start()
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(ask(protocol, service_port, "slow")))
+    service_port = service.port
+    client.start()
+    wait_until((slow / "begun").exists)
+    threading.Timer(0.3, (slow / "go").touch).start()
+    service.stop()
+    client.join(60)
+    assert answers == [[1, 2]]
+
+
+@pytest.mark.parametrize("protocol", FRONT_ENDS)
+def test_server_stop_stops_frontends(protocol, server, slow):
+    service = frontend(protocol, server).start()
+    port = service.port
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(ask(protocol, port, "slow")))
+    client.start()
+    wait_until((slow / "begun").exists)
+    threading.Timer(0.3, (slow / "go").touch).start()
+    server.stop()
+    client.join(60)
+    assert answers == [[1, 2]]
+    for _ in range(3):  # a client that calls later is refused, and nothing breaks
+        with pytest.raises((InferenceServerException, OSError)):
+            ask(protocol, port)
+    service.stop()
+    with pytest.raises(neso.Unavailable):
+        service.start()
+
+
+def test_two_servers_in_one_process(server, tmp_path):
+    with (
+        neso.Server(model_repository=tmp_path, server_id="other") as other,
+        frontend("grpc", server) as first,
+        frontend("grpc", other) as second,
+    ):
+        names = []
+        for service in (first, second):
+            with grpc_client.InferenceServerClient(f"127.0.0.1:{service.port}") as client:
+                names.append(client.get_server_metadata().name)
+        assert names == ["neso", "other"]
+        assert ask("grpc", first.port) == ask("grpc", second.port) == [1, 2]
