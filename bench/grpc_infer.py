@@ -15,7 +15,7 @@ import time
 
 import grpc.aio
 import uvloop
-from grpc_server import PATH, echo_deferred, load
+from grpc_server import PATH, echo_callback, load
 from identity_model import identity_repository
 from smoke import parse_arguments, require_command
 from tritonclient.grpc import service_pb2
@@ -58,7 +58,7 @@ async def compare(options: argparse.Namespace) -> None:
         front_end = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=0))
         await front_end.start()
         echo = GrpcServer(GrpcServerOptions())
-        echo.add_registered_method_handlers("bench.Echo", {"Echo": CallbackHandler(echo_deferred)})
+        echo.add_registered_method_handlers("bench.Echo", {"Echo": CallbackHandler(echo_callback)})
         await echo.start()
         data = message(options.elements)
         infer, infer_cpu = await measure(front_end.port, INFER, data, options)

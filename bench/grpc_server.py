@@ -26,7 +26,7 @@ from smoke import parse_arguments, require_command
 
 from neso.frontends.transport.grpc import CallbackCall, CallbackHandler, GrpcServer, GrpcServerOptions
 
-KINDS = ("grpc.aio", "neso, coroutine", "neso, deferred")
+KINDS = ("grpc.aio", "neso, coroutine", "neso, callback")
 PATH = "/bench.Echo/Echo"
 
 
@@ -34,7 +34,7 @@ async def echo(message: bytes, context: Any) -> bytes:
     return message
 
 
-def echo_deferred(message: bytes, call: CallbackCall) -> None:
+def echo_callback(message: bytes, call: CallbackCall) -> None:
     call.reply(message)
 
 
@@ -47,7 +47,7 @@ async def start(kind: str, port: int) -> object:
         server.add_insecure_port(f"127.0.0.1:{port}")
     else:
         server = GrpcServer(GrpcServerOptions(port=port))
-        handler = CallbackHandler(echo_deferred) if kind.endswith("deferred") else coroutine
+        handler = CallbackHandler(echo_callback) if kind.endswith("callback") else coroutine
         server.add_registered_method_handlers("bench.Echo", {"Echo": handler})
     await server.start()
     return server

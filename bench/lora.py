@@ -27,6 +27,7 @@ from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.load.loader import load_engine
 from neso.engine.loop.engine_core import EngineCore
+from neso.engine.lora.manager import LoraManager
 from neso.generation import LoraRequest, SamplingParams
 
 PROMPT, STEPS, ROUNDS = 32, 12, 4
@@ -124,12 +125,13 @@ def open_core(checkpoint: Path, modules: dict[str, str], quantization: str | Non
 
 def time_load(core: EngineCore, adapter: Path) -> None:
     """Load an adapter while a batch decodes."""
-    assert core.lora is not None
+    lora = core.addon(LoraManager)
+    assert lora is not None
     usual = statistics.median(decode(core, 8, []))
     requests = start(core, 8, [])
     done: list[object] = []
     started = time.perf_counter()
-    core.lora.load(LoraRequest(name="hot", path=str(adapter)), done.append)
+    lora.load(LoraRequest(name="hot", path=str(adapter)), done.append)
     longest = 0.0
     while not done:
         step = time.perf_counter()

@@ -19,6 +19,7 @@ from pathlib import Path
 from checkpoint import SHAPES, write_checkpoint
 from smoke import parse_arguments
 
+from neso.engine.addons.registry import standard_addons
 from neso.engine.config import EngineConfig
 from neso.engine.core.draft import Draft
 from neso.engine.core.request import EngineRequest
@@ -26,8 +27,7 @@ from neso.engine.core.sequence import Sequence
 from neso.engine.load.loader import load_engine
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.spec_decode.draft_length import DraftLength
-from neso.engine.spec_decode.proposer import Proposer
-from neso.engine.spec_decode.speculator import Speculator
+from neso.engine.spec_decode.speculator import Proposer, SpeculativeDecoding
 from neso.generation import SamplingParams
 
 LENGTH = 5
@@ -125,9 +125,10 @@ def main() -> None:
 
 def load_oracle(plain: EngineCore, outputs: Outputs, right: float) -> EngineCore:
     """Engine with the weights and the cache of `plain`."""
-    speculator = Speculator(OracleProposer(outputs, right), DraftLength(LENGTH, fixed=True))
+    speculation = SpeculativeDecoding(OracleProposer(outputs, right), DraftLength(LENGTH, fixed=True))
+    addons = standard_addons(plain.runner, speculation=speculation)
     num_blocks = plain.scheduler.kv.pool.num_blocks
-    return EngineCore(plain.runner, plain.scheduler.config, num_blocks, speculator=speculator)
+    return EngineCore(plain.runner, plain.scheduler.config, num_blocks, addons)
 
 
 def report(name: str, plain: EngineCore, core: EngineCore, batch: int, tokens: int, outputs: Outputs) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from checkpoint import SHAPES, write_checkpoint
 from smoke import parse_arguments
 
+from neso.engine.addons.registry import standard_addons
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.step_plan import StepPlan
@@ -54,7 +55,7 @@ class IdleRunner(NativeRunner):
 
 def measure(runner: IdleRunner, batch: int, steps: int, sampling: SamplingParams) -> dict[str, float]:
     """Microseconds per step by part."""
-    core = EngineCore(runner, SchedulerConfig(), num_blocks=batch * 400)
+    core = EngineCore(runner, SchedulerConfig(), batch * 400, standard_addons(runner))
     for i in range(batch):
         core.add(
             EngineRequest(
@@ -65,8 +66,9 @@ def measure(runner: IdleRunner, batch: int, steps: int, sampling: SamplingParams
     for _ in range(20):
         core.step()
     _time(core.scheduler, "schedule", spent)
-    _time(core.scheduler, "commit", spent)
-    _time(core.choice.sampler, "sample", spent)
+    _time(core.scheduler, "advance", spent)
+    _time(core.scheduler, "register", spent)
+    _time(core.selector.sampler, "sample", spent)
     for _ in range(steps):
         started = time.perf_counter()
         outputs = core.step()

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from neso.engine.addons.registry import standard_addons
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.scheduler_config import SchedulerConfig
@@ -14,8 +15,7 @@ from neso.engine.loop.engine_core import EngineCore
 from neso.engine.runners.base import CacheLayout, Logits, Runner
 from neso.engine.sampling.token_sampling import SamplingBatch
 from neso.engine.spec_decode.draft_length import DraftLength
-from neso.engine.spec_decode.proposer import Proposer
-from neso.engine.spec_decode.speculator import Speculator
+from neso.engine.spec_decode.speculator import Proposer, SpeculativeDecoding
 from neso.generation import SamplingParams
 
 VOCAB = 97
@@ -135,13 +135,13 @@ def make_core(
     """An engine core on the fake runner, with small limits unless told otherwise. A `proposer` guesses 4 tokens."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_prefill_chunk": 32, "block_size": 4}
     runner = LaunchingRunner(window) if overlap else FakeRunner(window)
-    speculator = None if proposer is None else Speculator(proposer, DraftLength(4, fixed=True))
+    speculation = None if proposer is None else SpeculativeDecoding(proposer, DraftLength(4, fixed=True))
     return EngineCore(
         runner,
         SchedulerConfig(**{**defaults, **options}),
         num_blocks,
-        num_host_blocks=num_host_blocks,
-        speculator=speculator,
+        standard_addons(runner, speculation=speculation),
+        num_host_blocks,
     )
 
 

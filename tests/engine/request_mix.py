@@ -14,8 +14,11 @@ from neso.engine.client.output_processor import PooledState, RequestState
 from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.errors import EngineError
+from neso.engine.guided.addon import GuidedDecodingAddon
 from neso.engine.load.loader import load_engine
 from neso.engine.loop.engine_core import EngineCore
+from neso.engine.lora.manager import LoraManager
+from neso.engine.spec_decode.speculator import SpeculativeDecoding
 from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import (
     DraftTokens,
@@ -224,6 +227,7 @@ class Mixed:
         core, info = load_engine(EngineConfig.from_options(model, {"dtype": "float32", **options}))
         assert isinstance(core, EngineCore)
         self.core = core
+        self._proposes = core.addon(SpeculativeDecoding).proposer is not None
         self.tokenizer = Tokenizer.from_model(model)
         self._input = InputProcessor(self.tokenizer, info)
         self._states: dict[str, RequestState | PooledState] = {}
@@ -293,22 +297,18 @@ class Mixed:
         core = self.core
         assert core.scheduler.kv.pool.num_used == 0
         assert not self._states
+        guided, speculation = core.addon(GuidedDecodingAddon), core.addon(SpeculativeDecoding)
         left = {
             "requests": core.scheduler._sequences_of,
             "queue": list(core.scheduler.waiting),
-            "states": core.choice.sequence_ids,
-            "held": core._guides._held,
-            "grammars": core._guides._grammars,
-            "step by step": core._step_by_step,
-            "beams": core._beams._groups,
-            "pooling": core._pooling._begun,
+            "running": core.scheduler.running,
+            "sync only": core.scheduler.num_sync_only,
+            "compiling": [s for s in guided._compiling if not s.released],
         }
-        if core.lora is not None:
-            left["adapters"] = core.lora._user_of
-            left["slots"] = +core.lora.slots._holders
-        if core._speculator is not None:
-            proposer = core._speculator._proposer
-            assert not core._speculator._broken
-            for name in ("_indices", "_computed", "_candidates", "_promised"):
-                left[name] = getattr(proposer, name, None)
+        lora = core.addon(LoraManager)
+        if lora is not None:
+            left["adapters"] = lora._cache._pins
+            left["slots"] = +lora.slots._holders
+        assert (speculation.proposer is not None) == self._proposes, "proposing was given up"
+        left["promised"] = getattr(speculation.proposer, "_promised", None)
         assert {name: found for name, found in left.items() if found} == {}

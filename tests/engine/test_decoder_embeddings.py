@@ -49,7 +49,7 @@ def test_hidden_states_are_pooled(llama_checkpoint, hidden_states, runner, optio
         expected = [pooled(hidden_states(ids), kind) for ids in PROMPTS]
         np.testing.assert_allclose(embeddings, expected, atol=ATOL)
     llm.core.check_integrity()
-    assert not llm.core.has_work and not llm.core._pooling._begun
+    assert not llm.core.has_work
 
 
 def test_generation_goes_on_beside(llama_checkpoint, hidden_states):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, load_oracle
 
+from neso.engine.addons.input_embeddings import EmbeddingInputs
 from neso.engine.client.llm import LLM
-from neso.engine.core.input_embeddings import EmbeddingRows, InputEmbeddings
+from neso.engine.core.request import EngineRequest, InputEmbeddings
+from neso.engine.core.sequence import Sequence
 from neso.generation import InvalidParameter, SamplingParams
 
 RUNNERS = ["reference", "native", "torch"]
@@ -112,9 +114,17 @@ def test_several_answers_share_the_rows(llama_checkpoint, oracle):
 
 
 def test_placeholders_are_not_penalized(llama_checkpoint):
-    rows = EmbeddingRows.of(InputEmbeddings.of(np.array([1, 3], np.int32), random_rows(2)))
-    assert rows is not None
-    assert rows.without_placeholders([7, 0, 8, 0, 0]) == [7, 8, 0]
+    embeddings = InputEmbeddings.of(np.array([1, 3], np.int32), random_rows(2))
+    request = EngineRequest(
+        request_id="a",
+        prompt_token_ids=[7, 0, 8, 0, 0],
+        sampling=SamplingParams(),
+        max_tokens=1,
+        input_embeddings=embeddings,
+    )
+    sequence = Sequence(id=1, request=request, arrival=1)
+    EmbeddingInputs().admit(sequence)
+    assert sequence.text_token_ids == [7, 8, 0]
 
 
 @pytest.mark.parametrize(

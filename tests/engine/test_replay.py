@@ -54,7 +54,7 @@ def test_a_runner_that_differs_is_found(recording):
     good, bad = load_runner(recorded.config, "reference"), load_runner(recorded.config, "reference")
     bad._weights.lm_head[:] = np.roll(bad._weights.lm_head, 1, axis=0)  # type: ignore[attr-defined]
     steps = list(replay(folder, [good, bad]))
-    assert any(step.same_choice is False and step.apart > 0.1 for step in steps)
+    assert any(step.same_tokens is False and step.max_difference > 0.1 for step in steps)
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, checkpoint_factory):

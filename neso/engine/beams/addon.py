@@ -1,89 +1,149 @@
-"""All beam searches that an engine has under way."""
+"""Beam search as an add-on of the engine core: each live beam is a sequence on forked blocks of the paged cache."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from operator import itemgetter
 
-from neso.engine.beams.beam_search import BeamGroup, InvalidLogits
-from neso.engine.beams.placement import place
+from neso.engine.beams.beam_search import BeamSearch, InvalidLogits
+from neso.engine.core.addon import Addon
 from neso.engine.core.block_pool import IntegrityError
 from neso.engine.core.request import SequenceOutput
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
+from neso.engine.core.step import Step
 from neso.engine.runners.base import Logits
 from neso.generation.output import FinishReason
 
 
-class BeamSearch:
-    """Takes the logits of sequences in lockstep, and keeps the sequences as the searches want them.
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The sequences of a beam search: at most `size` members, with the same number of tokens.
 
-    The scheduler knows a search by its sequences only: one while the prompt is computed, then one a beam. After
-    preemption it is one again, with what all beams have in common, from which they are forked anew.
+    The search is one sequence while its prompt is computed, then one per beam. After preemption it is one sequence
+    again, with the tokens that all beams have in common, from which they are forked anew.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._groups: dict[str, BeamGroup] = {}
+    members: list[Sequence]
+    size: int
+    search: BeamSearch
 
-    def add(self, sequence: Sequence) -> None:
-        """Take note of a request that the scheduler has taken, if it is for beams."""
-        if sequence.lockstep is not None:
-            self._groups[sequence.request.request_id] = BeamGroup(sequence)
+    def num_ready_tokens(self, sequence: Sequence) -> int:
+        """All but the last token, until every member has only the last one left."""
+        if all(member.num_uncomputed_tokens == 1 for member in self.members):
+            return 1
+        return sequence.num_uncomputed_tokens - (len(self.members) > 1)
 
-    def forget(self, request_id: str) -> None:
-        """The request has no sequences any more."""
-        self._groups.pop(request_id, None)
+    def common_prefix(self) -> list[int]:
+        # The first and the last in order differ earliest.
+        tokens = [member.token_ids for member in self.members]
+        first, last = min(tokens), max(tokens)
+        length = next((i for i, (a, b) in enumerate(zip(first, last, strict=True)) if a != b), len(first))
+        return first[:length]
 
-    def advance(self, rows: list[tuple[Sequence, int]], logits: Logits) -> list[SequenceOutput]:
-        """Take a step: for each sequence in lockstep that was computed, its row of the logits.
 
-        Gives outputs for searches that have come to their end; all tokens at once.
-        """
+class BeamSearchAddon(Addon):
+    """State of a sequence: its group."""
+
+    def admit(self, sequence: Sequence) -> None:
+        sampling = sequence.request.sampling
+        if sampling.uses_beams:
+            group = BeamGroup([sequence], sampling.num_sequences, BeamSearch(sequence))
+            sequence.group = sequence.addons[self] = group
+            sequence.uses_sampler = False
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        if self in parent.addons:
+            child.addons[self] = parent.addons[self]
+
+    def extend(self, step: Step) -> None:
+        rows = []
+        for scheduled in step.users(self):
+            if scheduled.samples:
+                last = scheduled.query_start + scheduled.num_new_tokens - 1
+                rows.append((scheduled.sequence, step.add_logits_rows([last]).start))
+        if rows:
+            step.addon_data[self] = rows
+
+    def update(self, step: Step, logits: Logits, scheduler: Scheduler) -> list[SequenceOutput]:
+        """Outputs are those of searches that have ended, with all tokens at once."""
         outputs: list[SequenceOutput] = []
-        for request_id, mine in itertools.groupby(rows, lambda row: row[0].request.request_id):
-            outputs += self._advance(self._groups[request_id], dict(map(itemgetter(0, 1), mine)), logits)
+        rows: list[tuple[Sequence, int]] = step.addon_data.get(self, [])
+        for _, of_group in itertools.groupby(rows, lambda row: id(row[0].group)):
+            outputs += _advance(dict(map(itemgetter(0, 1), of_group)), logits, scheduler)
         return outputs
 
-    def check_integrity(self) -> None:
-        """Check that searches and sequences agree. Raises `IntegrityError`."""
-        for request_id, group in self._groups.items():
-            sequences = self._scheduler.sequences_of(request_id)
-            if not sequences or sequences[0].lockstep is None:
-                raise IntegrityError(f"beam search '{request_id}' has no sequences")
-            members = sequences[0].lockstep.members
-            if set(members) != set(sequences):
-                raise IntegrityError(f"beam search '{request_id}' and the scheduler know other sequences")
-            if len(members) > 1 and [m.token_ids for m in members] != [b.token_ids for b in group.beams]:
-                raise IntegrityError(f"beam search '{request_id}': a sequence is not what its beam is")
+    def check_integrity(self, scheduler: Scheduler) -> None:
+        groups = {id(s.group): s.addons[self] for s in scheduler.running if self in s.addons}
+        for group in groups.values():
+            name = group.search.request.request_id
+            if set(group.members) != set(scheduler.sequences_of(name)):
+                raise IntegrityError(f"beam search '{name}': its members are not the request's sequences")
+            beams = [beam.token_ids for beam in group.search.beams]
+            if len(group.members) > 1 and [member.token_ids for member in group.members] != beams:
+                raise IntegrityError(f"beam search '{name}': a sequence has other tokens than its beam")
 
-    def _advance(self, group: BeamGroup, row_of: dict[Sequence, int], logits: Logits) -> list[SequenceOutput]:
-        lockstep = next(iter(row_of)).lockstep
-        assert lockstep is not None
-        members = lockstep.members
-        if len(members) < len(group.beams):
-            # It was preempted, and what the beams have in common is computed again.
-            place(self._scheduler, lockstep, [0] * len(group.beams), [beam.token_ids for beam in group.beams])
-            return []
-        try:
-            parents = group.advance(logits[[row_of[member] for member in members]])
-        except InvalidLogits:
-            return self._finish(members[0], [_broken(group)])
-        if not parents:
-            return self._finish(members[0], _results(group, members[0]))
-        place(self._scheduler, lockstep, parents, [beam.token_ids for beam in group.beams])
+
+def _advance(row_of: dict[Sequence, int], logits: Logits, scheduler: Scheduler) -> list[SequenceOutput]:
+    group = next(iter(row_of)).group
+    assert isinstance(group, BeamGroup)
+    search, members = group.search, group.members
+    if len(members) < len(search.beams):
+        # The group was preempted, and the common prefix is computed again.
+        place(scheduler, group, [0] * len(search.beams))
         return []
+    try:
+        parents = search.advance(logits[[row_of[member] for member in members]])
+    except InvalidLogits:
+        scheduler.release(members[0])
+        return [SequenceOutput.failed(search.request.request_id, 0, "the model produced NaN logits")]
+    if not parents:
+        scheduler.release(members[0])
+        return _results(search, members[0])
+    place(scheduler, group, parents)
+    return []
 
-    def _finish(self, member: Sequence, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
-        self._scheduler.release(member)
-        return outputs
+
+def place(scheduler: Scheduler, group: BeamGroup, parents: list[int]) -> None:
+    """Make the members of `group` its beams; beam i continues from member parents[i].
+
+    The first beam that continues from a member takes its place, the next ones share its blocks. That needs no new
+    block: a shared block is copied when it is written.
+    """
+    members = group.members
+    continued = set(parents)
+    idle = [member for i, member in enumerate(members) if i not in continued]
+    free_indices = iter(sorted(set(range(group.size)) - {member.index for member in members}))
+    placed: list[Sequence] = []
+    for parent in parents:
+        origin = members[parent]
+        if parent in continued:
+            continued.discard(parent)
+            placed.append(origin)
+        elif idle:
+            child = idle.pop()
+            scheduler.kv.fork(origin, child)
+            placed.append(child)
+        else:
+            child = scheduler.fork_one(origin, next(free_indices))
+            child.num_preemptions = origin.num_preemptions
+            placed.append(child)
+    for member in idle:
+        scheduler.release_one(member)
+    for member, beam in zip(placed, group.search.beams, strict=True):
+        member.token_ids = beam.token_ids
+        member.forks_pending = 0
+    # Reserve the sequences of beams that may be added later.
+    placed[0].forks_pending = group.size - len(placed)
+    group.members = placed
 
 
-def _results(group: BeamGroup, member: Sequence) -> list[SequenceOutput]:
-    """The `n` best; where there are fewer, because nothing else may be generated, the rest is empty."""
-    request = group.request
+def _results(search: BeamSearch, member: Sequence) -> list[SequenceOutput]:
+    """The `n` best; if there are fewer, because no other text is possible, the rest is empty."""
+    request = search.request
     outputs = []
-    for index, hypothesis in enumerate(group.hypotheses.best[: request.sampling.n]):
+    for index, hypothesis in enumerate(search.hypotheses.best[: request.sampling.n]):
         steps = hypothesis.path.steps()
         ended = hypothesis.reason is FinishReason.STOP and steps[-1].token_id in request.end_token_ids
         outputs.append(
@@ -108,13 +168,3 @@ def _results(group: BeamGroup, member: Sequence) -> list[SequenceOutput]:
         for index in range(len(outputs), request.sampling.n)
     ]
     return outputs
-
-
-def _broken(group: BeamGroup) -> SequenceOutput:
-    return SequenceOutput(
-        request_id=group.request.request_id,
-        index=0,
-        token_ids=[],
-        finish_reason=FinishReason.ERROR,
-        error="the model gave logits that are not numbers",
-    )

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.finish import finish_reason
 from neso.engine.core.request import PositionLogprobs
-from neso.engine.core.sequence import Sequence
+from neso.engine.core.sequence import Sequence, finish_reason
 from neso.engine.sampling.logprobs import Indices, best_candidates, log_normalizer, position_logprobs
 from neso.engine.sampling.state import SamplingState, adjust
 from neso.generation.output import FinishReason
@@ -19,23 +18,23 @@ from neso.generation.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathStep:
-    """A token of a beam, and what came before: beams that have a beginning in common share it.
+    """A token of a beam, linked to the one before; beams share the steps of their common prefix.
 
-    `logits`: float32[V] that it was chosen from, where asked for.
+    `logits`: float32[V] that the token was chosen from as bytes, if the request asks for them.
     """
 
-    before: PathStep | None
+    previous: PathStep | None
     token_id: int
     logprobs: PositionLogprobs | None
     logits: bytes
 
     def steps(self) -> list[PathStep]:
-        """From the first token on."""
+        """The steps from the first token on."""
         found: list[PathStep] = []
         step: PathStep | None = self
         while step is not None:
             found.append(step)
-            step = step.before
+            step = step.previous
         return found[::-1]
 
 
@@ -66,17 +65,17 @@ class Hypotheses:
         return cumulative_logprob / penalty
 
     def add(self, path: PathStep, reason: FinishReason, cumulative_logprob: float, length: int) -> None:
-        """Keep a sequence of `length` tokens if it is good enough."""
+        """Add a sequence of `length` tokens if it is among the best."""
         score = self.score(cumulative_logprob, length)
         self.best.append(Hypothesis(path, reason, cumulative_logprob, score))
-        # Stable: of equals, those that were there before stay.
+        # The sort is stable: of equal scores, earlier hypotheses stay.
         self.best.sort(key=lambda hypothesis: -hypothesis.score)
         del self.best[self.params.beam_width :]
 
-    def settled(self, best_live: float, length: int) -> bool:
-        """Whether nothing better is expected, when the best live beam has `length` tokens and this log probability.
+    def is_done(self, best_live: float, length: int) -> bool:
+        """Whether no better hypothesis is expected; the best live beam has `length` tokens and this log probability.
 
-        Unless early_stopping is "never", a beam is expected to score at its end what it does now.
+        Unless early_stopping is "never", a beam is expected to have its current score at its end.
         """
         if not self.full:
             return False
@@ -91,15 +90,16 @@ FloatRows = npt.NDArray[np.float32]
 
 
 class InvalidLogits(Exception):
-    """The model gave logits that hold NaN."""
+    """The model produced NaN logits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BeamScores:
-    """A value v of beam b scores ((v - highest[b]) - log_mass[b]) + sums[b], in float32 as in transformers.
+    """Scores of continuations: ((v - highest[b]) - log_mass[b]) + sums[b] for value v of beam b, as in transformers.
 
-    values float32[B, V]: logits, or log probabilities where penalties act on them. Then the first two, float32[B],
-    are 0. sums float32[B]: of the log probabilities of the tokens that the beams have.
+    - values: float32[B, V], logits; log probabilities for beams with penalties
+    - highest, log_mass: float32[B], of the logits; 0 where values are log probabilities
+    - sums: float32[B], log probabilities of the beams
     """
 
     values: FloatRows
@@ -134,7 +134,7 @@ class BeamScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A sequence that goes on: prompt and output tokens, and the sum of their log probabilities."""
+    """A live beam: prompt and output tokens, and the sum of the log probabilities of the output."""
 
     token_ids: list[int]
     cumulative_logprob: float
@@ -148,15 +148,15 @@ class _Candidate(NamedTuple):
     cumulative_logprob: float
 
 
-class BeamGroup:
-    """`beams`, the best first, are at most `beam_width`; fewer where fewer tokens may come."""
+class BeamSearch:
+    """`beams`: the live beams, the best first; at most `beam_width`, fewer if fewer tokens are allowed."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.request = request = sequence.request
         self.hypotheses = Hypotheses(request.sampling, request.max_tokens)
         state = SamplingState.create(request, sequence.text_token_ids)
         self.beams = [Beam(request.prompt_token_ids, 0.0, state)]
-        # So many candidates are enough for `beam_width` of them to go on, whatever ends the others.
+        # Enough candidates for `beam_width` of them to continue, even if all others end.
         ending = {*request.end_token_ids, *(word[-1] for word in request.sampling.stop_words)}
         self._num_candidates = request.sampling.beam_width * max(2, 1 + len(ending))
 
@@ -165,31 +165,31 @@ class BeamGroup:
         return len(self.beams[0].token_ids) - len(self.request.prompt_token_ids)
 
     def advance(self, logits: FloatRows) -> list[int]:
-        """Choose the next beams by the logits float32[B, V] of those there are.
+        """Choose the next beams by the logits float32[B, V] of the current ones.
 
-        Returns which beam each of the new ones goes on from; none, when the search is over. Raises `InvalidLogits`.
+        Returns the parent of each new beam; an empty list if the search has ended. Raises `InvalidLogits`.
         """
         width = self.request.sampling.beam_width
-        going_on: list[_Candidate] = []
+        continuing: list[_Candidate] = []
         length = self.num_output_tokens + 1
         for rank, candidate in enumerate(self._candidates(logits)):
             known = self.beams[candidate.parent].token_ids
             reason = finish_reason(self.request, known, candidate.token_id)
             if reason is None:
-                going_on.append(candidate)
+                continuing.append(candidate)
             elif rank < width:
-                # The others are there only so that enough can go on.
+                # Further candidates are there only so that enough can continue.
                 self.hypotheses.add(
                     self._path(candidate, logits), reason, candidate.cumulative_logprob, length
                 )
-        del going_on[width:]
-        if not going_on or self.hypotheses.settled(going_on[0].cumulative_logprob, length):
+        del continuing[width:]
+        if not continuing or self.hypotheses.is_done(continuing[0].cumulative_logprob, length):
             return []
-        self.beams = [self._extended(candidate, logits) for candidate in going_on]
-        return [candidate.parent for candidate in going_on]
+        self.beams = [self._extended(candidate, logits) for candidate in continuing]
+        return [candidate.parent for candidate in continuing]
 
     def _candidates(self, logits: FloatRows) -> list[_Candidate]:
-        """The best first."""
+        """The best continuations, the best first."""
         params = self.request.sampling
         if not params.greedy and params.temperature != 1.0:
             logits = logits * np.float32(1 / params.temperature)
@@ -220,7 +220,7 @@ class BeamGroup:
         if params.logprobs is not None:
             (logprobs,) = position_logprobs(row[None], [candidate.token_id], params.logprobs)
         return PathStep(
-            before=self.beams[candidate.parent].path,
+            previous=self.beams[candidate.parent].path,
             token_id=candidate.token_id,
             logprobs=logprobs,
             logits=row.tobytes() if params.return_generation_logits else b"",

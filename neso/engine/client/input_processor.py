@@ -9,8 +9,7 @@ from neso.engine.client.request_arrays import (
     embeddings_as_prompt,
     insert_virtual_tokens,
 )
-from neso.engine.core.input_embeddings import InputEmbeddings, PromptImage
-from neso.engine.core.request import EngineRequest
+from neso.engine.core.request import EngineRequest, InputEmbeddings, PromptImage
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LORA_DISABLED
 from neso.engine.sampling.limits import check_sampling, check_tokens

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.input_embeddings import PLACEHOLDER, InputEmbeddings
-from neso.engine.core.request import RequestDraft
+from neso.engine.core.request import PLACEHOLDER, InputEmbeddings, RequestDraft
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.sampling.limits import check_tokens
 from neso.generation import GenerationRequest, InvalidParameter

@@ -14,16 +14,15 @@ from neso.engine.core.sequence import Sequence
 
 
 class QueueFull(Exception):
-    """As many requests wait as may wait."""
+    """The waiting queue has reached its limit."""
 
 
 class WaitingQueue:
-    """Sorted by `Sequence.order`. Knows how long a request may wait, and how many may.
+    """Waiting sequences, sorted by `Sequence.order`, with limits of their number and their time in the queue.
 
-    A priority level is worth `ageing_seconds` of waiting: a request goes before all that arrive so much later for
-    each level that it is behind them. The order of two requests therefore never changes, nothing is sorted again,
-    and only what arrived within a bounded time can keep a request waiting: none starves. With 0 seconds priorities
-    are strict.
+    A priority level is worth `ageing_seconds` of waiting: for each level that a request is behind others, it goes
+    before those that arrive so much later. The order of two requests therefore never changes, and only requests that
+    arrived within a bounded time can delay a request: none starves. With 0 seconds priorities are strict.
     """
 
     def __init__(
@@ -36,8 +35,8 @@ class WaitingQueue:
         self._max_size = max_size
         self._ageing_seconds = ageing_seconds
         self._clock = clock
-        self._limited: dict[int, Sequence] = {}  # by id: those that may not wait for ever
-        # (deadline, sequence id), the next one first; those that are not limited any more are left in for a while.
+        self._limited: dict[int, Sequence] = {}  # by id: sequences with a time limit
+        # (deadline, sequence id), the next one first; entries that are not in `_limited` are stale.
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -51,7 +50,7 @@ class WaitingQueue:
 
     @property
     def num_paused(self) -> int:
-        """Sequences that have run, and wait to start over."""
+        """Preempted sequences."""
         return sum(sequence.num_preemptions > 0 for sequence in self._sequences)
 
     def rank(self, priority: int) -> float:
@@ -66,7 +65,7 @@ class WaitingQueue:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Take a new sequence, or one back that was preempted."""
+        """Add a new sequence, or one that was preempted."""
         bisect.insort(self._sequences, sequence, key=lambda s: s.order)
         limit = sequence.request.queue_timeout_ms
         if limit is not None and not sequence.num_preemptions:
@@ -74,7 +73,7 @@ class WaitingQueue:
             heapq.heappush(self._deadlines, (self._clock() + limit / 1000, sequence.id))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out one that begins or ends."""
+        """Remove a sequence that starts or ends."""
         self._sequences.remove(sequence)
         if (
             self._limited.pop(sequence.id, None) is not None
@@ -84,7 +83,7 @@ class WaitingQueue:
             heapq.heapify(self._deadlines)
 
     def expired(self) -> list[Sequence]:
-        """Those that have waited for longer than their requests allow, and never ran; each is told once."""
+        """Sequences that have exceeded queue_timeout_ms and never ran; each is returned once."""
         found: list[Sequence] = []
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             _, sequence_id = heapq.heappop(self._deadlines)
@@ -100,26 +99,26 @@ STATIC_BATCHING: frozenset[GptModelType] = frozenset({"V1", "static"})
 
 
 class AdmissionPolicy(Protocol):
-    """Is asked when there is a place and budget; the blocks of the step itself are looked for afterwards.
+    """Decides whether a waiting sequence may start, when there is a slot and budget; blocks are allocated afterwards.
 
-    Who does not begin holds up those behind.
+    A sequence that may not start blocks those behind it (head-of-line blocking).
     """
 
     def begin_step(self, running: Collection[Sequence], waiting: Iterable[Sequence]) -> None:
-        """A step is about to be scheduled."""
+        """Called before a step is scheduled."""
 
     def considers(self, sequence: Sequence) -> bool:
-        """Whether it can be the turn of `sequence`, the next that waits: asked before its prefix is looked up."""
+        """Whether `sequence`, the next in the queue, is eligible; called before its prefix is looked up."""
 
     def admits(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
-        """Whether `sequence`, the next that waits, may begin; its prefix hits are attached."""
+        """Whether `sequence`, the next in the queue, may start; its prefix hits are attached."""
 
     def draft_tokens(self, sequence: Sequence, num_new_tokens: int, num_draft_tokens: int) -> int:
-        """How many tokens of its draft a sequence may have in a step, beside new ones."""
+        """Number of draft tokens that a sequence may have in a step, beside new ones."""
 
 
 class MaxUtilization:
-    """Admits whatever finds blocks now. When they run out, a running sequence starts over later (preemption)."""
+    """Admits every sequence that gets blocks now. When they run out, a running sequence is preempted."""
 
     def begin_step(self, running: Collection[Sequence], waiting: Iterable[Sequence]) -> None:
         pass
@@ -135,10 +134,10 @@ class MaxUtilization:
 
 
 class GuaranteedNoEvict:
-    """Admits only if the cache has room for all that run, even if each makes all the tokens that it may.
+    """Admits only if the cache has room for the maximum length of all running sequences: none is ever preempted.
 
-    Nothing that runs is ever preempted. Shared blocks are counted once. A request whose own `n` sequences may not fit
-    together runs alone, and only they may push each other out.
+    Shared blocks are counted once. A request whose own `n` sequences may not fit together runs alone, and only they
+    may preempt each other.
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
@@ -161,9 +160,9 @@ class GuaranteedNoEvict:
 
 
 class StaticBatches:
-    """Makes a batch of what waits when nothing runs; the next one begins when all of it is done.
+    """Forms a batch of the waiting sequences when nothing runs; the next one starts when all of them have ended.
 
-    Within a batch another policy decides. What does not fit in a batch opens the next one.
+    Within a batch another policy decides. A sequence that does not fit starts the next batch.
     """
 
     def __init__(self, within: AdmissionPolicy, max_num_seqs: int) -> None:
@@ -192,6 +191,6 @@ class StaticBatches:
 def admission_policy(
     policy: BatchSchedulerPolicy, model_type: GptModelType, kv: KVCacheManager, max_num_seqs: int
 ) -> AdmissionPolicy:
-    """The policy of these names."""
+    """The policy for the options `batch_scheduler_policy` and `gpt_model_type`."""
     chosen: AdmissionPolicy = GuaranteedNoEvict(kv) if policy == "guaranteed_no_evict" else MaxUtilization()
     return StaticBatches(chosen, max_num_seqs) if model_type in STATIC_BATCHING else chosen

@@ -1,4 +1,4 @@
-"""What of a sequence its tokens see, where a model does not see all of it."""
+"""Sliding-window attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """A token sees itself, the `size - 1` tokens before it, and the first `sinks` tokens of its sequence.
+    """A token attends to itself, the `size - 1` tokens before it, and the first `sinks` tokens of its sequence.
 
     Attention sinks: https://arxiv.org/abs/2309.17453.
     """
@@ -16,10 +16,10 @@ class AttentionWindow:
     sinks: int = 0
 
     def blocks_outside_window(self, num_computed: int, block_size: int) -> range:
-        """Places in a block table whose tokens no token from position `num_computed` on sees."""
+        """Indices in a block table whose tokens no token from position `num_computed` on attends to."""
         first = -(-self.sinks // block_size)
         return range(first, max(first, (num_computed - self.size + 1) // block_size))
 
     def max_blocks_in_window(self, num_new_tokens: int, block_size: int) -> int:
-        """Blocks that a sequence holds at most in a step that adds so many tokens."""
+        """Most blocks that a sequence holds in a step that adds `num_new_tokens` tokens."""
         return -(-self.sinks // block_size) - (-(self.size - 1 + num_new_tokens) // block_size) + 1

@@ -10,13 +10,13 @@ from heapq import heapify, heappop, heappush
 from neso.generation.request import DEFAULT_PRIORITY
 
 _EMPTY = -1
-"""The queue of blocks without content that may be asked for again."""
+"""The queue of blocks without cached content."""
 
 
 class FreeBlocks:
-    """Those without content first, then by priority, the lowest first, and within one those that are free for longest.
+    """Free blocks in order of reuse: those without cached content, then by priority, the lowest first, then by age.
 
-    A block keeps the priority that `retain` gave it until it is reused, or that is over.
+    A block keeps the priority that `retain` gave it until it is reused, or until the retention ends.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,9 +27,9 @@ class FreeBlocks:
         }
         self._order = [_EMPTY, DEFAULT_PRIORITY]
         self._queue_of: dict[int, int] = dict.fromkeys(range(num_blocks), _EMPTY)
-        self._priorities: dict[int, int] = {}  # where it is not the default
+        self._priorities: dict[int, int] = {}  # other than the default
         self._until: dict[int, float] = {}
-        self._ends: list[tuple[float, int]] = []  # a heap; those that are not in `_until` are void
+        self._ends: list[tuple[float, int]] = []  # a heap; entries that are not in `_until` are stale
 
     def __len__(self) -> int:
         return len(self._queue_of)
@@ -38,7 +38,7 @@ class FreeBlocks:
         return block in self._queue_of
 
     def take(self) -> int:
-        """The next to be reused. Raises `KeyError` if there is none."""
+        """The next block to reuse. Raises `KeyError` if there is none."""
         if self._ends:
             self._end_retention(time.monotonic())
         for priority in self._order:
@@ -50,11 +50,11 @@ class FreeBlocks:
         raise KeyError("there is no free block")
 
     def remove(self, block: int) -> None:
-        """Somebody holds it again, for its content."""
+        """The block is in use again, for its content."""
         del self._queues[self._queue_of.pop(block)][block]
 
     def add(self, block: int, *, content_cached: bool) -> None:
-        """Nobody holds it any more; `content_cached`: its content may be asked for again."""
+        """The block is not in use any more; `content_cached`: the prefix cache knows its content."""
         priority = self._priorities.get(block, DEFAULT_PRIORITY) if content_cached else _EMPTY
         self._queue_of[block] = priority
         self._queues[priority][block] = None
@@ -63,7 +63,7 @@ class FreeBlocks:
             self._forget(block)
 
     def retain(self, block: int, priority: int, seconds: float | None) -> None:
-        """Give a block that somebody holds a priority, for so long or until it is reused."""
+        """Give a block in use a priority, for `seconds` or until it is reused."""
         self._forget(block)
         if priority == DEFAULT_PRIORITY:
             return
@@ -76,7 +76,7 @@ class FreeBlocks:
             self._until[block] = end
             heappush(self._ends, (end, block))
             if len(self._ends) > 2 * self._num_blocks:
-                # Most are of blocks that were retained anew or reused, and may be due in weeks only.
+                # Most entries are stale, and may be due only in weeks.
                 self._ends = [(end, block) for block, end in self._until.items()]
                 heapify(self._ends)
 
@@ -84,7 +84,7 @@ class FreeBlocks:
         while self._ends and self._ends[0][0] <= now:
             end, block = heappop(self._ends)
             if self._until.get(block) != end:
-                continue  # it was retained anew, or reused
+                continue  # stale
             self._forget(block)
             if block in self._queue_of:
                 self.remove(block)
@@ -96,13 +96,13 @@ class FreeBlocks:
 
 
 class IntegrityError(AssertionError):
-    """The books do not balance: a block is lost, held twice, or free and held at once."""
+    """The accounting is inconsistent: a block is lost, held twice, or free and held at once."""
 
 
 class BlockPool:
     """Reference counts of `num_blocks` blocks, and the free ones in the order of their reuse.
 
-    A free block may still hold a cached prefix: it stands behind those that do not, and `share` takes it back out.
+    A free block may still hold a cached prefix: it is reused after those that do not, and `share` takes it into use.
     Paged attention: https://arxiv.org/abs/2309.06180, section 4.
     """
 
@@ -123,19 +123,19 @@ class BlockPool:
         return self._references[block]
 
     def allocate(self) -> int:
-        """Take the block that is to be reused first. Raises `KeyError` if there is none: ask `num_free` first."""
+        """Take the first free block. Raises `KeyError` if there is none: check `num_free` before."""
         block = self._free.take()
         self._references[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """Hold a block that somebody holds already, or one whose content outlived its last holder."""
+        """Add a reference to a block that is in use, or to a free one that holds a cached prefix."""
         if self._references[block] == 0:
             self._free.remove(block)
         self._references[block] += 1
 
     def release(self, block: int, *, content_cached: bool) -> None:
-        """Let go of a block. The last holder frees it: to be reused last if its content may be asked for again."""
+        """Remove a reference. Without references the block is free; it is reused last if its content is cached."""
         self._references[block] -= 1
         if self._references[block] == 0:
             self._free.add(block, content_cached=content_cached)
@@ -143,7 +143,7 @@ class BlockPool:
             raise IntegrityError(f"block {block} was released more often than held")
 
     def retain(self, block: int, priority: int, seconds: float | None) -> None:
-        """Say when the content of a block that is held is to make room for others, once it is free."""
+        """Set the priority of a block in use, which counts once it is free."""
         self._free.retain(block, priority, seconds)
 
     def check_integrity(self, holders: dict[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Gives sequences the cache blocks that their tokens need, and takes them back.
+"""KV-cache accounting: gives sequences the cache blocks that their tokens need, and takes them back.
 
 A block table, with block size 4, a prompt of 10 tokens of which 6 are computed:
 
@@ -7,8 +7,8 @@ A block table, with block size 4, a prompt of 10 tokens of which 6 are computed:
                 cached ]  |   written ] |
     computed  ───────────────────▲ num_computed_tokens
 
-Full blocks behind `num_computed_tokens` may be shared (prefix hits, forks) and are never written again. Only the
-block in which writing goes on can be shared by a fork; it is copied before the first write (`_make_writable`).
+Full blocks before `num_computed_tokens` may be shared (prefix hits, forks) and are never written again. The block that
+is written next can only be shared by a fork; it is copied before the first write (`_make_writable`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ BlockCopy = tuple[int, int]
 
 
 class KVCacheManager:
-    """Owns the pool and the prefix cache; the only one who changes block tables.
+    """Owns the block pool and the prefix cache. Nothing else changes block tables.
 
-    With a `window`, blocks that no layer sees any more go back to the pool while their sequence runs.
-    `max_new_tokens`: of a sequence in a step.
+    With a `window`, blocks outside the attention window of all layers are freed while their sequence runs.
+
+    - max_new_tokens: of a sequence in a step
+    - max_unregistered_tokens: of a sequence, computed by a step that is still running and therefore not registered in
+      the prefix cache yet
     """
 
     def __init__(
@@ -39,12 +42,15 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         window: AttentionWindow | None = None,
         max_new_tokens: int = 1,
+        max_unregistered_tokens: int = 0,
         num_host_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self._window = window
         self._max_new_tokens = max_new_tokens
-        self._max_held = window.max_blocks_in_window(max_new_tokens, block_size) if window else num_blocks + 1
+        # Blocks outside the window are freed when they are registered.
+        most_new = max_new_tokens + (max_unregistered_tokens if enable_prefix_caching else 0)
+        self._max_held = window.max_blocks_in_window(most_new, block_size) if window else num_blocks + 1
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(block_size, HostCache(num_host_blocks))
         self._caching = enable_prefix_caching
@@ -54,56 +60,62 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def max_blocks_held(self, num_tokens: int) -> int:
-        """Blocks that a sequence holds at most on its way to `num_tokens` tokens."""
+        """Most blocks that a sequence holds at a time until it has `num_tokens` tokens."""
         return min(self.blocks_for(num_tokens), self._max_held)
 
     def longest_sequence(self, num_tokens: int) -> int:
-        """How much of `num_tokens` tokens one sequence can have: what needs more than the whole cache never ends."""
+        """The longest sequence that fits the whole cache, at most `num_tokens`."""
         whole_cache = self.pool.num_blocks
         return (
             num_tokens if self.max_blocks_held(num_tokens) <= whole_cache else whole_cache * self.block_size
         )
 
     def blocks_to_come(self, sequence: Sequence) -> int:
-        """Blocks that a sequence, and those that fork from it, may still take until they have all their tokens."""
+        """Upper limit of the blocks that a sequence and its pending forks may still allocate until they end."""
         whole = self.blocks_for(sequence.max_tokens)
         own = max(0, whole - len(sequence.block_table)) + self._writes_to_shared(sequence)
         of_a_fork = whole - sequence.num_prompt_tokens // self.block_size
         if self._window is not None:
-            # It gives blocks back as it takes new ones, but from those that it shares the pool gains nothing.
+            # It frees blocks as it allocates new ones, but shared blocks do not return to the pool.
             forks = sequence.forks_pending
             own = min(own, self._max_held - (0 if forks else self._num_held_alone(sequence)))
             of_a_fork = min(of_a_fork, self._max_held)
         return own + sequence.forks_pending * of_a_fork
 
     def room_for_drafts(self, sequence: Sequence, num_new_tokens: int) -> int:
-        """Tokens of a draft that a step has room for beside new ones, in blocks that `blocks_to_come` counts.
+        """Draft tokens that fit a step beside the new ones, in blocks that `blocks_to_come` counts.
 
-        Those of a tree are more than the sequence may have.
+        A tree may have more tokens than the sequence may have in the end.
         """
         room = self.blocks_for(sequence.max_tokens) * self.block_size - sequence.num_tokens
         return room if self._window is None else min(room, self._max_new_tokens - num_new_tokens)
 
     def attach_prefix(self, sequence: Sequence) -> None:
-        """Start an empty sequence from the cached blocks of its longest known prefix."""
-        sequence.cache_parent = sequence.request.cache_identity
-        if not self._caching or sequence.needs_every_position():
+        """Start an empty sequence from the cached blocks of its longest known prefix.
+
+        A waiting sequence keeps its match: an attempt that follows only checks it, and looks for what comes next.
+        """
+        sequence.cache_parent = sequence.cache_identity
+        if not self._caching or sequence.needs_every_position:
             return
-        found = self._held_together(self.prefix_cache.match(sequence.cache_parent, sequence.cache_tokens))
+        sequence.prefix_match = self.prefix_cache.match(
+            sequence.cache_identity, sequence.cache_tokens, sequence.prefix_match
+        )
+        found = self._affordable(sequence.prefix_match)
         if not found:
             return
         sequence.cache_parent = found[-1].node
         sequence.num_cached_blocks = len(found)
         sequence.num_computed_tokens = len(found) * self.block_size
-        passed = self._passed(sequence)
-        sequence.num_window_freed_blocks = passed.stop if passed else 0
-        wanted = [cached for i, cached in enumerate(found) if i not in passed]
+        outside = self._outside_window(sequence)
+        sequence.num_window_freed_blocks = outside.stop if outside else 0
+        wanted = [cached for i, cached in enumerate(found) if i not in outside]
         sequence.block_table = self._hold(wanted)
-        sequence.block_table[passed.start : passed.start] = [NO_BLOCK] * len(passed)
+        sequence.block_table[outside.start : outside.start] = [NO_BLOCK] * len(outside)
         self._retain(sequence, range(len(found)))
 
-    def _held_together(self, found: list[CachedBlock]) -> list[CachedBlock]:
-        """As many of these as there are free blocks for."""
+    def _affordable(self, found: list[CachedBlock]) -> list[CachedBlock]:
+        """The first of these blocks that the pool has free blocks for; blocks in use need none."""
         left = self.pool.num_free
         for i, cached in enumerate(found):
             if cached.block is None or self.pool.references(cached.block) == 0:
@@ -113,8 +125,8 @@ class KVCacheManager:
         return found
 
     def _hold(self, found: list[CachedBlock]) -> list[int]:
-        """The blocks of a prefix, those among them that are on the host brought back."""
-        # All are held or taken before room is made for the first: that pushes others to the host, or off it.
+        """Take the blocks of a prefix; those on the host are loaded into new blocks."""
+        # All are taken before the first is loaded: an allocation may evict blocks to the host, or from it.
         on_host = {}
         for cached in found:
             if cached.block is not None:
@@ -131,13 +143,13 @@ class KVCacheManager:
         return blocks
 
     def try_grow(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Make room to write positions [num_computed_tokens, num_tokens): all of it or, with None, nothing.
+        """Allocate the blocks for positions [num_computed_tokens, num_tokens); None if there are not enough.
 
         Returns the block copies to do before the step writes.
         """
-        self._give_back_passed(sequence)
+        self._free_outside_window(sequence)
         shared = self._writes_to_shared(sequence)
-        # Behind a draft that was wrong there are more blocks than are needed, which makes no other one free.
+        # After a rejected draft the table may have more blocks than are needed.
         missing = max(0, self.blocks_for(num_tokens) - len(sequence.block_table))
         if missing + shared > self.pool.num_free:
             return None
@@ -147,7 +159,7 @@ class KVCacheManager:
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` go on where `parent` is, on the same blocks; it gives back its own."""
+        """Let `child` share the blocks and the position of `parent`; its own blocks are released."""
         for block in _blocks(parent):
             self.pool.share(block)
         self.free(child)
@@ -157,8 +169,8 @@ class KVCacheManager:
         child.num_window_freed_blocks = parent.num_window_freed_blocks
         child.cache_parent = parent.cache_parent
 
-    def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Register the blocks that are full and computed now, so that other sequences find them."""
+    def register_full_blocks(self, sequence: Sequence) -> None:
+        """Register the computed full blocks in the prefix cache. The steps that computed them must have succeeded."""
         if not self._caching:
             return
         size = self.block_size
@@ -173,7 +185,7 @@ class KVCacheManager:
         self._retain(sequence, full)
 
     def _retain(self, sequence: Sequence, places: range) -> None:
-        """Give blocks of a sequence, by their places, the priorities that its request has for them."""
+        """Set the priorities that the request has for blocks of a sequence, given by index."""
         retention = sequence.request.retention
         if retention is None:
             return
@@ -185,7 +197,7 @@ class KVCacheManager:
                 self.pool.retain(block, priority, None if milliseconds is None else milliseconds / 1000)
 
     def free(self, sequence: Sequence) -> None:
-        """Let go of all blocks, the last first: ends of prefixes are reused before their beginnings. Idempotent."""
+        """Release all blocks, the last first: ends of prefixes are reused before their beginnings. Idempotent."""
         for block in reversed(_blocks(sequence)):
             self.pool.release(block, content_cached=block in self.prefix_cache)
         sequence.block_table = []
@@ -196,7 +208,7 @@ class KVCacheManager:
         sequence.cache_parent = None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Check that blocks are conserved: every one free or held as often as tables name it.
+        """Check that every block is either free, or referenced as often as block tables name it.
 
         Raises `IntegrityError`.
         """
@@ -207,21 +219,21 @@ class KVCacheManager:
             if sequence.num_computed_tokens > len(sequence.block_table) * self.block_size:
                 raise IntegrityError(f"sequence {sequence.id} has computed tokens beyond its block table")
 
-    def _passed(self, sequence: Sequence) -> range:
-        """Places in a block table that are behind the window."""
+    def _outside_window(self, sequence: Sequence) -> range:
+        """Indices in a block table that are outside the attention window."""
         if self._window is None:
             return range(0)
         return self._window.blocks_outside_window(sequence.num_computed_tokens, self.block_size)
 
-    def _give_back_passed(self, sequence: Sequence) -> None:
-        """Let go of the blocks that the window has passed."""
-        # What is to be moved must be there until it is.
+    def _free_outside_window(self, sequence: Sequence) -> None:
+        """Release the blocks that are outside the attention window."""
+        # Pending copies within the sequence read them.
         if sequence.slot_copies:
             return
-        passed = self._passed(sequence)
-        # Drafts that were accepted are registered by the step after.
-        end = min(passed.stop, sequence.num_cached_blocks) if self._caching else passed.stop
-        for i in range(max(passed.start, sequence.num_window_freed_blocks), end):
+        outside = self._outside_window(sequence)
+        # A block must be registered before it is freed. Accepted drafts are registered by the next step.
+        end = min(outside.stop, sequence.num_cached_blocks) if self._caching else outside.stop
+        for i in range(max(outside.start, sequence.num_window_freed_blocks), end):
             block = sequence.block_table[i]
             self.pool.release(block, content_cached=block in self.prefix_cache)
             sequence.block_table[i] = NO_BLOCK
@@ -236,7 +248,7 @@ class KVCacheManager:
         return block
 
     def _writes_to_shared(self, sequence: Sequence) -> bool:
-        """Whether the block in which writing goes on is somebody else's too."""
+        """Whether the block that is written next is shared."""
         first_written = sequence.num_computed_tokens // self.block_size
         return (
             first_written < len(sequence.block_table)

@@ -1,23 +1,22 @@
-"""How much of the prompts a step may take in while other sequences are decoding."""
+"""Limits prompt tokens in steps that also decode, so that the time between tokens stays even."""
 
 from __future__ import annotations
 
 INITIAL_BUDGET = 64
-"""Prompt tokens beside decoding sequences while nothing is measured yet."""
+"""Prompt tokens beside decoding sequences before anything is measured."""
 
 MIN_BUDGET = 16
 _SMOOTHING = 0.2
 
 
 class PrefillPacer:
-    """Keeps steps that decode from being stretched by prompts to more than `stretch` times their length.
+    """Limits the duration of steps that decode to `stretch` times what decoding alone takes.
 
-    Where more sequences wait for their first token than decode, the stretch grows with their ratio: a burst of
-    prompts is not held up by the first of them that is through.
+    If more sequences wait for their first token than decode, the limit grows with their ratio, so that the first
+    finished prompt of a burst does not slow down the others.
 
-    A step costs about what its decoding sequences cost alone, and so much for each prompt token. Both are measured
-    as steps go by, so the budget fits any model and machine, and the batch and contexts of the moment: the time
-    between two tokens of a sequence stays even, and prompts take all the rest.
+    A step is modelled as the cost of its decoding sequences plus a cost per prompt token. Both are measured
+    continuously, so the budget fits the model, the machine, the batch and the lengths of contexts.
     """
 
     def __init__(self, stretch: float) -> None:
@@ -26,9 +25,9 @@ class PrefillPacer:
         self._token_seconds: float | None = None
 
     def budget(self, num_decoding: int, num_prompts: int) -> int | None:
-        """Prompt tokens for a step, when so many sequences decode and so many are not through their prompts.
+        """Prompt tokens for a step in which `num_decoding` sequences decode and `num_prompts` are still prefilling.
 
-        None: no limit but that of the scheduler.
+        None: only the scheduler's limit applies.
         """
         if not self._stretch or not num_decoding:
             return None
@@ -39,11 +38,11 @@ class PrefillPacer:
         return max(MIN_BUDGET, int(spare / self._token_seconds))
 
     def observe(self, num_decoding: int, num_prefill_tokens: int, seconds: float) -> None:
-        """Take note of a step: sequences that got one token, prompt tokens, and how long it took."""
+        """Record a step: decoding sequences, prompt tokens, and its duration."""
         if num_decoding and not num_prefill_tokens:
             self._decode_seconds = _blend(self._decode_seconds, seconds)
         elif num_decoding and self._decode_seconds is not None:
-            # Never nothing: a measurement that is off must not lift the limit.
+            # Never 0: one wrong measurement must not remove the limit.
             beside = max(seconds - self._decode_seconds, 0.01 * seconds)
             self._token_seconds = _blend(self._token_seconds, beside / num_prefill_tokens)
 

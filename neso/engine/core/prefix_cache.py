@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from neso.engine.core.block_pool import IntegrityError
-from neso.engine.core.input_embeddings import CacheToken
+from neso.engine.core.sequence import CacheToken
 
 
 class BlockTransfer(NamedTuple):
@@ -21,7 +22,7 @@ class BlockTransfer(NamedTuple):
 
 @dataclass(slots=True)
 class HostCacheStats:
-    """Blocks that went to the host, that came back, and that the host had no room to keep."""
+    """Blocks stored on the host, loaded back, and evicted from it."""
 
     stored_blocks: int = 0
     loaded_blocks: int = 0
@@ -29,10 +30,10 @@ class HostCacheStats:
 
 
 class HostCache:
-    """Which prefix is in which block of the host; full, it forgets what came or was asked for longest ago.
+    """The second tier of the prefix cache: blocks in host memory, evicted in order of their age.
 
-    Blocks move: what is loaded is no longer here. Transfers are to be done in the order in which they were made, by
-    the next step, before it writes anything.
+    Blocks move between the tiers: a loaded block leaves the host. The next step executes the transfers in the order
+    in which they were made, before it writes anything.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -46,14 +47,14 @@ class HostCache:
         return len(self._kept)
 
     def node_of(self, key: Hashable) -> int | None:
-        """The node of a prefix that is here."""
+        """The node of a prefix that is on the host."""
         kept = self._kept.get(key)
         return kept[1] if kept is not None else None
 
     def store(self, key: Hashable, node: int, device_block: int) -> None:
-        """Keep a block of the device that is about to be overwritten."""
+        """Store a block of the device that is about to be overwritten."""
         if not self._free and not self._kept:
-            return  # there are no blocks, or all are about to be loaded
+            return  # the host has no blocks, or all are being loaded
         if not self._free:
             _, (oldest, _) = self._kept.popitem(last=False)
             self._free.append(oldest)
@@ -64,28 +65,28 @@ class HostCache:
         self.stats.stored_blocks += 1
 
     def take(self, key: Hashable) -> int:
-        """Take a block out to load it: it stays as it is until `load`. Raises `KeyError`."""
+        """Take a block out to load it: it is not overwritten before `load`. Raises `KeyError`."""
         host_block, _ = self._kept.pop(key)
         return host_block
 
     def load(self, host_block: int, device_block: int) -> None:
-        """Bring a block back that was taken."""
+        """Load a block that was taken."""
         self._transfers.append(BlockTransfer(0, device_block, host_block))
         self._free.append(host_block)
         self.stats.loaded_blocks += 1
 
     def forget(self, key: Hashable) -> None:
-        """Drop a block, if it is here: the device has the same again."""
+        """Drop a block, if it is on the host: the device has the same content."""
         if key in self._kept:
             self._free.append(self.take(key))
 
     def take_transfers(self) -> list[BlockTransfer]:
-        """What the next step has to do."""
+        """The transfers for the next step."""
         transfers, self._transfers = self._transfers, []
         return transfers
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` if a block is lost, or in two places."""
+        """Raises `IntegrityError` if a block is lost, or used twice."""
         blocks = [*self._free, *(block for block, _ in self._kept.values())]
         if sorted(blocks) != list(range(self.num_blocks)):
             raise IntegrityError(
@@ -93,7 +94,7 @@ class HostCache:
             )
 
     def clear(self) -> None:
-        """Forget everything, and what was to be done."""
+        """Drop all blocks and pending transfers."""
         self._kept.clear()
         self._free = list(range(self.num_blocks))
         self._transfers = []
@@ -104,7 +105,7 @@ Tokens = tuple[CacheToken, ...]
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens of prompts looked up, and those found."""
+    """Prompt tokens that were looked up, and that were found."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -117,7 +118,7 @@ class PrefixCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A full block and the node that stands for the whole prefix up to its end; `block` None: it is on the host."""
+    """A full block, and the node that identifies the prefix up to its end. `block` None: it is on the host."""
 
     block: int | None
     node: int
@@ -126,12 +127,12 @@ class CachedBlock:
 
 @dataclass(slots=True)
 class PrefixCache:
-    """A map (parent, tokens) → cached block, where parent is the node of the block before.
+    """A map (parent, tokens) -> cached block, where parent is the node of the block before.
 
-    The first block's parent is the request's cache identity (adapter version, salt), so prefixes of different
-    identities never meet. The dictionary compares the tokens themselves on a hit: two prefixes that hash alike
-    cannot be confused. Node numbers are never used again, so what hung on an evicted node is out of reach, and
-    its blocks are reused in their turn. With a `host` tier, evicted blocks go there and keep their nodes.
+    The first block's parent is the cache identity of the sequence (adapter version, salt), so prefixes of different
+    identities never match. The dictionary compares the tokens themselves: prefixes with the same hash cannot be
+    confused. Node numbers are never used again, so descendants of an evicted node are unreachable, and their blocks
+    are reused in turn. With a `host` tier, evicted blocks are stored there and keep their nodes.
     """
 
     block_size: int
@@ -147,30 +148,44 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._key_of_block
 
-    def match(self, identity: Hashable, token_ids: list[int] | list[CacheToken]) -> list[CachedBlock]:
+    def match(
+        self,
+        identity: Hashable,
+        token_ids: list[int] | list[CacheToken],
+        known: Iterable[CachedBlock] = (),
+    ) -> list[CachedBlock]:
         """The cached blocks of the longest known prefix, at least one token short of the whole.
 
-        The last token is always left to compute: its logits are what the request is after.
+        The last token is always left to compute: its logits are what the request needs. `known` is an earlier match
+        of the same tokens: blocks that are still cached are not looked up again.
         """
-        found: list[CachedBlock] = []
-        parent = identity
+        found = list(takewhile(self._is_current, known))
+        parent = found[-1].node if found else identity
         size = self.block_size
-        for start in range(0, len(token_ids) - size, size):
-            key = (parent, tuple(token_ids[start : start + size]))
-            cached = self._cached.get(key)
+        for start in range(len(found) * size, len(token_ids) - size, size):
+            cached = self.lookup((parent, tuple(token_ids[start : start + size])))
             if cached is None:
-                node = self.host.node_of(key)
-                if node is None:
-                    break
-                cached = CachedBlock(None, node, key)
+                break
             found.append(cached)
             parent = cached.node
         return found
 
+    def lookup(self, key: tuple[Hashable, Tokens]) -> CachedBlock | None:
+        """The block that continues a prefix, on the device or on the host."""
+        cached = self._cached.get(key)
+        if cached is None and (node := self.host.node_of(key)) is not None:
+            return CachedBlock(None, node, key)
+        return cached
+
+    def _is_current(self, cached: CachedBlock) -> bool:
+        if cached.block is None:
+            return self.host.node_of(cached.key) == cached.node
+        return self._key_of_block.get(cached.block) is cached.key
+
     def insert(self, parent: Hashable, tokens: Tokens, block: int) -> int:
         """Register a full block; returns the node of the prefix that it ends.
 
-        If the same prefix is cached already in another block, that one stays and its node is returned.
+        If another block has the same prefix, it stays cached and its node is returned.
         """
         key = (parent, tokens)
         known = self._cached.get(key)
@@ -185,7 +200,7 @@ class PrefixCache:
         return node
 
     def load(self, cached: CachedBlock, host_block: int, block: int) -> None:
-        """Bring back what `host.take` gave into a block of the device."""
+        """Load a host block that `host.take` returned into a block of the device."""
         self.host.load(host_block, block)
         self._register(cached.key, cached.node, block)
 
@@ -194,7 +209,7 @@ class PrefixCache:
         self._key_of_block[block] = key
 
     def evict(self, block: int) -> None:
-        """Let go of a block that is about to be overwritten, if it was cached."""
+        """Remove a block that is about to be overwritten, if it is cached; store it on the host."""
         key = self._key_of_block.pop(block, None)
         if key is not None:
             evicted = self._cached.pop(key)
@@ -202,7 +217,7 @@ class PrefixCache:
             self.host.store(key, evicted.node, block)
 
     def clear(self) -> None:
-        """Forget everything, as when the weights change."""
+        """Remove everything."""
         self._cached.clear()
         self._key_of_block.clear()
         self.host.clear()

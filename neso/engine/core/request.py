@@ -1,18 +1,50 @@
-"""What the engine core is asked to do, and what it gives back; the messages of the engine's channel hold these."""
+"""Requests to the engine core, and its outputs. Both are sent over the engine's channel."""
 
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from neso.engine.core.input_embeddings import InputEmbeddings, PromptImage
 from neso.generation.output import FinishReason
 from neso.generation.pooling import PoolingParams
 from neso.generation.request import CacheRetention, LoraRequest
 from neso.generation.sampling_params import SamplingParams
 
+PLACEHOLDER = 0
+"""The token id of a prompt position whose embedding is given or computed from an image."""
+
+
+class InputEmbeddings(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings that replace those of prompt tokens, as bytes.
+
+    - positions: int32[E], ascending; the prompt has `PLACEHOLDER` there
+    - rows: float32[E, hidden_size]
+    """
+
+    positions: bytes
+    rows: bytes
+    hidden_size: int
+
+    @classmethod
+    def of(cls, positions: npt.NDArray[np.int32], rows: npt.NDArray[np.float32]) -> InputEmbeddings:
+        """From int32[E] and float32[E, hidden]."""
+        return cls(positions.astype(np.int32).tobytes(), rows.astype(np.float32).tobytes(), rows.shape[1])
+
+
+class PromptImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt, as bytes: its embeddings are computed by the vision tower.
+
+    - positions: int32[E], ascending; the prompt has `PLACEHOLDER` there
+    - pixels: uint8[size, size, 3]
+    """
+
+    positions: bytes
+    pixels: bytes
+
 
 class RequestDraft(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens guessed by the client; `logits`: float32[len(token_ids), vocab_size] as bytes, see `DraftTokens`."""
+    """Draft tokens of the client; `logits`: float32[len(token_ids), vocab_size] as bytes, see `DraftTokens`."""
 
     token_ids: list[int]
     logits: bytes | None = None
@@ -20,16 +52,16 @@ class RequestDraft(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Token ids to continue. Checked already: the prompt fits, `max_tokens` is within the model's length.
+    """A validated request: the prompt fits the context, and `max_tokens` is within the model's length.
 
-    `end_token_ids` end a sequence (the model's own, unless ignore_eos, and the request's stop tokens). `bad_words`:
-    those of `sampling` as tokens, in every way that they may be written.
-    `cache_identity` keeps apart what must not share prefix-cache blocks (adapter version, salt).
-    Lower `priority` goes first. `queue_timeout_ms`: how long it may wait for its first step. `lora` is the adapter that
-    the client wants, `adapter` the version of it that the engine has found (see `LoraManager.resolve`), 0 for none.
-    `input_embeddings`: rows that stand in the prompt in place of tokens; `images`: the same, as pixels that a vision
-    tower makes rows of.
-    `pooling`: the prompt is to become a vector, and nothing is generated; `token_type_ids` may be given with it.
+    - end_token_ids: the model's own, unless ignore_eos, and the request's stop tokens
+    - bad_words: those of `sampling` as token sequences, with all their spellings
+    - priority: lower goes first; queue_timeout_ms: limit of the time until its first step
+    - cache_identity: separates requests that must not share prefix-cache blocks (salt)
+    - lora: the adapter to use
+    - input_embeddings, images: content of placeholders in the prompt
+    - pooling: compute an embedding of the prompt and generate nothing; `token_type_ids` are for encoders
+    - draft: tokens that the client expects; retention: priorities of the prompt's blocks in the cache
     """
 
     request_id: str
@@ -41,7 +73,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: int = 0
     cache_identity: tuple[str, ...] = ()
     lora: LoraRequest | None = None
-    adapter: int = 0
     queue_timeout_ms: float | None = None
     input_embeddings: InputEmbeddings | None = None
     images: list[PromptImage] = []
@@ -52,7 +83,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one position: of `token_id`, its rank (1 is the most likely), and of the top tokens."""
+    """Log probability of `token_id` at one position, its rank (1 is the most likely), and the most likely tokens."""
 
     token_id: int
     logprob: float
@@ -62,17 +93,18 @@ class PositionLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step gave one sequence.
+    """Results of one step for one sequence.
 
-    `error` says why, when the finish reason is ERROR; `error_field` names the parameter that is at fault, if one is;
-    `refused` when the engine had no room or time for it, so that it may be tried again later.
-
-    `scheduled_ns`: when the sequence was first scheduled, in ns of the monotonic clock; with its first token.
-    `cumulative_logprob`: of a whole sequence that a beam search found. `context_logits`, `generation_logits`: rows of
-    float32[vocabulary] for the next positions of the prompt, and for each of `token_ids`.
-    `preemptions`: how often it had to start over; with its last token.
-    `pooled`: the vector that was asked for, float32 as bytes.
-    `draft_tokens` guessed tokens were computed, the first `accepted_draft_tokens` of `token_ids` are of them.
+    - scheduled_ns: when it was first scheduled, in ns of the monotonic clock; with its first token
+    - cached_tokens: prompt tokens found in the prefix cache
+    - cumulative_logprob: of a whole sequence that a beam search found
+    - context_logits, generation_logits: float32[n, vocab_size] as bytes, for positions of the prompt, and for each of
+      `token_ids`
+    - preemptions: how often it had to start over; with its last token
+    - pooled: the embedding, float32 as bytes
+    - draft_tokens: drafts computed; the first `accepted_draft_tokens` of `token_ids` are drafts
+    - error: reason, if the finish reason is ERROR; `error_field` names the parameter at fault; `refused`: the engine
+      had no room or time, so the request may be tried again
     """
 
     request_id: str
@@ -99,7 +131,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def failed(
         cls, request_id: str, index: int, message: str, *, refused: bool = False, error_field: str = ""
     ) -> SequenceOutput:
-        """What ends a sequence that cannot go on."""
+        """The output that ends a sequence with an error."""
         return cls(
             request_id=request_id,
             index=index,

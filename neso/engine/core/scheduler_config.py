@@ -44,7 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_flight_batching(self) -> bool:
-        """Whether requests join while others run."""
+        """Whether requests start while others run."""
         return self.gpt_model_type not in STATIC_BATCHING
 
     def __post_init__(self) -> None:

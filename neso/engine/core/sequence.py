@@ -2,47 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
 from neso.engine.core.draft import Draft
-from neso.engine.core.input_embeddings import CacheToken, EmbeddingRows
-from neso.engine.core.lockstep import Lockstep
 from neso.engine.core.request import EngineRequest
+from neso.generation.output import FinishReason
+
+if TYPE_CHECKING:
+    from neso.engine.core.prefix_cache import CachedBlock
+    from neso.engine.sampling.state import SamplingState
 
 NO_BLOCK = -1
-"""In a block table: the block was given back, no token to come sees it."""
+"""In a block table: the block was freed because it is outside the attention window of all tokens to come."""
+NO_PLACEHOLDERS: Mapping[int, bytes] = {}
+
+CacheToken = int | bytes
+"""What the prefix cache compares: a token id, or a digest of the content that replaces the token."""
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is: queued, among those that every step considers, or done with."""
-
     WAITING = "waiting"
     RUNNING = "running"
     RELEASED = "released"
 
 
+class SequenceGroup(Protocol):
+    """Sequences of one request that are scheduled in the same step, and preempted and released together.
+
+    A group that is preempted collapses to one member with the tokens that all have in common.
+    """
+
+    members: list[Sequence]
+    size: int
+
+    def num_ready_tokens(self, sequence: Sequence) -> int:
+        """Tokens of a member that a step may compute now."""
+
+    def common_prefix(self) -> list[int]:
+        """The tokens that all members begin with."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`token_ids` (prompt and output) is what is known, the first `num_computed_tokens` of them are in the cache.
+    """Prompt and output tokens, and how many of them are computed.
 
-    The scheduler lets the second number catch up with the length of the first; prefill, decode, prefix hits and
-    resuming after preemption are all that. `forks_pending` further sequences of the same request start from this
-    one's prompt when it is computed (n > 1). `cache_parent` is the prefix cache's node for the block before the
-    next one to be cached. The first `num_window_freed_blocks` places of the table are behind the attention window:
-    NO_BLOCK, except for attention sinks. `rank` orders sequences by priority: see `WaitingQueue`.
-    `scheduled_ns`: when it first ran, in ns of the monotonic clock. `num_scored_positions`: positions of the prompt
-    whose logits have been asked for. `lockstep`: the group that it belongs to as a beam. `adapter_slot`: where the
-    runner has its adapter while it runs, -1 for none.
+    The scheduler lets `num_computed_tokens` catch up with `len(token_ids)`: prefill, decode, prefix hits and resuming
+    after preemption are all that. While a step runs that samples the next token, a negative number is in its place
+    in `token_ids`: see `StepPlan`.
 
-    `embedding_rows`: the vectors that stand in the prompt in place of tokens.
+    - arrival, rank: order of scheduling, see `WaitingQueue`
+    - forks_pending: further sequences of the request (n > 1) that fork from this one when its prompt is computed
+    - block_table: blocks in order of position; NO_BLOCK for those that `num_window_freed_blocks` counts (sinks stay)
+    - num_cached_blocks: blocks that the prefix cache knows; cache_parent: its node for the last of them;
+      prefix_match: cached blocks found for a waiting sequence
+    - num_cached_tokens: prompt tokens that were found in the prefix cache when the sequence first ran
+    - scheduled_ns: when it first ran, in ns of the monotonic clock
+    - draft: tokens that may come next, computed beside the last known one
+    - slot_copies: (from, to) positions whose keys and values the next step moves
+    - sampling_state: random numbers and token counts of the sampler
 
-    `draft` is what may come next: the step that reaches the last known token computes it too, and those tokens that
-    the model agrees with become known (see `neso.engine.spec_decode`). `slot_copies`: positions (from, to) whose keys
-    and values belong elsewhere; the next step begins with moving them.
+    Set by add-ons:
 
-    While a step runs that samples the next token, a negative number stands for it in `token_ids`: see `StepPlan`.
+    - addons: state by add-on
+    - group: other sequences that it must be scheduled with
+    - placeholders: prompt positions whose token id means nothing, with a digest of what is there instead
+    - uses_sampler: False if an add-on takes the logits or hidden states of the last token
+    - needs_every_position: prefix hits may not skip any position
+    - sync_only: its steps need the tokens of the step before, so execution does not overlap
     """
 
     id: int
@@ -58,16 +87,20 @@ class Sequence:
     num_cached_tokens: int = 0
     num_cached_blocks: int = 0
     num_window_freed_blocks: int = 0
+    cache_identity: tuple[str, ...] = ()
     cache_parent: Hashable = None
-    num_scored_positions: int = 0
+    prefix_match: list[CachedBlock] = field(default_factory=list)
     num_preemptions: int = 0
     scheduled_ns: int = 0
-    adapter_slot: int = -1
-    embedding_rows: EmbeddingRows | None = None
-    num_pooled_tokens: int = 0
-    lockstep: Lockstep | None = None
     draft: Draft | None = None
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
+    sampling_state: SamplingState | None = None
+    addons: dict[object, Any] = field(default_factory=dict)
+    group: SequenceGroup | None = None
+    placeholders: Mapping[int, bytes] = field(default_factory=lambda: NO_PLACEHOLDERS)
+    uses_sampler: bool = True
+    needs_every_position: bool = False
+    sync_only: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -86,34 +119,41 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def text_token_ids(self) -> list[int]:
-        """The prompt without what stands where rows are."""
-        ids = self.request.prompt_token_ids
-        return ids if self.embedding_rows is None else self.embedding_rows.without_placeholders(ids)
-
-    @property
-    def cache_tokens(self) -> list[CacheToken] | list[int]:
-        """`token_ids` as the prefix cache knows them: by content where a row stands in place of a token."""
-        return (
-            self.token_ids
-            if self.embedding_rows is None
-            else self.embedding_rows.cache_tokens(self.token_ids)
-        )
+    def max_tokens(self) -> int:
+        """Upper limit of prompt and output tokens."""
+        return len(self.request.prompt_token_ids) + self.request.max_tokens
 
     @property
     def at_limit(self) -> bool:
-        """Whether it has all tokens that it may have, though the last one may not be known yet."""
+        """Whether it has all its tokens; the last one may not be known yet."""
         return self.num_output_tokens >= self.request.max_tokens
 
     @property
-    def order(self) -> tuple[float, int, int]:
-        """Sort key: what goes first is kept longest when the cache is short."""
-        return (self.rank, self.arrival, self.index)
+    def num_ready_tokens(self) -> int:
+        """Tokens that a step may compute now."""
+        if self.at_limit:
+            return 0
+        return self.num_uncomputed_tokens if self.group is None else self.group.num_ready_tokens(self)
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of prompt and output at most."""
-        return len(self.request.prompt_token_ids) + self.request.max_tokens
+    def text_token_ids(self) -> list[int]:
+        """The prompt without placeholders."""
+        ids = self.request.prompt_token_ids
+        return (
+            [token for i, token in enumerate(ids) if i not in self.placeholders] if self.placeholders else ids
+        )
+
+    @property
+    def cache_tokens(self) -> list[CacheToken] | list[int]:
+        """`token_ids` as the prefix cache compares them."""
+        if not self.placeholders:
+            return self.token_ids
+        return [self.placeholders.get(i, token) for i, token in enumerate(self.token_ids)]
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Sort key of scheduling; the last in order is preempted first."""
+        return (self.rank, self.arrival, self.index)
 
     @property
     def waiting(self) -> bool:
@@ -123,36 +163,35 @@ class Sequence:
     def released(self) -> bool:
         return self.status is SequenceStatus.RELEASED
 
-    def accept(self, path: list[int]) -> None:
-        """Count tokens of the draft as computed that have become known: their numbers in it, ascending.
+    def accept_drafts(self, path: list[int]) -> None:
+        """Count draft tokens that were accepted as computed; `path` has their indices in the draft, ascending.
 
-        They lie in the slots behind those of the known tokens, in the order of the draft; those of a tree that are
-        not in their place are moved by the next step.
+        Their keys and values are behind those of the known tokens, in the order of the draft. Those of a tree that
+        are not in their final position are moved by the next step.
         """
         known = self.num_computed_tokens
         self.num_computed_tokens += len(path)
         self.slot_copies = [(known + node, known + place) for place, node in enumerate(path) if node != place]
 
-    @property
-    def num_ready_tokens(self) -> int:
-        """Tokens that a step may compute now."""
-        if self.at_limit:
-            return 0
-        return self.num_uncomputed_tokens if self.lockstep is None else self.lockstep.num_ready_tokens(self)
 
-    def needs_every_position(self) -> bool:
-        """Whether no position may be skipped because its keys and values are known already."""
-        pooling = self.request.pooling
-        return self.wants_prompt_scores() or (pooling is not None and pooling.pooling != "last")
+def finish_reason(request: EngineRequest, token_ids: list[int], token_id: int) -> FinishReason | None:
+    """Why a sequence ends with `token_id`, which follows `token_ids` (prompt and output); None if it goes on."""
+    params = request.sampling
+    num_output = len(token_ids) + 1 - len(request.prompt_token_ids)
+    ends = token_id in request.end_token_ids or (
+        bool(params.stop_words) and _ends_with_stop_word(request, token_ids, token_id)
+    )
+    if ends and num_output > params.min_tokens:
+        return FinishReason.STOP
+    if num_output >= request.max_tokens:
+        return FinishReason.LENGTH
+    return None
 
-    def wants_prompt_scores(self) -> bool:
-        """Whether logits of positions of the prompt are asked for that nobody has been told yet."""
-        return (
-            self.request.sampling.needs_prompt_scores
-            and self.num_scored_positions < self.num_scorable_positions
-        )
 
-    @property
-    def num_scorable_positions(self) -> int:
-        """All of the prompt, or, for log probabilities of its tokens, those that another follows."""
-        return self.num_prompt_tokens - (not self.request.sampling.return_context_logits)
+def _ends_with_stop_word(request: EngineRequest, token_ids: list[int], token_id: int) -> bool:
+    prompt_length = len(request.prompt_token_ids)
+    return any(
+        word[-1] == token_id
+        and token_ids[max(prompt_length, len(token_ids) - len(word) + 1) :] == list(word[:-1])
+        for word in request.sampling.stop_words
+    )

@@ -1,4 +1,4 @@
-"""What one engine step computes: immutable data, so that a step can be dumped and replayed."""
+"""The input of a runner for one step: immutable arrays, so that a step can be recorded and replayed."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ NO_MASKS = np.empty(0, np.uint64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """A flat batch: the new tokens of every scheduled sequence, one after another, without padding.
+    """A flat batch: the new tokens of all scheduled sequences, one after another, without padding.
 
     With S sequences, T new tokens, R logits rows (arrays are int32 unless said otherwise, read-only):
 
     - sequence_ids[S]: ids of the sequences, unique over the engine's life.
-    - token_ids[T]: the new tokens; -1 - r is the token that row r of the step before chooses, which may still be
-      running. Those of sequence s are query_start[s]:query_start[s + 1].
+    - token_ids[T]: the new tokens; those of sequence s are query_start[s]:query_start[s + 1]. -1 - r is the token that
+      row r of the step before chooses, which may still be running.
     - query_start[S + 1]: from 0 to T; every sequence has at least one new token.
-    - num_computed[S]: tokens of s whose keys and values are in the cache already. The new tokens of s have the
-      positions num_computed[s], num_computed[s] + 1, ... but for those of a tree.
+    - num_computed[S]: tokens of s whose keys and values are in the cache. The new tokens of s have the positions
+      num_computed[s], num_computed[s] + 1, ... except in a tree.
     - block_tables[S, B]: cache blocks of s in order of position, padded with -1; the table covers the new tokens
       too, whose keys and values this step writes at block_tables[s, p // block_size], offset p % block_size.
     - block_copies[C, 2]: (source, target) blocks to copy before anything is written (copy-on-write).
-    - block_transfers[H, 3]: (to host, block, block of the host) to copy in this order before all else: to the host
-      where the first is 1, from it where it is 0. Only for runners with "host_cache".
-    - logits_rows[R]: flat positions in [0, T) whose logits are wanted, in the order wanted; one may repeat.
-    - adapter_slots[S]: the slot of the runner that holds the adapter of s, -1 for none; None: no sequence has one.
-    - hidden_rows[H]: flat positions whose final hidden states are wanted. Only for runners with "hidden_states".
-    - embedding_positions[E]: flat positions, ascending, where a row of `embeddings` float32[E, hidden] stands in
-      place of the embedded token; the token id there is a placeholder. Only for runners with "input_embeddings".
-    - slot_copies[C, 3]: (s, from, to) positions of sequence s whose keys and values are to be copied within it, after
-      the block copies and before anything is written; all are read before any is written.
-    - tree_masks[T], uint64: where it is not 0 the token is in a tree of drafts: of its sequence's new tokens it sees
-      those whose bits are set, itself included; number i is written to the slot of position num_computed[s] + i, as
-      everywhere, but stands at position num_computed[s] + tree_depths[i]. Both arrays are empty where there is no
-      tree. Only for runners with "tree_attention".
+    - block_transfers[H, 3]: (to host, block, host block) to copy in this order before anything else: to the host if
+      the first is 1, from it if it is 0. Only for runners with "host_cache".
+    - logits_rows[R]: flat positions in [0, T) whose logits are returned, in this order; one may repeat.
+
+    Extensions, filled by add-ons:
+
+    - adapter_slots[S]: the runner's slot with the adapter of s, -1 for none; None: no sequence has an adapter.
+    - hidden_rows[H]: flat positions whose final hidden states are returned. Only for runners with "hidden_states".
+    - embedding_positions[E]: flat positions, ascending, where a row of `embeddings` float32[E, hidden] replaces the
+      embedding of the token; the token id there is a placeholder. Only for runners with "input_embeddings".
+    - slot_copies[C, 3]: (s, from, to) positions of sequence s whose keys and values are copied, after the block copies
+      and before anything is written; all are read before any is written.
+    - tree_masks[T], uint64: if it is not 0, the token is in a draft tree: of its sequence's new tokens it attends to
+      those whose bits are set, itself included. Token i is written to the slot of position num_computed[s] + i, as
+      always, but its position is num_computed[s] + tree_depths[i]. Both arrays are empty if there is no tree. Only
+      for runners with "tree_attention".
     """
 
     step: int
@@ -88,13 +91,13 @@ class StepPlan:
         return (np.repeat(self.num_computed, np.diff(self.query_start)) + self.tree_depths).astype(np.int32)
 
     def slot_positions(self) -> Int32Array:
-        """The position in whose slot each new token is written, int32[T]: its own, but for those of a tree."""
+        """The position whose slot each new token is written to, int32[T]: its own, except in a tree."""
         lengths = np.diff(self.query_start)
         starts = np.repeat(self.num_computed - self.query_start[:-1], lengths)
         return (starts + np.arange(self.num_tokens, dtype=np.int32)).astype(np.int32)
 
     def moved_slots(self, block_size: int) -> tuple[Int32Array, Int32Array]:
-        """Cache slots to copy from, and to: those of `slot_copies`."""
+        """Cache slots to copy from, and to, for `slot_copies`."""
         rows, sources, targets = self.slot_copies.T
         return (
             self.block_tables[rows, sources // block_size] * block_size + sources % block_size,

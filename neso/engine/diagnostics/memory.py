@@ -1,4 +1,4 @@
-"""How much memory an engine takes."""
+"""Memory of the engine process and its device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from neso.engine.runners.base import Runner
 
 INTERVAL = 1.0
-"""Seconds between two readings: they cost more than all other numbers of a step."""
+"""Seconds between two readings, which cost more than all other statistics of a step."""
 
 
 class MemoryUse:
-    """Bytes of this process, and of its runner's device; read now and then."""
+    """Bytes of this process, and of its runner on the device."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -21,7 +21,7 @@ class MemoryUse:
         self.host = self.device = 0
 
     def refresh(self) -> None:
-        """Read again if the last reading is old."""
+        """Read again if the last reading is older than `INTERVAL`."""
         now = time.monotonic()
         if now - self._read_at >= INTERVAL:
             self._read_at = now

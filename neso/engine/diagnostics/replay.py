@@ -1,4 +1,9 @@
-"""Records engine steps and runs them again."""
+"""Records engine steps, and runs recordings: `python -m neso.engine.diagnostics.replay FOLDER [--against NAME]`.
+
+FOLDER is written by the option `record_steps` or by the watchdog. Prints the time of each step; with --against, also
+the largest difference of the logits of two runners. If a recording does not begin with the first step of its
+sequences, the cache lacks earlier steps: times are right, logits are meaningless.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ _ENGINE = "engine.json"
 
 
 class RecordedEngine(msgspec.Struct, frozen=True):
-    """The engine that the steps are of."""
+    """The engine whose steps are recorded."""
 
     config: EngineConfig
     num_blocks: int
@@ -33,7 +38,7 @@ class RecordedEngine(msgspec.Struct, frozen=True):
 
 
 class StepRecorder:
-    """Writes plans into a folder: one file a step, and `engine.json` for the engine. Making one raises `OSError`."""
+    """Writes plans to a folder: one file per step, and `engine.json`. The constructor raises `OSError`."""
 
     def __init__(self, folder: Path, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.folder = folder
@@ -44,23 +49,23 @@ class StepRecorder:
         )
 
     def record(self, plan: StepPlan) -> None:
-        """Write one step; the first that cannot be written, as on a full disk, is the last."""
+        """Write one step. After the first that cannot be written, no more are."""
         if self._failed:
             return
         try:
             plan.dump(self.folder / f"step-{plan.step:09}.npz")
         except OSError as error:
             self._failed = True
-            logger.error("steps are not recorded any more: %s", error)
+            logger.error("recording of steps stopped: %s", error)
 
 
 def read_engine(folder: Path) -> RecordedEngine:
-    """The engine of a recording. Raises `OSError`, `msgspec.DecodeError`."""
+    """Read the engine of a recording. Raises `OSError`, `msgspec.DecodeError`."""
     return msgspec.json.decode((folder / _ENGINE).read_bytes(), type=RecordedEngine)
 
 
 def read_steps(folder: Path) -> Iterator[StepPlan]:
-    """The steps of a recording in their order."""
+    """Read the steps of a recording, in order."""
     for path in sorted(folder.glob("step-*.npz")):
         yield StepPlan.load(path)
 
@@ -70,20 +75,20 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """`seconds` of the first runner; the other values are None without a second one.
+    """`seconds`: of the first runner. The other values are None without a second one.
 
-    - apart: largest difference of two logits
-    - same_choice: whether the most likely token of every row is the same
+    - max_difference: largest difference of two logits
+    - same_tokens: whether the most likely token of every row is the same
     """
 
     plan: StepPlan
     seconds: float
-    apart: float | None = None
-    same_choice: bool | None = None
+    max_difference: float | None = None
+    same_tokens: bool | None = None
 
 
 def replay(folder: Path, runners: list[Runner]) -> Iterator[ReplayedStep]:
-    """Run the steps of a recording on one runner, or on two to compare."""
+    """Run the steps of a recording on one runner, or on two to compare them."""
     recorded = read_engine(folder)
     block_size = recorded.config.scheduler.block_size
     for runner in runners:
@@ -101,7 +106,7 @@ def replay(folder: Path, runners: list[Runner]) -> Iterator[ReplayedStep]:
 
 
 def load_runner(config: EngineConfig, name: str) -> Runner:
-    """The recorded model on a runner. Raises what `open_model` raises."""
+    """Load the recorded model on a runner. Raises what `open_model` raises."""
     with open_source(config.model) as source:
         return open_model(
             source, name, config.runner_options, lambda length: min(length, config.max_model_len or length)
@@ -115,14 +120,14 @@ def _timed(runner: Runner, plan: StepPlan) -> tuple[Float32Array, float]:
 
 
 def _with_known_tokens(plan: StepPlan) -> StepPlan:
-    """What the host did not know when a step was started (a plan of the watchdog's) becomes token 0."""
+    """Replace tokens that were unknown when the step was started (in plans of the watchdog) by token 0."""
     if not (plan.token_ids < 0).any():
         return plan
     return replace(plan, token_ids=np.maximum(plan.token_ids, 0))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The program; its exit status is 1 when two runners choose different tokens."""
+    """The command line. The exit status is 1 if two runners choose different tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runner", help="default: that of the recording")
@@ -139,9 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
     for step in replay(options.folder, runners):
         total += step.seconds
         line = f"{step.plan.step:9} {step.plan.num_sequences:9} {step.plan.num_tokens:7} {step.seconds * 1e3:9.3f}"
-        if step.apart is not None:
-            line += f"  {step.apart:.2e}" + ("" if step.same_choice else "  other tokens")
-            agree = agree and bool(step.same_choice)
+        if step.max_difference is not None:
+            line += f"  {step.max_difference:.2e}" + ("" if step.same_tokens else "  other tokens")
+            agree = agree and bool(step.same_tokens)
         print(line)
     print(f"{total:.3f} s in all")
     return 0 if agree else 1

@@ -1,4 +1,4 @@
-"""Notices that a step hangs, keeps what tells why, and ends what cannot go on."""
+"""Detects a step that hangs, and writes stacks and plans to a folder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from neso.engine.loop.engine_core import EngineCore
 logger = logging.getLogger(__name__)
 
 HANG_STATUS = 86
-"""Exit status of an engine process whose step hung."""
+"""Exit status of an engine process whose step hangs."""
 
 
 class StepWatchdog:
-    """A thread that looks at the clock of the step that runs.
+    """A thread that checks the duration of the running step.
 
     When a step takes longer than `config.step_timeout` seconds, the stacks of all threads and the last plans of a
-    decoder go to a folder that the log names, then `on_hang` is called. A step that hangs while it holds Python's
-    global lock keeps this thread from running too: it is not found.
+    decoder are written to a folder that is logged, then `on_hang` is called. A step that hangs while it holds Python's
+    global interpreter lock is not detected, because this thread cannot run either.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class StepWatchdog:
         self._started = time.monotonic()
 
     def end(self) -> None:
-        """It is done."""
+        """The step has ended."""
         self._started = None
 
     def close(self) -> None:
-        """Watch no more."""
+        """End the thread."""
         self._closed.set()
 
     def _watch(self) -> None:
-        timeout, told = self._config.step_timeout, None
+        timeout, reported = self._config.step_timeout, None
         while not self._closed.wait(min(timeout / 4, 5.0)):
             started = self._started
-            if started is None or started == told or time.monotonic() - started < timeout:
+            if started is None or started == reported or time.monotonic() - started < timeout:
                 continue
-            told = started
-            self._tell()
+            reported = started
+            self._report()
             self._on_hang()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         seconds = self._config.step_timeout
         try:
             folder = self._dump()

@@ -10,7 +10,6 @@ from typing import Any
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.generation import GuidedDecoding
 
 _TEXT = r"/(.|\n)*/"
@@ -176,13 +175,6 @@ class GrammarError(ValueError):
 
 class GuideError(RuntimeError):
     """A sequence cannot go on in its grammar; the message is fit for the client."""
-
-
-def refused(request: EngineRequest, error: GrammarError | GuideError, index: int = 0) -> SequenceOutput:
-    """What ends sequence `index` of a request whose grammar cannot be used, or no longer."""
-    guided = request.sampling.guided_decoding
-    field = guided.field if guided is not None else "guided_decoding"
-    return SequenceOutput.failed(request.request_id, index, str(error), error_field=field)
 
 
 def quoted(text: str) -> str:

@@ -43,6 +43,7 @@ from neso.engine.ipc.messages import (
 )
 from neso.engine.loop.engine_core import EngineCore
 from neso.engine.lora.config import LORA_DISABLED, AdapterError
+from neso.engine.lora.manager import LoraManager
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ class EngineService:
     def __init__(self, core: Core, emit: Callable[[Event], None]) -> None:
         self.core = core
         self._emit = emit
-        self._lora = core.lora if isinstance(core, EngineCore) else None  # encoders have no adapters
+        self._lora = (
+            core.addon(LoraManager) if isinstance(core, EngineCore) else None
+        )  # encoders have no adapters
         self._lora_revision = 0
 
     def step(self) -> list[SequenceOutput]:

@@ -6,12 +6,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+from neso.engine.addons.registry import standard_addons
 from neso.engine.config import EngineConfig
 from neso.engine.diagnostics.replay import StepRecorder
 from neso.engine.encoders.encoder_core import EncoderCore
 from neso.engine.encoders.text_encoder import TextEncoder
 from neso.engine.errors import EngineError
-from neso.engine.guided.guides import GrammarSource, Guides
+from neso.engine.guided.addon import GrammarSource, GuidedDecodingAddon
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.load.cache_size import bytes_per_block, num_cache_blocks, num_host_blocks
 from neso.engine.loop.engine_core import EngineCore
@@ -21,7 +22,7 @@ from neso.engine.pooling.pooler import Pooler
 from neso.engine.pooling.sentence_transformers import max_tokens, read_pooler
 from neso.engine.runners.base import CacheLayout, Runner
 from neso.engine.runners.registry import layer_stack_class, open_model
-from neso.engine.spec_decode.loader import load_draft_runner, make_speculator
+from neso.engine.spec_decode.loader import load_draft_runner, make_speculation
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.specs.encoder_spec import EncoderSpec, VisionSpec
 from neso.engine.specs.families.llava import text_config, vision_spec
@@ -69,23 +70,18 @@ def load_engine(config: EngineConfig) -> tuple[Core, EngineInfo]:
     num_blocks = num_cache_blocks(config, runner, max_model_len, draft_runner)
     block_size = config.scheduler.block_size
     host_blocks = num_host_blocks(config, runner)
-    guides = Guides(GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout))
-    layout = CacheLayout(num_blocks, block_size)
-    speculator = make_speculator(config, runner, draft_runner, layout)
-    if config.prepare_grammars:
-        guides.prepare()
-    lora = open_adapters(config.lora, runner)
-    core = EngineCore(
-        runner,
-        config.scheduler,
-        num_blocks,
-        guides=guides,
-        pooler=pooler,
-        images=images,
-        num_host_blocks=host_blocks,
-        lora=lora,
-        speculator=speculator,
+    guided = GuidedDecodingAddon(
+        GrammarSource(config.tokenizer_path, runner.vocab_size, config.grammar_timeout)
     )
+    layout = CacheLayout(num_blocks, block_size)
+    speculation = make_speculation(config, runner, draft_runner, layout)
+    if config.prepare_grammars:
+        guided.prepare_compiler()
+    lora = open_adapters(config.lora, runner)
+    addons = standard_addons(
+        runner, pooler=pooler, images=images, lora=lora, guided=guided, speculation=speculation
+    )
+    core = EngineCore(runner, config.scheduler, num_blocks, addons, host_blocks)
     if config.record_steps is not None:
         try:
             core.record = StepRecorder(Path(config.record_steps), config, num_blocks, host_blocks).record

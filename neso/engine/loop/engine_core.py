@@ -1,236 +1,321 @@
-"""The engine: requests in, one step at a time, tokens out."""
+"""The engine core: requests in, one step at a time, tokens out."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
 
-from neso.engine.beams.addon import BeamSearch
-from neso.engine.core.batch import Batch, build_batch
-from neso.engine.core.block_pool import IntegrityError
+from neso.engine.core.addon import Addon, Failures, RequestError, overriding
+from neso.engine.core.admission import QueueFull
 from neso.engine.core.prefill_pacer import PrefillPacer
 from neso.engine.core.request import EngineRequest, SequenceOutput
-from neso.engine.core.schedule import Schedule
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.stats import EngineStats, StepCounts
+from neso.engine.core.step import Step
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.diagnostics.memory import MemoryUse
-from neso.engine.guided.guides import Guides
-from neso.engine.loop.failed_requests import fail_requests, involved
-from neso.engine.loop.intake import Intake
-from neso.engine.loop.launched_step import LaunchedStep, can_run_ahead
-from neso.engine.loop.prompt_scores import prompt_outputs
-from neso.engine.loop.step_inputs import load_adapters, load_rows
-from neso.engine.loop.token_choice import TokenChoice
-from neso.engine.lora.manager import LoraManager
-from neso.engine.pooling.decoder_pooling import DecoderPooling
-from neso.engine.pooling.pooler import Pooler
-from neso.engine.runners.base import CacheLayout, Runner
+from neso.engine.loop.token_selection import TokenSelector, needs_sync_steps
+from neso.engine.runners.base import CacheLayout, LaunchedTokens, Runner
 from neso.engine.sampling.sampler import SampledToken, Sampler, sampling_batch
+from neso.engine.sampling.state import SamplingState, state_of
 from neso.engine.sampling.token_sampling import INVALID_TOKEN
-from neso.engine.spec_decode.speculator import Speculator
-from neso.engine.vision.image_encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.005
+"""How long a step without work waits for background work, such as the compilation of a grammar."""
+
+T = TypeVar("T", bound=Addon)
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step that the runner may still execute.
+
+    `pending`: the sequences that get a token, in the order of the tokens, and the token's position in each.
+    """
+
+    step: Step
+    tokens: LaunchedTokens
+    states: list[SamplingState]
+    pending: list[tuple[Sequence, int]] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    def append_placeholders(self) -> None:
+        """Append numbers that represent the unknown tokens, so that the next step can be scheduled."""
+        for row, scheduled in enumerate(self.step.sampled):
+            self.pending.append((scheduled.sequence, scheduled.sequence.num_tokens))
+            scheduled.sequence.token_ids.append(-1 - row)
+
 
 class EngineCore:
-    """Schedules, runs and samples; single-threaded, no I/O. `step` is the whole of it."""
+    """Schedules, runs and samples. Single-threaded, no I/O.
+
+    `addons`: the features of the engine beyond plain decoding.
+    """
 
     def __init__(
         self,
         runner: Runner,
         config: SchedulerConfig,
         num_blocks: int,
-        guides: Guides | None = None,
-        pooler: Pooler | None = None,
-        images: ImageEncoder | None = None,
+        addons: Iterable[Addon] = (),
         num_host_blocks: int = 0,
-        lora: LoraManager | None = None,
-        speculator: Speculator | None = None,
     ) -> None:
-        slots = lora.slots if lora is not None else None
-        self.scheduler = Scheduler(config, num_blocks, runner.window, slots, num_host_blocks)
-        self.lora = lora
         self.runner = runner
         self.runner.allocate_cache(CacheLayout(num_blocks, config.block_size, num_host_blocks))
+        self.addons = list(addons)
+        self._overlaps = runner.can_overlap and config.enable_overlap
+        self.scheduler = Scheduler(
+            config, num_blocks, runner.window, num_host_blocks, self.addons, overlaps=self._overlaps
+        )
+        self.selector = TokenSelector(self.scheduler, Sampler(runner.choose), self.addons)
         self.recent_plans: deque[StepPlan] = deque(maxlen=2)  # one may run while the next is prepared
         self.record: Callable[[StepPlan], None] | None = None
-        self._guides = guides or Guides()
-        self.intake = Intake(self.scheduler, self._guides, lora, images, self._queued)
-        self.choice = TokenChoice(self.scheduler, Sampler(runner.choose), self._guides, speculator)
-        self._beams = BeamSearch(self.scheduler)
-        self._pooling = DecoderPooling(pooler or Pooler("last"))
+        """Called with every plan; steps do not overlap then."""
         self._pacer = PrefillPacer(config.max_decode_stretch)
-        self._step = 0
-        self._counts = StepCounts()
         self._memory = MemoryUse(runner)
-        self._launched: LaunchedStep | None = None
+        self._num_steps = 0
+        self._counts = StepCounts()
+        self._ongoing: LaunchedStep | None = None
         self._finished_at = 0.0
-        self._speculator = speculator
-        # Requests that keep the next step from being started before the tokens of the last are known.
-        self._step_by_step: set[str] = set()
+        self._beginners = overriding(self.addons, "begin_step")
+        self._preparers, self._extenders = (
+            overriding(self.addons, "prepare"),
+            overriding(self.addons, "extend"),
+        )
+        self._updaters, self._observers = (
+            overriding(self.addons, "update"),
+            overriding(self.addons, "observe"),
+        )
+
+    def addon(self, kind: type[T]) -> T | None:
+        """The add-on of a class, if the engine has one."""
+        return next((addon for addon in self.addons if isinstance(addon, kind)), None)
 
     @property
     def last_plan(self) -> StepPlan | None:
-        """Of the step that was scheduled last."""
+        """The plan of the step that was scheduled last."""
         return self.recent_plans[-1] if self.recent_plans else None
+
+    # -- requests -----------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._launched is not None or self.intake.waits
+        return self.scheduler.has_work or self._ongoing is not None
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
-        """Take a request; one that can never run is answered at once with an error."""
-        return self.intake.add(request)
+        """Queue a request. If it can never run, the output with the error is returned at once."""
+        name = request.request_id
+        try:
+            self.scheduler.add(request, sync_only=needs_sync_steps(request.sampling))
+        except QueueFull as error:
+            return [SequenceOutput.failed(name, 0, str(error), refused=True)]
+        except ValueError as error:
+            return [SequenceOutput.failed(name, 0, str(error), error_field=getattr(error, "field", ""))]
+        except Exception as error:
+            logger.exception("request '%s' failed before its first step", name)
+            return [SequenceOutput.failed(name, 0, f"the request failed: {error}")]
+        return []
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Forget a request, or one of its sequences, in whatever state; unknown ones are ignored."""
+        """Release a request, or one of its sequences. Unknown ones are ignored."""
         for sequence in self.scheduler.sequences_of(request_id):
-            # Beams are no sequences of the request's own: all of them go.
-            if index is None or sequence.index == index or sequence.lockstep is not None:
+            # The members of a group are not the request's own sequences: all of them are released.
+            if index is None or sequence.index == index or sequence.group is not None:
                 self.scheduler.release(sequence)
-        if index is None:
-            self._guides.drop(request_id)
-        # At once: a new request may have this id before the next step.
-        self._forget_released()
+
+    # -- a step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
-        """Run one step; returns what it gave, by sequence. Nothing that happens in it raises.
+        """Run one step and return its outputs. Nothing raises: failures end the requests that are involved.
 
-        With a runner that can overlap, the step that is scheduled is started before the one before is waited for, and
-        what comes back is what that one gave.
+        If the runner can overlap, the step is only started, and the outputs are those of the step before.
         """
-        outputs = self.intake.take()
-        if not self._overlaps():
-            outputs += self._finish_launched()
-        if self._speculator is not None:
-            self._speculator.propose(self.scheduler.running)
-        try:
-            schedule = self.scheduler.schedule(self._pacer.budget)
-        except Exception as error:
-            return outputs + self._fail(involved(self.scheduler), error)
-        outputs += load_rows(schedule, self.scheduler)
-        if self.lora is not None:
-            outputs += load_adapters(schedule, self.scheduler, self.lora)
-        self._forget_released()
-        if not schedule.scheduled:
-            outputs += self._finish_launched()
-            if not outputs:
-                self.intake.wait()
+        if self._can_overlap():
+            self._ongoing, outputs = self._overlapped_step(self._ongoing)
             return outputs
-        self._step += 1
-        try:
-            batch = self._prepare(schedule)
-        except Exception as error:
-            return outputs + self._fail(schedule.sequences, error, schedule)
-        if self._overlaps():
-            return outputs + self._launch(schedule, batch)
-        return outputs + self._run(schedule, batch)
+        last, self._ongoing = self._ongoing, None
+        outputs = self._finish(last)
+        step, plan, failed = self._next_step()
+        outputs += failed
+        if plan is not None:
+            outputs += self._run(step, plan)
+        elif not outputs:
+            self._wait()
+        return outputs
 
-    def _prepare(self, schedule: Schedule) -> Batch:
-        """Lay out what the runner is to do."""
-        schedule.block_transfers = self.scheduler.take_transfers()
-        if self._speculator is not None:
-            self._speculator.complete(schedule, self.choice.state)
-        self._counts = StepCounts.of(schedule)
-        batch = build_batch(schedule, self._step)
-        self.recent_plans.append(batch.plan)
+    def _overlapped_step(self, last: LaunchedStep | None) -> tuple[LaunchedStep | None, list[SequenceOutput]]:
+        """Start a step, then finish the last one. Returns the step that is running, and the outputs."""
+        step, plan, outputs = self._next_step()
+        if plan is None:
+            outputs += self._finish(last)
+            if not outputs:
+                self._wait()
+            return None, outputs
+        launched: LaunchedStep | Exception
+        try:
+            states = [state_of(scheduled.sequence) for scheduled in step.sampled]
+            launched = LaunchedStep(step, self.runner.launch(plan, sampling_batch(states)), states)
+        except Exception as error:
+            launched = error
+        outputs += self._finish(last)
+        try:
+            if isinstance(launched, Exception):
+                raise launched
+            self.scheduler.advance(step)
+            launched.append_placeholders()
+        except Exception as error:
+            return None, outputs + self._fail_step(step, error, _live(step))
+        return launched, outputs
+
+    def _next_step(self) -> tuple[Step, StepPlan | None, list[SequenceOutput]]:
+        """Admit, schedule and plan. The plan is None if no sequence can run; the outputs are of those that failed."""
+        outputs = self._fail_expired()
+        step = Step()
+        try:
+            for addon in self._beginners:
+                outputs += self._fail_each(addon.begin_step(self.scheduler))
+            step = self.scheduler.schedule(self._pacer.budget)
+        except Exception as error:
+            return step, None, outputs + self._fail_step(step, error, _maybe_scheduled(self.scheduler))
+        try:
+            for addon in self._preparers:
+                if failures := addon.prepare(step, self.scheduler):
+                    outputs += self._fail_each(failures)
+                    step.drop_released()
+            if not step.scheduled:
+                return step, None, outputs
+            return step, self._plan(step), outputs
+        except Exception as error:
+            return step, None, outputs + self._fail_step(step, error, step.sequences)
+
+    def _plan(self, step: Step) -> StepPlan:
+        """Lay out the step for the runner."""
+        # Also the transfers of steps that were scheduled and never ran.
+        step.block_transfers = self.scheduler.kv.prefix_cache.host.take_transfers()
+        step.lay_out()
+        for addon in self._extenders:
+            addon.extend(step)
+        self._num_steps += 1
+        self._counts = step.counts
+        plan = step.plan(self._num_steps)
+        self.recent_plans.append(plan)
         if self.record is not None:
-            self.record(batch.plan)
-        return batch
+            self.record(plan)
+        return plan
 
-    def _queued(self, sequence: Sequence) -> None:
-        request = sequence.request
-        step_by_step = request.pooling is not None or sequence.draft is not None
-        if step_by_step or not can_run_ahead(request.sampling):
-            self._step_by_step.add(request.request_id)
-        self._beams.add(sequence)
-
-    def _overlaps(self) -> bool:
-        """Whether a step may start before the tokens of the one before are known."""
-        return (
-            self.runner.can_overlap
-            and self.scheduler.config.enable_overlap
-            and not self._step_by_step
-            and self.record is None
-            and self._speculator is None
-        )
-
-    def _run(self, schedule: Schedule, batch: Batch) -> list[SequenceOutput]:
-        """A step from its start to its tokens."""
+    def _run(self, step: Step, plan: StepPlan) -> list[SequenceOutput]:
+        """Execute a step and sample."""
         started = time.perf_counter()
+        outputs: list[SequenceOutput] = []
         try:
-            logits = self.runner.step(batch.plan)
-            self._observe(self._counts, time.perf_counter() - started)
-            self.scheduler.commit(schedule)
-            outputs = self._pool(batch) + prompt_outputs(batch, logits)
-            outputs += self.choice.choose(batch, logits) + self._beams.advance(batch.beams, logits)
+            logits = self.runner.step(plan)
+            self._observe(step.counts, time.perf_counter() - started)
+            self.scheduler.advance(step)
+            self.scheduler.register(step)
+            for addon in self._updaters:
+                outputs += addon.update(step, logits, self.scheduler)
+            return outputs + self.selector.select(step, logits)
         except Exception as error:
-            return self._fail(schedule.sequences, error, schedule)
-        self._forget_released()
-        return outputs
+            return self._fail_step(step, error, step.sequences)
 
-    def _launch(self, schedule: Schedule, batch: Batch) -> list[SequenceOutput]:
-        """Start a step, then finish the one before."""
-        try:
-            states = [self.choice.state(sequence) for sequence in batch.sampled]
-            tokens = self.runner.launch(batch.plan, sampling_batch(states))
-        except Exception as error:
-            outputs = self._finish_launched()
-            return outputs + self._fail(schedule.live_sequences, error, schedule)
-        launched = LaunchedStep(schedule, self._counts, tokens, states)
-        outputs = self._finish_launched()
-        try:
-            # Only now: what is committed is registered by its tokens, and those of the step before are known at last.
-            self.scheduler.commit(schedule)
-            launched.append_pending(batch.sampled)
-        except Exception as error:
-            return outputs + self._fail(schedule.live_sequences, error, schedule)
-        self._launched = launched
-        return outputs
-
-    def _finish_launched(self) -> list[SequenceOutput]:
-        """Wait for the tokens of the step that was launched, if one was."""
-        launched, self._launched = self._launched, None
+    def _finish(self, launched: LaunchedStep | None) -> list[SequenceOutput]:
+        """Wait for the tokens of a launched step, and append them to their sequences."""
         if launched is None:
             return []
         outputs: list[SequenceOutput] = []
         try:
             tokens = launched.tokens.wait().tolist()
-            self._observe(launched.counts, launched.seconds_since(self._finished_at))
+            self._observe(
+                launched.step.counts, time.perf_counter() - max(launched.started, self._finished_at)
+            )
             self._finished_at = time.perf_counter()
+            self.scheduler.register(launched.step)
             for (sequence, position), state, token in zip(
                 launched.pending, launched.states, tokens, strict=True
             ):
                 if not sequence.released:
                     if token != INVALID_TOKEN:
                         state.record(token)
-                    outputs.append(self.choice.take(sequence, position, [SampledToken(token)]))
+                    outputs.append(self.selector.append_tokens(sequence, position, [SampledToken(token)]))
         except Exception as error:
-            return outputs + self._fail(launched.schedule.live_sequences, error, launched.schedule)
-        self._forget_released()
+            return outputs + self._fail_step(launched.step, error, _live(launched.step))
         return outputs
+
+    def _can_overlap(self) -> bool:
+        """Whether a step may start before the tokens of the one before are known."""
+        return self._overlaps and not self.scheduler.num_sync_only and self.record is None
 
     def _observe(self, counts: StepCounts, seconds: float) -> None:
         self._pacer.observe(counts.num_decoding, counts.num_context_tokens, seconds)
-        if self._speculator is not None:
-            self._speculator.observe_step(counts, seconds)
+        for addon in self._observers:
+            addon.observe(counts, seconds)
+
+    def _wait(self) -> None:
+        """Wait for background work if sequences wait for it."""
+        if self.scheduler.waiting:
+            for addon in self.addons:
+                addon.wait(_POLL_SECONDS)
+
+    # -- failures -----------------------------------------------------------------------------------------------
+
+    def _fail_expired(self) -> list[SequenceOutput]:
+        outputs = []
+        for sequence in self.scheduler.waiting.expired():
+            limit = sequence.request.queue_timeout_ms
+            message = f"the request has waited for queue_timeout_ms, {limit:g} ms"
+            outputs += self._fail([sequence], RequestError(message), refused=True)
+        return outputs
+
+    def _fail_each(self, failures: Failures) -> list[SequenceOutput]:
+        return [output for sequence, error in failures for output in self._fail([sequence], error)]
+
+    def _fail_step(self, step: Step, error: Exception, sequences: Iterable[Sequence]) -> list[SequenceOutput]:
+        """End the requests of a step that failed."""
+        logger.error("step %d failed", self._num_steps, exc_info=error)
+        if step.block_transfers:
+            # Some of them may be done and others not.
+            self.scheduler.kv.prefix_cache.clear()
+        return self._fail(sequences, RequestError(f"the model failed: {error}"))
+
+    def _fail(
+        self, sequences: Iterable[Sequence], error: RequestError, *, refused: bool = False
+    ) -> list[SequenceOutput]:
+        """End `sequences` with an error, and all others of their requests.
+
+        Sequences that are released already get an output too: the one that told so was lost.
+        """
+        ended = dict.fromkeys(sequences)
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in ended):
+            ended |= dict.fromkeys(self.scheduler.release_request(request_id))
+        return [
+            SequenceOutput.failed(
+                s.request.request_id, s.index, str(error), refused=refused, error_field=error.field
+            )
+            for s in ended
+        ]
+
+    # -- monitoring ---------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """The state of queues and cache."""
         scheduler, counts = self.scheduler, self._counts
         self._memory.refresh()
         prefix = scheduler.kv.prefix_cache
+        of_addons = {name: value for addon in self.addons for name, value in addon.stats().items()}
         return EngineStats(
-            step=self._step,
+            step=self._num_steps,
             num_requests=scheduler.num_requests,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + self._guides.num_held,
+            num_waiting=len(scheduler.waiting),
             num_paused=scheduler.waiting.num_paused,
             num_decoding=counts.num_decoding,
             num_context=counts.num_context,
@@ -247,47 +332,24 @@ class EngineCore:
             host_loaded_blocks=prefix.host.stats.loaded_blocks,
             host_memory=self._memory.host,
             device_memory=self._memory.device,
-            drafts=self.choice.draft_stats.copy(),
+            **of_addons,
         )
 
     def check_integrity(self) -> None:
-        """Check the books of the cache and of the sampler. Raises `IntegrityError`."""
+        """Check the accounting of the cache, and that of the add-ons. Raises `IntegrityError`."""
         self.scheduler.check_integrity()
-        self._forget_released()
-        live = {s.id for s in [*self.scheduler.running, *self.scheduler.waiting]}
-        if not self.choice.sequence_ids <= live:
-            raise IntegrityError("the sampler remembers sequences that are gone")
-        self._beams.check_integrity()
+        for addon in self.addons:
+            addon.check_integrity(self.scheduler)
 
-    def _pool(self, batch: Batch) -> list[SequenceOutput]:
-        """Take the hidden states of prompts that are to become vectors; answer those that are through."""
-        if not batch.pooled_rows:
-            return []
-        outputs = self._pooling.take(batch.pooled_rows, self.runner.hidden_states())
-        for rows in batch.pooled_rows:
-            if rows.last:
-                self.scheduler.release(rows.sequence)
-        return outputs
 
-    def _fail(
-        self, sequences: list[Sequence], error: Exception, schedule: Schedule | None = None
-    ) -> list[SequenceOutput]:
-        """Answer the sequences of a step that failed; its schedule, if it got so far."""
-        logger.error("step %d failed", self._step, exc_info=error)
-        outputs = fail_requests(self.scheduler, sequences, f"the model failed: {error}")
-        if schedule is not None and schedule.block_transfers:
-            # Nobody knows which of them were done.
-            self.scheduler.kv.prefix_cache.clear()
-        self._forget_released()
-        return outputs
+def _live(step: Step) -> list[Sequence]:
+    return [sequence for sequence in step.sequences if not sequence.released]
 
-    def _forget_released(self) -> None:
-        for sequence in self.scheduler.take_released():
-            self.choice.forget(sequence)
-            self._pooling.forget(sequence)
-            if not self.scheduler.sequences_of(sequence.request.request_id):
-                if self.lora is not None:
-                    self.lora.unpin(sequence.request.request_id)
-                self._step_by_step.discard(sequence.request.request_id)
-                self._beams.forget(sequence.request.request_id)
-                self._guides.drop(sequence.request.request_id)
+
+def _maybe_scheduled(scheduler: Scheduler) -> list[Sequence]:
+    """The sequences that may have been part of a step that failed while it was scheduled.
+
+    At least one, if there is any: the next step must not fail for the same reason forever.
+    """
+    touched = [*scheduler.running, *(sequence for sequence in scheduler.waiting if sequence.block_table)]
+    return touched or list(islice(scheduler.waiting, 1))

@@ -1,4 +1,4 @@
-"""A LoRA adapter as data: low-rank updates of the matrices of a decoder."""
+"""LoRA adapters as data: low-rank updates of the matrices of a decoder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from neso.generation.request import LoraTensors
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
 TARGETS: tuple[Target, ...] = ("query", "key", "value", "output", "gate", "up", "down")
-"""The matrices that can be adapted, by their roles in a layer."""
+"""The matrices that can have updates."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """The change of one matrix: y += scale * (x A^T) B^T (arXiv 2106.09685).
+    """The update of one matrix: y += scale * (x A^T) B^T (arXiv 2106.09685).
 
     a [rank, inputs] and b [outputs, rank] are float32, float16 or bfloat16, and may be unaligned views of a file.
     """
@@ -37,12 +37,12 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraAdapter:
-    """What an adapter changes in each layer; matrices that are not named stay as they are."""
+    """Updates of each layer, by matrix."""
 
     layers: tuple[Mapping[Target, LowRank], ...]
 
     def matrices(self) -> Iterator[tuple[int, Target, LowRank]]:
-        """Layer, target and change of everything that is adapted."""
+        """Layer, target and update of every adapted matrix."""
         for index, layer in enumerate(self.layers):
             for target, change in layer.items():
                 yield index, target, change

@@ -1,4 +1,4 @@
-"""The adapters in memory, under a limit of bytes: the least recently used that nobody needs go first."""
+"""Adapters in memory with a limit of bytes: the least recently used that are not pinned are evicted first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Sized(Protocol):
-    """What knows how many bytes it takes."""
+    """An object with a known size."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Sized)
 
 
 class CacheFull(Exception):
-    """There is no room, and what is there is in use."""
+    """There is no room, and all entries are pinned."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Entry(Generic[T]):
 
 
 class AdapterCache(Generic[T]):
-    """Values by version. What is pinned, by those who use or await it, is never evicted."""
+    """Values by version. Versions that are pinned, before or after they are loaded, are never evicted."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -43,7 +43,7 @@ class AdapterCache(Generic[T]):
         return len(self._entries)
 
     def get(self, version: int) -> T | None:
-        """The value, if it is there."""
+        """The value, None if it is not loaded."""
         entry = self._entries.get(version)
         return None if entry is None else entry.value
 
@@ -51,19 +51,19 @@ class AdapterCache(Generic[T]):
         return version in self._pins
 
     def pin(self, version: int) -> None:
-        """Keep it, once it is there."""
+        """Do not evict a version, also if it is still loading."""
         self._pins[version] = self._pins.get(version, 0) + 1
         self._touch(version)
 
     def unpin(self, version: int) -> None:
-        """Take back one `pin`."""
+        """Undo one `pin`."""
         self._pins[version] -= 1
         if not self._pins[version]:
             del self._pins[version]
         self._touch(version)
 
     def put(self, version: int, value: T) -> list[int]:
-        """Keep a value; returns the versions that had to go for it. Raises `CacheFull`: then nothing has changed."""
+        """Add a value; returns the versions that were evicted. Raises `CacheFull`, and then nothing has changed."""
         size = value.num_bytes
         evicted: list[int] = []
         freed = 0
@@ -82,7 +82,7 @@ class AdapterCache(Generic[T]):
         return evicted
 
     def drop(self, version: int) -> None:
-        """Forget a value that is there."""
+        """Remove a value."""
         self.num_bytes -= self._entries.pop(version).num_bytes
 
     def _touch(self, version: int) -> None:

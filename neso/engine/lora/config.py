@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from neso.engine.core.addon import RequestError
 
-class AdapterError(ValueError):
-    """An adapter that cannot be loaded or found. `field` names what of the request is to blame."""
+
+class AdapterError(RequestError):
+    """An adapter cannot be loaded or found. `field`: the parameter of the request at fault."""
 
     def __init__(self, message: str, field: str = "lora_name") -> None:
-        super().__init__(message)
-        self.field = field
+        super().__init__(message, field)
 
 
 LORA_DISABLED = "LoRA feature is not enabled."

@@ -1,4 +1,4 @@
-"""Adapters of an engine: by name, loaded beside the steps, kept in memory, and put into the runner's slots."""
+"""LoRA adapters as an add-on of the engine core: names and versions, loading, memory, and the runner's slots."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
+import numpy as np
 
-from neso.engine.core.adapter_slots import AdapterSlots
-from neso.engine.core.request import EngineRequest
+from neso.engine.core.addon import Addon, Failures, RequestError
+from neso.engine.core.scheduler import Scheduler
+from neso.engine.core.sequence import Sequence
+from neso.engine.core.step import Step
 from neso.engine.lora.adapter import LoraAdapter, read_tensors
 from neso.engine.lora.adapter_cache import AdapterCache, CacheFull
+from neso.engine.lora.adapter_slots import AdapterSlots, AdapterUse
 from neso.engine.lora.config import AdapterError, LoraConfig
 from neso.engine.lora.peft_checkpoint import read_peft_checkpoint
 from neso.engine.runners.base import PackedAdapter, SpecRunner
@@ -27,7 +30,7 @@ Watch = Callable[[AdapterError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The end of a load; `error` is None if the version can be used."""
+    """A finished load; `error` is None if the version can be used."""
 
     version: int
     error: AdapterError | None
@@ -35,21 +38,22 @@ class Loaded:
 
 @dataclass(slots=True)
 class _Known:
-    """An adapter by name: its version in memory or on the way, 0 when it was evicted and must be read again.
+    """An adapter by name. `version`: in memory or loading; 0: it was evicted and must be read again.
 
-    `proven`: it has been loaded once, so its name stays when it cannot be read again.
+    `loaded_before`: the name is kept when it cannot be read again.
     """
 
     version: int
     path: str | None
-    proven: bool = False
+    loaded_before: bool = False
 
 
-class LoraManager:
-    """Belongs to the engine's thread; files are read and packed in a thread of its own, so that steps go on.
+class LoraManager(Addon):
+    """Used by the engine's thread only. Files are read and packed in a thread of its own, so that steps continue.
 
-    Every load makes a new version, which is part of its sequences' cache identity: other weights under an old name
-    never meet the blocks of the old ones. A version that is replaced or unloaded stays until its last request ends.
+    Every load creates a new version, which is part of the cache identity of its sequences: blocks that were computed
+    with other weights of the same name are never found. A version that is replaced or unloaded stays until its last
+    sequence ends.
     """
 
     def __init__(self, config: LoraConfig, runner: SpecRunner) -> None:
@@ -65,28 +69,29 @@ class LoraManager:
         self._loading: dict[int, Future[PackedAdapter]] = {}
         self._watchers: dict[int, list[Watch]] = {}
         self._candidates: dict[int, _Known] = {}  # by the versions that are loading
-        self._user_of: dict[str, int] = {}  # request id to the version that it pins
+        self._refused_by_runner: list[int] = []  # versions whose slots are to be freed
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lora-loader")
 
-    # -- adapters in, adapters out ------------------------------------------------------------------------------
+    # -- names --------------------------------------------------------------------------------------------------
 
     def load(self, request: LoraRequest, watch: Watch | None = None) -> int:
-        """Start to load an adapter; returns its version. Where the name has an adapter, it keeps that one until the new
-        one is there. `watch` is called with the error, or None, when it has ended.
+        """Start to load an adapter; returns its version. A name keeps its adapter until the new one is loaded.
+
+        `watch` is called at the end of the load, with the error or None.
 
         Raises `AdapterError` if there is nothing to load it from.
         """
-        version = self._on_the_way(request)
+        version = self._version_loading(request)
         if not version:
             candidate = _Known(0, request.path)
-            version = candidate.version = self._start(request, candidate)
+            version = candidate.version = self._start_loading(request, candidate)
             self._known.setdefault(request.name, candidate)
         if watch is not None:
             self._watchers.setdefault(version, []).append(watch)
         return version
 
     def unload(self, name: str) -> bool:
-        """Forget a name; requests that use its adapter go on. False if there is none."""
+        """Remove a name; requests in flight finish with its adapter. False if there is no such name."""
         for version in [v for v in self._candidates if self._name_of[v] == name]:
             del self._candidates[version]
         known = self._known.pop(name, None)
@@ -97,58 +102,109 @@ class LoraManager:
         return True
 
     def names(self) -> dict[str, str | None]:
-        """The adapters that can be asked for, with the paths of those that have one."""
+        """The adapters that requests can name, with the paths of those that were loaded from one."""
         return {name: known.path for name, known in self._known.items()}
 
-    # -- requests -----------------------------------------------------------------------------------------------
+    # -- sequences ----------------------------------------------------------------------------------------------
 
-    def resolve(self, request: EngineRequest) -> EngineRequest:
-        """The request with the version of the adapter that it names, which may still be loading.
+    def admit(self, sequence: Sequence) -> None:
+        wanted = sequence.request.lora
+        if wanted is None:
+            return
+        version = self._version_for(wanted)
+        sequence.addons[self] = AdapterUse(version)
+        sequence.cache_identity = (*sequence.cache_identity, f"adapter {version}")
+        self._cache.pin(version)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        use: AdapterUse | None = parent.addons.get(self)
+        if use is not None:
+            child.addons[self] = AdapterUse(use.version)
+            self._cache.pin(use.version)
+            self.start(child)
+
+    def can_start(self, sequence: Sequence) -> bool:
+        use: AdapterUse | None = sequence.addons.get(self)
+        return use is None or self.slots.admits(use)
+
+    def start(self, sequence: Sequence) -> None:
+        if self in sequence.addons:
+            self.slots.acquire(sequence.addons[self])
+
+    def stop(self, sequence: Sequence) -> None:
+        if self in sequence.addons:
+            self.slots.release(sequence.addons[self])
+
+    def release(self, sequence: Sequence) -> None:
+        use: AdapterUse | None = sequence.addons.pop(self, None)
+        if use is not None:
+            self._cache.unpin(use.version)
+            self._drop_unless_needed(use.version)
+
+    def _version_for(self, wanted: LoraRequest) -> int:
+        """The version of the adapter that a request names, which may still be loading.
 
         Raises `AdapterError` if there is no such adapter and nothing to load it from.
         """
-        wanted = request.lora
-        if wanted is None:
-            return request
         known = self._known.get(wanted.name)
         if known is not None and wanted.path in (None, known.path):
             if not known.version:
-                known.version = self._start(LoraRequest(name=wanted.name, path=known.path), known)
-            version = known.version
-        elif wanted.path is not None or wanted.tensors is not None:
-            version = self.load(wanted)
-        else:
-            raise self._unknown(wanted.name)
-        identity = (*request.cache_identity, f"adapter {version}")
-        return msgspec.structs.replace(request, lora=None, adapter=version, cache_identity=identity)
+                known.version = self._start_loading(LoraRequest(name=wanted.name, path=known.path), known)
+            return known.version
+        if wanted.path is not None or wanted.tensors is not None:
+            return self.load(wanted)
+        raise self._unknown(wanted.name)
 
-    def pin(self, request: EngineRequest) -> None:
-        """Keep a request's adapter until `unpin`."""
-        if request.adapter:
-            self.unpin(request.request_id)
-            self._user_of[request.request_id] = request.adapter
-            self._cache.pin(request.adapter)
-
-    def unpin(self, request_id: str) -> None:
-        """The request has ended. Unknown ones are ignored."""
-        version = self._user_of.pop(request_id, 0)
-        if version:
-            self._cache.unpin(version)
-            self._drop_unless_needed(version)
-
-    # -- between steps ------------------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------------------------
 
     @property
     def loading(self) -> bool:
         return bool(self._loading)
 
     def wait(self, timeout: float) -> None:
-        """Wait for a load, if nothing else is to be done, for so many seconds at most."""
+        """Wait until a load ends, at most `timeout` seconds."""
         if self._loading:
             wait(self._loading.values(), timeout=timeout, return_when="FIRST_COMPLETED")
 
+    def begin_step(self, scheduler: Scheduler) -> Failures:
+        """Finish loads. Sequences whose adapter could not be loaded fail."""
+        self.slots.begin_admission()
+        for version in self._refused_by_runner:
+            self.slots.vacate(version)
+        self._refused_by_runner = []
+        failures: Failures = []
+        for loaded in self.take_loaded() if self._loading else ():
+            if loaded.error is not None:
+                failures += [
+                    (s, loaded.error) for s in scheduler.waiting if self._version_of(s) == loaded.version
+                ]
+        return failures
+
+    def prepare(self, step: Step, scheduler: Scheduler) -> Failures:
+        """Give the runner the adapters of the step. Sequences whose adapter it cannot take fail."""
+        failures: Failures = []
+        for version, error in self.fill_slots().items():
+            self._refused_by_runner.append(version)
+            failure = RequestError(f"its adapter failed: {error}")
+            failures += [(s, failure) for s in scheduler.running if self._version_of(s) == version]
+        return failures
+
+    def extend(self, step: Step) -> None:
+        if step.users(self):
+            uses = [sequence.addons.get(self) for sequence in step.sequences]
+            step.extensions["adapter_slots"] = np.array(
+                [-1 if use is None else use.slot for use in uses], np.int32
+            )
+
+    def check_integrity(self, scheduler: Scheduler) -> None:
+        self.slots.check_integrity(s.addons[self] for s in scheduler.running if self in s.addons)
+
+    def _version_of(self, sequence: Sequence) -> int:
+        use: AdapterUse | None = sequence.addons.get(self)
+        return 0 if use is None else use.version
+
     def take_loaded(self) -> list[Loaded]:
-        """The loads that have ended since the last call."""
+        """The loads that ended since the last call."""
         ended = []
         for version in [version for version, future in self._loading.items() if future.done()]:
             error = self._finish(version, self._loading.pop(version))
@@ -158,11 +214,11 @@ class LoraManager:
         return ended
 
     def fill_slots(self) -> dict[int, Exception]:
-        """Give the runner the adapters that the next step has in its slots; those, by version, that it did not take."""
+        """Give the runner the adapters whose slots have changed. Returns those that it refused, by version."""
         failed: dict[int, Exception] = {}
         for slot, version in self.slots.take_changes():
             try:
-                # An adapter may have come and gone since.
+                # The adapter may have been removed since.
                 self._runner.set_adapter(slot, self._cache.get(version))
             except Exception as error:
                 logger.exception("adapter '%s' could not be put in its slot", self._name_of.get(version, ""))
@@ -170,13 +226,13 @@ class LoraManager:
                     failed[version] = error
         return failed
 
-    def _on_the_way(self, request: LoraRequest) -> int:
+    def _version_loading(self, request: LoraRequest) -> int:
         for version, known in self._candidates.items():
             if self._name_of[version] == request.name and request.path == known.path is not None:
                 return version
         return 0
 
-    def _start(self, request: LoraRequest, candidate: _Known) -> int:
+    def _start_loading(self, request: LoraRequest, candidate: _Known) -> int:
         path, tensors = request.path, request.tensors
         spec, rank = self._runner.spec, self.config.largest_rank
 
@@ -206,32 +262,32 @@ class LoraManager:
                 f"adapter '{name}' has no room: those in use take "
                 f"{self._cache.num_bytes} of {self._cache.capacity} bytes (lora_cache_host_memory_bytes)"
             )
-        except AdapterError as refused:
-            error = AdapterError(f"adapter '{name}': {refused}", refused.field)
-        except Exception as defect:
+        except AdapterError as invalid:
+            error = AdapterError(f"adapter '{name}': {invalid}", invalid.field)
+        except Exception as failure:
             logger.exception("adapter '%s' could not be loaded", name)
-            error = AdapterError(f"adapter '{name}': {type(defect).__name__}: {defect}")
+            error = AdapterError(f"adapter '{name}': {type(failure).__name__}: {failure}")
         if candidate is not None:
-            self._settle(name, candidate, failed=error is not None)
+            self._assign(name, candidate, failed=error is not None)
         self._drop_unless_needed(version)
         return error
 
     def _keep(self, version: int, packed: PackedAdapter) -> None:
         for evicted in self._cache.put(version, packed):
-            self._forget_evicted(evicted)
+            self._on_evicted(evicted)
         self.slots.add(version)
         logger.info("adapter '%s' is loaded, %.1f MiB", self._name_of[version], packed.num_bytes / 2**20)
 
-    def _settle(self, name: str, candidate: _Known, *, failed: bool) -> None:
-        """Let a name have what was loaded for it, or take note that it could not be loaded."""
+    def _assign(self, name: str, candidate: _Known, *, failed: bool) -> None:
+        """Assign a loaded adapter to its name, or record that loading failed."""
         self.revision += 1
         if not failed:
             replaced = self._known.get(name)
             self._known[name] = candidate
-            candidate.proven = True
+            candidate.loaded_before = True
             if replaced is not None and replaced is not candidate:
                 self._drop_unless_needed(replaced.version)
-        elif candidate.proven:
+        elif candidate.loaded_before:
             candidate.version = 0
         elif self._known.get(name) is candidate:
             del self._known[name]
@@ -248,8 +304,8 @@ class LoraManager:
             self._cache.drop(version)
         self._name_of.pop(version, None)
 
-    def _forget_evicted(self, version: int) -> None:
-        """What has a path is read again when it is asked for."""
+    def _on_evicted(self, version: int) -> None:
+        """An adapter with a path is read again when it is requested."""
         self.slots.remove(version)
         name = self._name_of.pop(version)
         known = self._known[name]

@@ -1,4 +1,4 @@
-"""The adapters that an engine starts with."""
+"""Loads the adapters that are configured at start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from neso.generation.request import LoraRequest
 
 
 def open_adapters(config: LoraConfig, runner: Runner) -> LoraManager | None:
-    """Load `lora_modules`; None where adapters are off. Raises `EngineError` for one that cannot be loaded."""
+    """Load `lora_modules`; None if LoRA is disabled. Raises `EngineError` if an adapter cannot be loaded."""
     if not config.enabled:
         return None
     if "lora" not in runner.capabilities or not isinstance(runner, SpecRunner):

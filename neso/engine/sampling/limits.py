@@ -51,7 +51,7 @@ def check_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
 
 MAX_LOGPROBS = 20
 MAX_LOGITS_BYTES = 64 << 20
-"""Of the logits of one request, where the engine's options do not say whether they may be had."""
+"""Limit of the logits of one request, unless the engine's options allow or forbid them."""
 
 
 class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     def check(
         self, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, vocab_size: int
     ) -> None:
-        """Raises `InvalidParameter` for what a request of these lengths, in tokens, must not ask for."""
+        """Raises `InvalidParameter` if a request with these lengths, in tokens, exceeds a limit."""
         if self.max_logprobs == ALL_LOGPROBS:
             _check_logprobs("logprobs", params.logprobs, ALL_LOGPROBS, vocab_size)
             _check_logprobs("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)

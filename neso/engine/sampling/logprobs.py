@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, and selection of the k largest values."""
+"""Log probabilities of tokens, and selection of the largest values without a full sort."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from neso.engine.core.request import PositionLogprobs
 FloatRows = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.intp]
 Score = Callable[[FloatRows, Indices], FloatRows]
-"""Scores of values float32[n, ...] of which values[i] are from row rows[i]. Never fall where the values rise."""
+"""Scores of values float32[n, ...], where values[i] are from row rows[i]; monotonic in the values."""
 _PER_GROUP = 64
 
 
 def best_candidates(values: FloatRows, score: Score, count: int) -> tuple[Indices, Indices]:
-    """Rows and columns of the `count` best of float32[B, V], the best first; what scores minus infinity is left out.
+    """Rows and columns of the `count` best of float32[B, V], the best first, without those that score -inf.
 
-    Of equals the first in order goes before.
+    Of equal scores the first in order comes first.
     """
     if count == 0:
         return np.empty(0, np.intp), np.empty(0, np.intp)
@@ -31,10 +31,10 @@ def best_candidates(values: FloatRows, score: Score, count: int) -> tuple[Indice
 
 
 def _holding_best(values: FloatRows, score: Score, count: int) -> tuple[Indices, Indices]:
-    """Rows and columns among which the `count` best are.
+    """Rows and columns that include the `count` best: those of the groups with the best maxima.
 
-    They lie in the groups with the best maxima. A group has every so-many-th column, so that the maxima of all are
-    taken side by side, without a branch: that takes a hundredth of the time of a partition.
+    A group has every num_groups-th column, so that the maxima of all groups are computed side by side, without
+    branches: that takes a hundredth of the time of a partition.
     """
     num_rows, width = values.shape
     num_groups = width // _PER_GROUP
@@ -43,7 +43,7 @@ def _holding_best(values: FloatRows, score: Score, count: int) -> tuple[Indices,
         return rows, columns
     grouped = values[:, : num_groups * _PER_GROUP].reshape(num_rows, _PER_GROUP, num_groups)
     maxima = score(grouped.max(axis=1), np.arange(num_rows))
-    # With equal maxima at the edge, all of their groups: the first of equals must be among them.
+    # Groups with equal maxima at the edge are all included, so that the first of equals is.
     edge = np.partition(maxima.reshape(-1), -count)[-count]
     rows, groups = np.nonzero(maxima >= edge)
     inside = groups[:, None] + num_groups * np.arange(_PER_GROUP)
@@ -69,10 +69,10 @@ def position_logprobs(
 
 
 def log_normalizer(row: Row, buffer: Row) -> tuple[np.float32, np.float32]:
-    """The largest of the logits float32[V], and the logarithm of the sum of exponentials over it.
+    """The largest of the logits float32[V], and the logarithm of the sum of exponentials relative to it.
 
-    A logit less both is its log probability; where one is NaN, so is the second. `buffer` float32[V] is overwritten:
-    fresh memory would cost more than the exponentials.
+    A logit minus both is its log probability. If a logit is NaN, so is the second value. `buffer` float32[V] is
+    overwritten: allocating memory would cost more than the exponentials.
     """
     highest: np.float32 = row.max()
     np.exp(np.subtract(row, highest, out=buffer), out=buffer)

@@ -1,4 +1,4 @@
-"""Chooses the next token of every sequence of a step."""
+"""Samples the next token of every sequence of a step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Choose = Callable[[Any, SamplingBatch], Int32Array]
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """`token_id` is INVALID_TOKEN when the logits were not numbers, or nothing may come next.
+    """`token_id` is INVALID_TOKEN if the logits contain NaN, or if no token is allowed.
 
-    `logits`: float32[V] that it was chosen from, where they are asked for.
+    `logits`: float32[V] that it was sampled from as bytes, if the request asks for them.
     """
 
     token_id: int
@@ -40,16 +40,16 @@ class SampledToken:
 
 
 def sampling_batch(states: list[SamplingState], masks: RowMasks | None = None) -> SamplingBatch:
-    """How to choose the next token of each; takes a random number of those that are not greedy."""
+    """Parameters for sampling the next token of each; takes a random number of those that are not greedy."""
     uniforms = np.array([0.0 if state.params.greedy else state.uniform() for state in states])
     top_p = [state.top_p for state in states]
     return SamplingBatch.of([state.params for state in states], uniforms, masks, top_p)
 
 
 class Sampler:
-    """Batched sampling. What each row gets depends on its own logits and state only, not on its batch mates.
+    """Batched sampling. The token of a row depends on its own logits and state only, not on the other rows.
 
-    `choose` draws the tokens: a runner's own, or numpy's.
+    `choose` draws the tokens: the runner's implementation, or NumPy's.
     """
 
     def __init__(self, choose: Choose = choose) -> None:
@@ -58,9 +58,9 @@ class Sampler:
     def sample(
         self, logits: Logits, states: list[SamplingState], masks: RowMasks | None = None
     ) -> list[SampledToken]:
-        """Choose a token for each state from its row of float32[R, V] (which may be changed), and count it."""
-        wanted = [i for i, state in enumerate(states) if state.wants_scores]
-        raw = dict(zip(wanted, logits[wanted], strict=True)) if wanted else {}
+        """Sample a token for each state from its row of float32[R, V] (which may be changed), and count it."""
+        scored_rows = [i for i, state in enumerate(states) if state.wants_scores]
+        raw = dict(zip(scored_rows, logits[scored_rows], strict=True)) if scored_rows else {}
         for i, state in enumerate(states):
             if state.changes_logits:
                 row = logits[i]
@@ -79,7 +79,7 @@ class Sampler:
 
 
 def scored(token: int, row: FloatRows, params: SamplingParams) -> SampledToken:
-    """With what is asked for of the logits float32[V] that the model gave."""
+    """The token with its log probability and logits, if requested; `row`: the model's logits float32[V]."""
     logprobs = None
     if params.num_logprobs is not None:
         (logprobs,) = position_logprobs(row[None], [token], params.num_logprobs)

@@ -1,4 +1,4 @@
-"""Sampling state of one sequence: random numbers, penalties, bans."""
+"""Sampling state of one sequence: random numbers, token counts, penalties and bans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.request import EngineRequest
+from neso.engine.core.sequence import Sequence as EngineSequence
 from neso.generation.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float32]
@@ -18,7 +19,7 @@ Words = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class SeenNgrams:
-    """The token sequences of length `size` that a sequence holds: none of them may come again."""
+    """The n-grams of length `size` that a sequence contains, for no_repeat_ngram_size."""
 
     size: int
     followers: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
@@ -31,12 +32,12 @@ class SeenNgrams:
         return seen
 
     def record(self, token_ids: list[int]) -> None:
-        """Take note of the last token."""
+        """Add the n-gram that ends with the last token."""
         if len(token_ids) >= self.size:
             self._add(token_ids, len(token_ids))
 
     def banned(self, token_ids: list[int]) -> set[int]:
-        """What would end a sequence that is there already."""
+        """Tokens that would repeat an n-gram."""
         start = len(token_ids) - self.size + 1
         return self.followers.get(tuple(token_ids[start:]), set()) if start >= 0 else set()
 
@@ -50,9 +51,11 @@ class SeenNgrams:
 
 @dataclass(slots=True)
 class TokenBans:
-    """Bad words, repeated n-grams, and what is not allowed at all. `history`: prompt and output, where needed.
+    """Banned tokens: bad words, repeated n-grams, and tokens that are not allowed.
 
-    single: bad words of one token; longer: the others. allowed: the only tokens that may come, if not None.
+    - single: bad words of one token; longer: the others
+    - allowed: the only tokens that are allowed, if not None
+    - history: prompt and output tokens
     """
 
     single: npt.NDArray[np.int64]
@@ -65,7 +68,7 @@ class TokenBans:
     def create(
         cls, bad_words: Words, allowed: tuple[int, ...] | None, ngram_size: int, prompt: list[int]
     ) -> TokenBans | None:
-        """None if nothing is banned."""
+        """None if no token is banned."""
         if not (bad_words or ngram_size or allowed is not None):
             return None
         return cls(
@@ -77,13 +80,13 @@ class TokenBans:
         )
 
     def record(self, token_id: int) -> None:
-        """Take note of a token that was chosen."""
+        """Add a sampled token to the history."""
         self.history.append(token_id)
         if self.ngrams is not None:
             self.ngrams.record(self.history)
 
     def apply(self, row: Row) -> None:
-        """Set the logits float32[V] of what may not come to minus infinity, in place."""
+        """Set the logits float32[V] of banned tokens to minus infinity, in place."""
         if self.allowed is not None:
             kept = row[self.allowed]
             row.fill(-np.inf)
@@ -105,12 +108,14 @@ _UNIFORMS_AT_ONCE = 16
 
 @dataclass(slots=True)
 class SamplingState:
-    """One sequence's random numbers and token counts.
+    """Random numbers and token counts of one sequence.
 
-    The random numbers are the sequence's own, one a sampled token: with a seed the result depends neither on the
-    other sequences of the batch nor on preemption. `output_counts` is kept where penalties need it. `top_p` is that
-    of the next token.
-    `returned` are random numbers that were taken for tokens which did not come to be: the next ones get them.
+    Each sampled token takes one random number of the sequence's own generator: with a seed, the result depends neither
+    on the other sequences of the batch nor on preemption.
+
+    - output_counts: only if penalties need it
+    - top_p: of the next token
+    - returned: random numbers of rejected drafts, which the next tokens take
     """
 
     params: SamplingParams
@@ -120,8 +125,8 @@ class SamplingState:
     dense_bias: npt.NDArray[np.float32] | None
     bans: TokenBans | None
     counts_tokens: bool
-    follows_tokens: bool
-    changes_always: bool
+    tracks_tokens: bool
+    always_changes_logits: bool
     wants_scores: bool
     top_p: float
     output_counts: dict[int, int] = field(default_factory=dict)
@@ -130,9 +135,9 @@ class SamplingState:
 
     @classmethod
     def create(cls, request: EngineRequest, prompt: list[int], index: int = 0) -> SamplingState:
-        """State for sequence `index` of a request, whose prompt has the tokens `prompt` beside what may be vectors.
+        """State of sequence `index` of a request; `prompt` has the prompt tokens without placeholders.
 
-        What ends the sequence is kept off until `min_tokens` are out.
+        Tokens that end the sequence are banned until there are `min_tokens`.
         """
         params = request.sampling
         penalized = params.repetition_penalty != 1.0
@@ -149,8 +154,10 @@ class SamplingState:
             dense_bias=bias,
             bans=bans,
             counts_tokens=counts_tokens,
-            follows_tokens=counts_tokens or bans is not None or params.top_p_decay < 1,
-            changes_always=bool(counts_tokens or params.logit_bias or bias is not None or bans is not None),
+            tracks_tokens=counts_tokens or bans is not None or params.top_p_decay < 1,
+            always_changes_logits=bool(
+                counts_tokens or params.logit_bias or bias is not None or bans is not None
+            ),
             wants_scores=params.needs_token_scores,
             top_p=params.top_p,
         )
@@ -160,11 +167,11 @@ class SamplingState:
         return self.returned.popleft() if self.returned else next(self.uniforms)
 
     def give_back(self, uniforms: list[float]) -> None:
-        """Put back random numbers that were taken and not used: they are the next ones."""
+        """Return random numbers that were not used; they are the next ones."""
         self.returned.extendleft(reversed(uniforms))
 
     def after(self, token_ids: Sequence[int], uniform: float) -> SamplingState:
-        """A copy as it will be when these tokens have been sampled; `uniform` is its next random number."""
+        """A copy after these tokens have been sampled; `uniform` is its next random number."""
         child = self._copy()
         child.returned = deque((uniform,))
         for token_id in token_ids:
@@ -172,12 +179,12 @@ class SamplingState:
         return child
 
     def record(self, token_id: int) -> None:
-        """Count a token that was sampled."""
+        """Count a sampled token."""
         self.num_output_tokens += 1
-        if self.follows_tokens:
-            self._follow(token_id)
+        if self.tracks_tokens:
+            self._track(token_id)
 
-    def _follow(self, token_id: int) -> None:
+    def _track(self, token_id: int) -> None:
         if self.counts_tokens:
             self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
         if self.bans is not None:
@@ -186,7 +193,7 @@ class SamplingState:
             self._decay_top_p(token_id)
 
     def fork(self, token_id: int) -> SamplingState:
-        """The state of a sequence that goes on from this one with a token of its own."""
+        """The state of a fork that continues with `token_id`."""
         child = self._copy()
         child.record(token_id)
         return child
@@ -201,8 +208,8 @@ class SamplingState:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but temperature and filters acts on this sequence's logits."""
-        return self.changes_always or (
+        """Whether penalties, biases or bans change this sequence's logits."""
+        return self.always_changes_logits or (
             bool(self.suppressed_ids) and self.num_output_tokens < self.params.min_tokens
         )
 
@@ -214,8 +221,17 @@ class SamplingState:
             self.top_p = max(self.top_p * params.top_p_decay, params.top_p_min)
 
 
+def state_of(sequence: EngineSequence) -> SamplingState:
+    """The sampling state of a sequence, made when it is first sampled."""
+    state = sequence.sampling_state
+    if state is None:
+        state = SamplingState.create(sequence.request, sequence.text_token_ids, sequence.index)
+        sequence.sampling_state = state
+    return state
+
+
 def _uniforms(seed: int | None, index: int) -> Iterator[float]:
-    """Made at the first draw: greedy sequences need none."""
+    """A generator that is made at the first draw: greedy sequences need none."""
     generator = np.random.default_rng(None if seed is None else [seed % 2**64, index])
     while True:
         yield from generator.random(_UNIFORMS_AT_ONCE).tolist()

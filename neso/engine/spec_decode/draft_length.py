@@ -22,33 +22,33 @@ class DraftLength:
     what a step costs, as a constant and so much for each row. With few sequences a step that reads all the weights
     anyway has room for drafts; with many, each row costs, and drafts that fail are rows for nothing.
 
-    `most` is the length to start with; `fixed` keeps it. `rows_of[length - 1]`: tokens of a draft of that length, which
+    `longest` is the initial length; `fixed` keeps it. `rows_of[length - 1]`: tokens of a draft of that length, which
     are more in a tree.
     """
 
-    def __init__(self, most: int, *, fixed: bool = False, rows_of: Sequence[int] | None = None) -> None:
-        self.most = most
+    def __init__(self, longest: int, *, fixed: bool = False, rows_of: Sequence[int] | None = None) -> None:
+        self.longest = longest
         self._fixed = fixed
-        self._rows_of = rows_of or range(1, most + 1)
+        self._rows_of = rows_of or range(1, longest + 1)
         # Optimistic: what is never tried is never learned.
-        self._accepted = [0.8] * most
+        self._accepted = [0.8] * longest
         self._cost = LineFit()
-        self._guess_seconds = 0.0
+        self._propose_seconds = 0.0
         self._steps = 0
         self._probing_until = _STEPS_TO_LEARN
 
     def choose(self, num_decoding: int) -> int:
         """Tokens to guess for each of so many sequences; 0 for none."""
         if self._fixed or not num_decoding:
-            return self.most
+            return self.longest
         self._steps += 1
         if self._steps <= _STEPS_TO_LEARN:
-            return 0 if self._steps % 4 == 0 else self.most
+            return 0 if self._steps % 4 == 0 else self.longest
         if self._steps <= self._probing_until:
             return 1
         best = self._best(num_decoding)
         if best and self._steps % _VARY_EVERY == 0:
-            return 0 if self._steps % (2 * _VARY_EVERY) == 0 else min(best + 1, self.most)
+            return 0 if self._steps % (2 * _VARY_EVERY) == 0 else min(best + 1, self.longest)
         if best:
             return best
         if self._steps >= self._probing_until + PROBE_EVERY:
@@ -62,7 +62,7 @@ class DraftLength:
             reached *= accepted
             tokens += reached
             rows = num_decoding * (1 + self._rows_of[length - 1])
-            seconds = self._cost.at(rows) + length * self._guess_seconds
+            seconds = self._cost.at(rows) + length * self._propose_seconds
             rate = tokens / seconds
             if rate > best_rate:
                 best, best_rate = length, rate
@@ -70,13 +70,13 @@ class DraftLength:
 
     def observe_draft(self, num_tokens: int, num_accepted: int) -> None:
         """Take note of a draft: tokens beyond the first that was wrong tell nothing."""
-        for place in range(min(num_tokens, num_accepted + 1, self.most)):
+        for place in range(min(num_tokens, num_accepted + 1, self.longest)):
             hit = float(place < num_accepted)
             self._accepted[place] += _SMOOTHING * (hit - self._accepted[place])
 
-    def observe_guesses(self, length: int, seconds: float) -> None:
+    def observe_proposal(self, length: int, seconds: float) -> None:
         """Take note of how long it took to guess so many tokens, for all sequences together."""
-        self._guess_seconds += _SMOOTHING * (seconds / length - self._guess_seconds)
+        self._propose_seconds += _SMOOTHING * (seconds / length - self._propose_seconds)
 
     def observe_step(self, num_decoding: int, num_drafts: int, seconds: float) -> None:
         """Take note of a step that did nothing else: sequences that decoded, tokens of drafts, and how long it took."""

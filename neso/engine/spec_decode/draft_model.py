@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from neso.engine.core.draft import Draft
-from neso.engine.core.schedule import Schedule, ScheduledSequence
 from neso.engine.core.sequence import NO_BLOCK, Sequence
+from neso.engine.core.step import ScheduledSequence, Step
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.runners.base import CacheLayout, Float32Array, Logits, Runner
-from neso.engine.sampling.state import SamplingState
+from neso.engine.sampling.state import SamplingState, state_of
 from neso.engine.sampling.token_sampling import SamplingBatch
-from neso.engine.spec_decode.proposer import Proposer, StateOf
+from neso.engine.spec_decode.speculator import Proposer
 from neso.engine.spec_decode.verification import draw_one, probabilities_of
 
 MAX_CATCH_UP_TOKENS = 512
@@ -54,54 +54,49 @@ class DraftModelProposer(Proposer):
         self._vocab_size = vocab_size
         self._probabilistic = probabilistic
         self._steps = 0
-        # Of each sequence: how often it was preempted, and how many of its tokens the draft model has computed since.
-        self._computed: dict[int, tuple[int, int]] = {}
         self._promised: list[Sequence] = []
 
-    def propose(self, sequence: Sequence, most: int) -> Draft | None:
-        most = min(most, self._runner.max_position - sequence.num_tokens)
-        if most < 1:
+    def propose(self, sequence: Sequence, max_tokens: int) -> Draft | None:
+        max_tokens = min(max_tokens, self._runner.max_position - sequence.num_tokens)
+        if max_tokens < 1:
             return None
         self._promised.append(sequence)
-        return Draft([0] * most)
+        return Draft([0] * max_tokens)
 
-    def complete(self, schedule: Schedule, state_of: StateOf) -> None:
+    def complete(self, step: Step) -> None:
         promised, self._promised = {sequence.id: sequence for sequence in self._promised}, []
-        found = [self._catch_up(share) for share in schedule.scheduled]
+        found = [self._catch_up(scheduled) for scheduled in step.scheduled]
         drafting = []
-        for share, item in zip(schedule.scheduled, found, strict=True):
-            if promised.pop(share.sequence.id, None) is None:
+        for scheduled, item in zip(step.scheduled, found, strict=True):
+            if promised.pop(scheduled.sequence.id, None) is None:
                 continue
-            reaches_end = item and item.start + len(item.token_ids) == share.sequence.num_tokens
-            if item is None or not reaches_end or not share.num_draft_tokens:
-                share.drop_drafts()
-                share.sequence.draft = None
+            reaches_end = item and item.start + len(item.token_ids) == scheduled.sequence.num_tokens
+            if item is None or not reaches_end or not scheduled.num_draft_tokens:
+                scheduled.drop_drafts()
+                scheduled.sequence.draft = None
                 continue
-            item.draft, item.wanted = share.sequence.draft, share.num_draft_tokens
-            item.state = state_of(share.sequence)
+            item.draft, item.wanted = scheduled.sequence.draft, scheduled.num_draft_tokens
+            item.state = state_of(scheduled.sequence)
             drafting.append(item)
         for sequence in promised.values():
             sequence.draft = None
         work = [item for item in found if item is not None]
         # A step without prompts and drafts can be caught up with later.
-        computes = drafting or schedule.block_copies or not all(share.decodes for share in schedule.scheduled)
+        computes = drafting or step.block_copies or not all(scheduled.decodes for scheduled in step.scheduled)
         for item in work:
             end = item.start + (len(item.token_ids) if computes else 0)
-            self._computed[item.sequence.id] = (item.sequence.num_preemptions, end)
+            item.sequence.addons[self] = (item.sequence.num_preemptions, end)
         if computes and work:
-            self._guess(work, drafting, schedule.block_copies)
+            self._guess(work, drafting, step.block_copies)
 
-    def forget(self, sequence: Sequence) -> None:
-        self._computed.pop(sequence.id, None)
-
-    def _catch_up(self, share: ScheduledSequence) -> _Work | None:
+    def _catch_up(self, scheduled: ScheduledSequence) -> _Work | None:
         """What the draft model has to compute to be where the model will be, without the draft.
 
         None where the whole of its context is computed and the sequence has left it.
         """
-        sequence = share.sequence
-        end = share.end - share.num_draft_tokens
-        preemptions, computed = self._computed.get(sequence.id, (-1, 0))
+        sequence = scheduled.sequence
+        end = scheduled.end - scheduled.num_draft_tokens
+        preemptions, computed = sequence.addons.get(self, (-1, 0))
         if preemptions != sequence.num_preemptions:
             computed = sequence.num_computed_tokens
         longest = self._runner.max_position
@@ -139,7 +134,7 @@ class DraftModelProposer(Proposer):
     def _next(self, item: _Work) -> _Work:
         assert item.draft is not None
         position = item.sequence.num_tokens + len(item.draft) - 1
-        self._computed[item.sequence.id] = (item.sequence.num_preemptions, position + 1)
+        item.sequence.addons[self] = (item.sequence.num_preemptions, position + 1)
         return _Work(item.sequence, position, item.draft.token_ids[-1:])
 
     def _step(self, work: list[_Work], wanted: list[bool], copies: list[tuple[int, int]]) -> Logits:

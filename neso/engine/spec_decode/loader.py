@@ -14,8 +14,7 @@ from neso.engine.spec_decode.draft_length import DraftLength
 from neso.engine.spec_decode.draft_model import DraftModelProposer
 from neso.engine.spec_decode.medusa import MedusaHeads, MedusaProposer
 from neso.engine.spec_decode.ngram import NgramProposer
-from neso.engine.spec_decode.proposer import Proposer
-from neso.engine.spec_decode.speculator import Speculator
+from neso.engine.spec_decode.speculator import Proposer, SpeculativeDecoding
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.source import CheckpointError
@@ -56,20 +55,20 @@ def _check_window(model: AttentionWindow | None, draft: AttentionWindow | None) 
         )
 
 
-def make_speculator(
+def make_speculation(
     config: EngineConfig, runner: Runner, draft_runner: Runner | None, layout: CacheLayout
-) -> Speculator | None:
-    """None where nothing is guessed. Raises `EngineError` where the runner cannot."""
+) -> SpeculativeDecoding:
+    """The add-on for the options. Raises `EngineError` if the runner cannot do what they ask for."""
     options = config.speculation
     if options.method is None:
-        return None
+        return SpeculativeDecoding()
     fixed = not options.adaptive_speculation
     if options.method == "medusa":
         medusa = _make_medusa(config, runner)
         rows_of = [medusa.num_nodes(depth) for depth in range(1, medusa.depth + 1)]
-        return Speculator(medusa, DraftLength(medusa.depth, fixed=fixed, rows_of=rows_of))
+        return SpeculativeDecoding(medusa, DraftLength(medusa.depth, fixed=fixed, rows_of=rows_of))
     length = DraftLength(options.num_speculative_tokens, fixed=fixed)
-    return Speculator(_make_proposer(options, runner, draft_runner, layout), length)
+    return SpeculativeDecoding(_make_proposer(options, runner, draft_runner, layout), length)
 
 
 def _make_medusa(config: EngineConfig, runner: Runner) -> MedusaProposer:

@@ -15,7 +15,7 @@ from neso.engine.core.sequence import Sequence
 from neso.engine.runners.base import Runner
 from neso.engine.runners.numpy_layers import linear, silu
 from neso.engine.spec_decode.config import TreePath, tree_of
-from neso.engine.spec_decode.proposer import Proposer
+from neso.engine.spec_decode.speculator import Proposer
 from neso.engine.spec_decode.verification import Verified
 from neso.engine.weights.safetensors_file import SafetensorsFile
 from neso.engine.weights.source import CheckpointError, copy_as_float32
@@ -128,18 +128,16 @@ class MedusaProposer(Proposer):
         self._ranks = 1 + max(max(path) for path in paths)
         # By depth: a tree that may be so deep only.
         self._trees = [tree_of(paths[: self.num_nodes(depth)]) for depth in range(self.depth + 1)]
-        # For each sequence, the candidates of each head.
-        self._candidates: dict[int, list[list[int]]] = {}
 
     def num_nodes(self, depth: int) -> int:
         """Nodes of the tree down to a depth."""
         return sum(len(path) <= depth for path in self._paths)
 
-    def propose(self, sequence: Sequence, most: int) -> Draft | None:
-        candidates = self._candidates.get(sequence.id)
+    def propose(self, sequence: Sequence, max_tokens: int) -> Draft | None:
+        candidates: list[list[int]] | None = sequence.addons.get(self)
         if candidates is None:
             return None
-        tree: DraftTree = self._trees[min(most, self.depth)]
+        tree: DraftTree = self._trees[min(max_tokens, self.depth)]
         paths = self._paths[: len(tree.parents)]
         return Draft([candidates[len(path) - 1][path[-1]] for path in paths], tree)
 
@@ -149,7 +147,4 @@ class MedusaProposer(Proposer):
         hidden = self._runner.row_states([result.row for result in verified])
         found = [tokens.tolist() for tokens in self._heads.candidates(hidden, self._ranks)]
         for row, sequence in enumerate(sequences):
-            self._candidates[sequence.id] = [tokens[row] for tokens in found]
-
-    def forget(self, sequence: Sequence) -> None:
-        self._candidates.pop(sequence.id, None)
+            sequence.addons[self] = [tokens[row] for tokens in found]

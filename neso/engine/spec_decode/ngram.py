@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from neso.engine.core.draft import Draft
 from neso.engine.core.sequence import Sequence
-from neso.engine.spec_decode.proposer import Proposer
+from neso.engine.spec_decode.speculator import Proposer
 
 MAX_CANDIDATES = 16
 """Places to compare, the last ones first: a text full of one word has it everywhere."""
@@ -24,24 +24,20 @@ class NgramProposer(Proposer):
             )
         self._longest = longest
         self._shortest = shortest
-        self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, sequence: Sequence, most: int) -> Draft | None:
-        index = self._indices.get(sequence.id)
+    def propose(self, sequence: Sequence, max_tokens: int) -> Draft | None:
+        index: NgramIndex | None = sequence.addons.get(self)
         if index is None:
-            index = self._indices[sequence.id] = NgramIndex(self._shortest, self._longest)
+            index = sequence.addons[self] = NgramIndex(self._shortest, self._longest)
         tokens = sequence.token_ids
         start = index.find(tokens)
         if start is None:
             return None
         guess: list[int] = []
-        for place in range(start, start + most):
+        for place in range(start, start + max_tokens):
             # Beyond the end it goes on with itself: a text that repeats itself is guessed for any length.
             guess.append(tokens[place] if place < len(tokens) else guess[place - len(tokens)])
         return Draft(guess)
-
-    def forget(self, sequence: Sequence) -> None:
-        self._indices.pop(sequence.id, None)
 
 
 class NgramIndex:

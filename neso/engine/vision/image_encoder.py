@@ -1,4 +1,4 @@
-"""A vision tower: pixels to rows that stand in a prompt."""
+"""A vision tower: computes the embeddings of images in prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.core.input_embeddings import EmbeddingRows, PromptImage
+from neso.engine.addons.input_embeddings import EmbeddingRows
+from neso.engine.core.request import PromptImage
 from neso.engine.runners.base import LayerStack, RunnerOptions
 from neso.engine.runners.numpy_layers import ACTIVATIONS, layer_norm, linear
 from neso.engine.specs.encoder_spec import VisionSpec
@@ -19,7 +20,7 @@ from neso.engine.weights.source import TensorSource
 Float32Array = npt.NDArray[np.float32]
 
 CACHE_BYTES = 256 << 20
-"""Of rows of images seen before: in a chat the same image comes with every message."""
+"""Size of the cache of embeddings: in a chat the same image is sent with every message."""
 
 
 class ImageEncoder:
@@ -48,9 +49,9 @@ class ImageEncoder:
         return cls(spec, _Tower.load(spec, tensors), layers, normalization)
 
     def embedding_rows(self, images: list[PromptImage]) -> EmbeddingRows:
-        """The rows of a prompt's images, computed when a step first needs one.
+        """The embeddings of a prompt's images, computed when a step first needs one.
 
-        The prefix cache knows them by the pixels, so what it has of a prompt needs no tower.
+        Their digests are those of the pixels, so prefixes that are cached do not need the tower.
         """
         digests = [blake2b(image.pixels, digest_size=16).digest() for image in images]
         positions = np.concatenate([np.frombuffer(image.positions, np.int32) for image in images])
@@ -61,15 +62,15 @@ class ImageEncoder:
             for index in range(count)
         ]
 
-        def make() -> Float32Array:
+        def compute() -> Float32Array:
             return np.concatenate(
                 [self._rows(image.pixels, digest) for image, digest in zip(images, digests, strict=True)]
             )
 
-        return EmbeddingRows(positions, make, keys)
+        return EmbeddingRows(positions, compute, keys)
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> Float32Array:
-        """Rows float32[tokens_per_image, output_size] of uint8[image_size, image_size, 3]."""
+        """Embeddings float32[tokens_per_image, output_size] of an image uint8[image_size, image_size, 3]."""
         self.num_encoded += 1
         spec, tower = self.spec, self._tower
         patches = _patches(self._normalization.apply(pixels), spec.patch_size)
@@ -111,7 +112,7 @@ class Normalization:
 
 @dataclass(frozen=True, slots=True)
 class _Tower:
-    """What is around the layers. `patches` [hidden, 3 * patch_size ** 2], channels first."""
+    """Tensors outside the layers. `patches` [hidden, 3 * patch_size ** 2], channels first."""
 
     class_token: Float32Array
     patches: Float32Array

@@ -1,4 +1,4 @@
-"""Image files to the pixels that a vision tower takes, as Hugging Face's processor of CLIP prepares them."""
+"""Converts image files to the pixels for a vision tower, like the CLIP processor of Hugging Face."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 1 << 26
-"""Of a file, and of what it is resized to: more is refused before it takes memory."""
+"""Limit of the pixels of a file, and of the resized image; checked before memory is allocated."""
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
@@ -31,10 +31,10 @@ _BICUBIC = 3
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessor:
-    """Resizes the shorter edge (or both, where `resize_to` has two), and cuts out the middle.
+    """Resizes an image and crops the centre.
 
-    `resize_to`: (shorter edge,) or (height, width), None leaves images as they are; `crop`: pixels of each edge of
-    the square that is cut out.
+    - resize_to: (shorter edge,) or (height, width); None: no resizing
+    - crop: pixels of each edge of the square that is cropped
     """
 
     resize_to: tuple[int, ...] | None
@@ -44,7 +44,7 @@ class ImageProcessor:
 
     @classmethod
     def from_directory(cls, directory: Path, image_size: int) -> ImageProcessor:
-        """As preprocessor_config.json says, else as CLIP's. Raises `UnsupportedModel` for what is not there."""
+        """From preprocessor_config.json, with CLIP's defaults. Raises `UnsupportedModel`."""
         path = next((p for p in _config_files(directory) if p.is_file()), None)
         config = {} if path is None else _read(path)
         kind = str(config.get("image_processor_type", "CLIPImageProcessor"))
@@ -118,7 +118,7 @@ def open_image(image: Any) -> Image:
 
 
 def decode_base64(text: str) -> bytes:
-    """The bytes of base64, which may have line breaks, with the head of a data: URL or without.
+    """Decode base64, which may have line breaks, with or without the prefix of a data: URL.
 
     Raises `InvalidParameter("images", …)`.
     """
@@ -136,7 +136,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def _resized(width: int, height: int, to: tuple[int, ...]) -> tuple[int, int]:
-    """Width and height; with one edge given, that of the shorter, the other by the same ratio."""
+    """Width and height of the resized image; with one edge given, it is the shorter one and the ratio is kept."""
     if len(to) == 2:
         return to[1], to[0]
     short, long = min(width, height), max(width, height)
@@ -145,7 +145,7 @@ def _resized(width: int, height: int, to: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _cut_middle(pixels: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint8]:
-    """The square in the middle; black where the image is smaller."""
+    """The centre square; black where the image is smaller."""
     height, width = pixels.shape[:2]
     if height < size or width < size:
         padded = np.zeros((max(size, height), max(size, width), 3), np.uint8)
@@ -175,7 +175,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _edges(size: Any) -> tuple[int, ...]:
-    """(shorter edge,) or (height, width) of a size as processors write it."""
+    """(shorter edge,) or (height, width) from the size in a processor's configuration."""
     if isinstance(size, int):
         return (size,)
     if isinstance(size, dict) and isinstance(size.get("shortest_edge"), int):

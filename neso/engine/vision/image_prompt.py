@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from neso.engine.core.input_embeddings import PLACEHOLDER, PromptImage
+from neso.engine.core.request import PLACEHOLDER, PromptImage
 from neso.engine.errors import EngineError
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.vision.image_processor import ImageProcessor

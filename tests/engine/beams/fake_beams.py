@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 from fake_engine import FakeRunner
 
+from neso.engine.addons.registry import standard_addons
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.loop.engine_core import EngineCore
 
@@ -29,7 +30,9 @@ class CrossingRunner(FakeRunner):
 
 def make_beam_core(num_blocks: int = 64, **options) -> EngineCore:
     defaults = {"max_num_seqs": 12, "max_num_batched_tokens": 32, "max_prefill_chunk": 32, "block_size": 4}
-    return EngineCore(CrossingRunner(), SchedulerConfig(**{**defaults, **options}), num_blocks)
+    runner = CrossingRunner()
+    config = SchedulerConfig(**{**defaults, **options})
+    return EngineCore(runner, config, num_blocks, standard_addons(runner))
 
 
 def best_sequences(prompt: list[int], width: int, max_tokens: int, ends: tuple[int, ...], early: bool):

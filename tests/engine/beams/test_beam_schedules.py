@@ -11,6 +11,7 @@ from fake_engine import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neso.engine.addons.registry import standard_addons
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.loop.engine_core import EngineCore
@@ -100,10 +101,8 @@ def test_preempted_groups_start_from_what_the_beams_share():
         core.step()
         core.check_integrity()
         for sequence in [*core.scheduler.running, *core.scheduler.waiting]:
-            assert sequence.lockstep is not None
-            states.add(
-                (sequence.status.value, len(sequence.lockstep.members), bool(sequence.num_preemptions))
-            )
+            assert sequence.group is not None
+            states.add((sequence.status.value, len(sequence.group.members), bool(sequence.num_preemptions)))
     assert core.scheduler.num_preemptions > 0
     assert {("waiting", 1, True), ("running", 1, True), ("running", 3, False)} <= states
 
@@ -113,7 +112,7 @@ def test_a_beam_that_waits_for_others_computes_all_but_its_last_token():
     core.add(make_request("a", [1, 2, 3], 12, beam_width=2, n=2))
     while not core.scheduler.running or core.scheduler.running[0].num_output_tokens < 8:
         core.step()
-    group = core.scheduler.running[0].lockstep
+    group = core.scheduler.running[0].group
     # As after preemption, when they have little in common.
     core.scheduler.kv.prefix_cache.clear()
     core.scheduler._preempt(core.scheduler.running[-1], core.scheduler.schedule())
@@ -198,9 +197,9 @@ def test_diversity_lifts_candidates_of_later_beams(rate):
     core = make_beam_core()
     core.add(make_request("a", [3], 4, beam_width=3, n=3, beam_search_diversity_rate=rate))
     core.step()
-    before = [m.token_ids for m in core.scheduler.running[0].lockstep.members]
+    before = [m.token_ids for m in core.scheduler.running[0].group.members]
     core.step()
-    parents = [m.token_ids[:-1] for m in core.scheduler.running[0].lockstep.members]
+    parents = [m.token_ids[:-1] for m in core.scheduler.running[0].group.members]
     if rate:
         assert parents == [before[-1]] * 3
     else:
@@ -244,9 +243,9 @@ def test_nothing_is_preempted_where_that_is_promised(prompts, width, spare, seed
 def test_a_window_gives_the_blocks_of_beams_back():
     """Beams of a model with a sliding window hold what is in sight, whatever their length."""
     window = AttentionWindow(size=6)
-    core = EngineCore(
-        CrossingRunner(window), SchedulerConfig(block_size=4, max_prefill_chunk=4, max_num_seqs=8), 3 * 4 + 2
-    )
+    runner = CrossingRunner(window)
+    config = SchedulerConfig(block_size=4, max_prefill_chunk=4, max_num_seqs=8)
+    core = EngineCore(runner, config, 3 * 4 + 2, standard_addons(runner))
     assert core.add(make_request("a", [1, 2, 3], 60, beam_width=3, n=3)) == []
     outputs = []
     while core.has_work:

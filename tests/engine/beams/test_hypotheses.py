@@ -27,10 +27,10 @@ def test_the_best_are_kept_in_order(finished, width, penalty):
 def test_when_a_search_is_settled():
     def settled(early, penalty, best_live, length, worst=-4.0):
         kept = Hypotheses(SamplingParams(beam_width=2, early_stopping=early, length_penalty=penalty), 40)
-        assert not kept.settled(best_live, length)
+        assert not kept.is_done(best_live, length)
         for total in (-1.0, worst):
             kept.add(PathStep(None, 0, None, b""), FinishReason.STOP, total, 1)
-        return kept.settled(best_live, length)
+        return kept.is_done(best_live, length)
 
     assert settled(True, 1.0, -0.1, 10), "enough are finished"
     assert not settled(False, 1.0, -30.0, 10) and settled(False, 1.0, -50.0, 10)

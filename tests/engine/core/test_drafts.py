@@ -16,7 +16,7 @@ from neso.engine.core.kv_manager import KVCacheManager
 from neso.engine.core.request import RequestDraft
 from neso.engine.core.sequence import Sequence
 from neso.engine.spec_decode.ngram import NgramProposer
-from neso.engine.spec_decode.proposer import Proposer
+from neso.engine.spec_decode.speculator import Proposer
 from neso.generation import FinishReason
 
 prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=24), min_size=1, max_size=8)

@@ -10,6 +10,7 @@ from fake_engine import expected_tokens, make_core, make_request, next_token, ru
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from neso.engine.core.prefix_cache import PrefixCache
 from neso.engine.core.step_plan import StepPlan
 from neso.generation import FinishReason
 
@@ -212,7 +213,7 @@ def test_logits_that_are_no_numbers_fail_one_request(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(core.runner, "step", poison)
         bad, good = core.step()
-    assert bad.finish_reason is FinishReason.ERROR and "not numbers" in bad.error
+    assert bad.finish_reason is FinishReason.ERROR and "NaN logits" in bad.error
     assert good.token_ids == [next_token([2])]
     assert run(core)["good", 0] == expected_tokens([2], 8)[1:]
 
@@ -297,3 +298,24 @@ def test_a_failed_launch_answers_both_steps(monkeypatch):
     monkeypatch.undo()
     core.add(make_request("b", [1, 2]))
     assert run(core)["b", 0] == expected_tokens([1, 2], 8)
+
+
+def test_a_request_that_does_not_fit_is_matched_once_against_the_prefix_cache(monkeypatch):
+    core = make_core(num_blocks=20)
+    prompt = list(range(40))
+    core.add(make_request("first", prompt, 1))
+    run(core)
+    core.add(make_request("long", [50], 60))
+    for _ in range(44):
+        core.step()
+    core.add(make_request("head", prompt, 30))
+    lookups = []
+    lookup = core.scheduler.kv.prefix_cache.lookup
+    monkeypatch.setattr(PrefixCache, "lookup", lambda cache, key: lookups.append(key) or lookup(key))
+    for _ in range(8):
+        core.step()
+        assert [s.request.request_id for s in core.scheduler.waiting] == ["head"]
+    blocks_of_prompt = 10
+    assert len(lookups) < blocks_of_prompt + 8, "the match is kept, and each step looks for one more block"
+    run(core)
+    core.check_integrity()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from fake_engine import expected_tokens, make_core, make_request, run
 
+from neso.engine.core.addon import RequestError
 from neso.engine.core.block_pool import IntegrityError
 from neso.engine.core.prefix_cache import HostCache
-from neso.engine.loop import engine_core
 
 
 def prompt_of(i: int) -> list[int]:
@@ -71,14 +73,11 @@ def test_a_step_that_is_called_off_leaves_its_transfers_to_the_next(monkeypatch)
     serve(core, 1, 2)
     core.add(make_request("doomed", prompt_of(1), max_tokens=4))
 
-    def call_off(schedule, scheduler):
-        for share in schedule.scheduled:
-            scheduler.release(share.sequence)
-        schedule.scheduled.clear()
-        return []
+    def fail_all(step, scheduler):
+        return [(sequence, RequestError("called off")) for sequence in step.sequences]
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_core, "load_rows", call_off)
+        patch.setattr(core, "_preparers", [SimpleNamespace(prepare=fail_all)])
         core.step()
     core.check_integrity()
     serve(core, 1, 2)

@@ -70,23 +70,26 @@ def test_prompts_share_the_budget_beside_decoding() -> None:
     scheduler.add(request("decoding", 5))
     first = scheduler.schedule()
     assert first.num_tokens == 5
-    scheduler.commit(first)
+    scheduler.advance(first)
+    scheduler.register(first)
     scheduler.running[0].token_ids.append(7)
     scheduler.add(request("long", 100))
     scheduler.add(request("longer", 300))
     computed = []
     for _ in range(30):
-        plan = scheduler.schedule(lambda num_decoding, num_prompts: 16)
-        computed.append({s.sequence.request.request_id: s.num_new_tokens for s in plan.scheduled})
-        assert plan.num_decoding >= 1
-        scheduler.commit(plan)
-        for share in plan.scheduled:
-            if share.sequence.num_uncomputed_tokens == 0:
-                share.sequence.token_ids.append(7)
+        step = scheduler.schedule(lambda num_decoding, num_prompts: 16)
+        computed.append({s.sequence.request.request_id: s.num_new_tokens for s in step.scheduled})
+        step.lay_out()
+        assert step.counts.num_decoding >= 1
+        scheduler.advance(step)
+        scheduler.register(step)
+        for scheduled in step.scheduled:
+            if scheduled.sequence.num_uncomputed_tokens == 0:
+                scheduled.sequence.token_ids.append(7)
         scheduler.check_integrity()
-    assert all(step["decoding"] == 1 for step in computed)
-    prompt_tokens = [sum(n for n in step.values() if n > 1) for step in computed]
+    assert all(tokens["decoding"] == 1 for tokens in computed)
+    prompt_tokens = [sum(n for n in tokens.values() if n > 1) for tokens in computed]
     assert max(prompt_tokens) <= 16
-    assert [step.get("long") for step in computed[:7]] == [16, 16, 16, 16, 16, 16, 4]
+    assert [tokens.get("long") for tokens in computed[:7]] == [16, 16, 16, 16, 16, 16, 4]
     assert computed[6]["longer"] == 12, "what one leaves, the next takes"
-    assert sum(step.get("longer", 0) for step in computed) >= 300
+    assert sum(tokens.get("longer", 0) for tokens in computed) >= 300

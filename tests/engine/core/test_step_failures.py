@@ -6,19 +6,21 @@ import pytest
 from fake_engine import expected_tokens, make_core, make_request, run
 from test_drafts import Guesser
 
+from neso.engine.beams.addon import BeamSearchAddon
 from neso.generation import FinishReason
 
 PLACES = {
     "schedule": lambda core: (core.scheduler, "schedule"),
     "grow": lambda core: (core.scheduler.kv, "try_grow"),
-    "transfers": lambda core: (core.scheduler, "take_transfers"),
+    "transfers": lambda core: (core.scheduler.kv.prefix_cache.host, "take_transfers"),
     "recording": lambda core: (core, "record"),
     "runner": lambda core: (core.runner, "step"),
-    "commit": lambda core: (core.scheduler, "commit"),
-    "sampler": lambda core: (core.choice.sampler, "_choose"),
-    "take": lambda core: (core.choice, "take"),
-    "beams": lambda core: (core._beams, "advance"),
-    "beam group": lambda core: (core._beams._groups["beams"], "advance"),
+    "advance": lambda core: (core.scheduler, "advance"),
+    "register": lambda core: (core.scheduler, "register"),
+    "sampler": lambda core: (core.selector.sampler, "_choose"),
+    "append": lambda core: (core.selector, "append_tokens"),
+    "beams": lambda core: (core.addon(BeamSearchAddon), "update"),
+    "beam search": lambda core: (core.scheduler.sequences_of("beams")[0].group.search, "advance"),
 }
 NAMES = ("plain", "forks", "beams", "ends")
 
@@ -59,7 +61,7 @@ def test_a_step_that_fails_answers_all_of_its_requests(monkeypatch, place, steps
     assert run(core) == {("next", 0): expected_tokens([1, 2, 3], 8)}
 
 
-@pytest.mark.parametrize("place", ["schedule", "recording", "launch", "commit", "take"])
+@pytest.mark.parametrize("place", ["schedule", "recording", "launch", "advance", "register", "append"])
 def test_steps_that_overlap_fail_as_well(monkeypatch, place):
     core = make_core(overlap=True)
     core.add(make_request("a", [1, 2]))
@@ -98,7 +100,7 @@ def test_a_request_that_no_step_can_take_does_not_stand_in_the_way(monkeypatch):
 
 def test_a_request_that_fails_on_its_way_in_is_answered(monkeypatch):
     core = make_core()
-    monkeypatch.setattr("neso.engine.loop.intake.draft_of", explode)
+    monkeypatch.setattr("neso.engine.spec_decode.speculator.draft_of", explode)
     (answer,) = core.add(make_request("a", [1]))
     assert (answer.request_id, answer.finish_reason) == ("a", FinishReason.ERROR)
     core.step()
@@ -108,7 +110,7 @@ def test_a_request_that_fails_on_its_way_in_is_answered(monkeypatch):
     assert run(core) == {("a", 0): expected_tokens([1], 8)}
 
 
-@pytest.mark.parametrize("method", ["propose", "complete", "observe", "forget"])
+@pytest.mark.parametrize("method", ["propose", "complete", "observe"])
 def test_a_proposer_that_raises_fails_nobody(monkeypatch, method):
     proposer = Guesser(1.0)
     core = make_core(proposer=proposer)
@@ -125,3 +127,30 @@ def test_a_proposer_that_raises_fails_nobody(monkeypatch, method):
     monkeypatch.setattr(proposer, method, second_time)
     assert run(core) == {(str(i), 0): expected_tokens([i], 10 + i) for i in range(3)}
     assert calls > 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("failing_step", range(3))
+def test_a_failed_step_registers_no_blocks_in_the_prefix_cache(monkeypatch, overlap, failing_step):
+    """The blocks of the step may be written in part: another request with the same prompt must not find them."""
+    core = make_core(overlap=overlap, max_prefill_chunk=8)
+    prompt = list(range(20))
+    calls = 0
+    working = core.runner.step
+
+    def step(plan):
+        nonlocal calls
+        calls += 1
+        if calls == failing_step + 1:
+            explode()
+        return working(plan)
+
+    monkeypatch.setattr(core.runner, "step", step)
+    core.add(make_request("fails", prompt))
+    outputs = [output for _ in range(6) for output in core.step()]
+    assert [output.finish_reason for output in outputs if output.finish_reason] == [FinishReason.ERROR]
+    core.check_integrity()
+    assert not core.has_work
+    core.add(make_request("again", prompt))
+    assert run(core) == {("again", 0): expected_tokens(prompt, 8)}
+    assert core.stats().prefix_hit_tokens == 8 * failing_step, "the blocks of the steps that succeeded"

@@ -10,11 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from neso.engine.core.adapter_slots import AdapterSlots
-from neso.engine.core.request import EngineRequest
-from neso.engine.core.sequence import Sequence, SequenceStatus
 from neso.engine.lora.adapter_cache import AdapterCache, CacheFull
-from neso.generation import SamplingParams
+from neso.engine.lora.adapter_slots import AdapterSlots, AdapterUse
 
 CAPACITY = 10
 
@@ -87,23 +84,14 @@ class SlotsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.slots = AdapterSlots(3)
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[AdapterUse] = []
+        self.running: list[AdapterUse] = []
         self.in_slot: dict[int, int] = {}  # what a runner would have
         self.loaded: set[int] = set()
-        self.next = 0
 
-    @rule(version=st.integers(0, 6))
+    @rule(version=st.integers(1, 6))
     def arrive(self, version: int) -> None:
-        self.next += 1
-        request = EngineRequest(
-            request_id=str(self.next),
-            prompt_token_ids=[1],
-            sampling=SamplingParams(),
-            max_tokens=1,
-            adapter=version,
-        )
-        self.waiting.append(Sequence(id=self.next, request=request, arrival=self.next))
+        self.waiting.append(AdapterUse(version))
 
     @rule(version=st.integers(1, 6))
     def load(self, version: int) -> None:
@@ -120,24 +108,22 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(places=st.integers(1, 8))
     def admit(self, places: int) -> None:
         self.slots.begin_admission()
-        for sequence in list(self.waiting):
+        for use in list(self.waiting):
             if len(self.running) >= places:
                 break
-            if self.slots.admits(sequence):
-                assert sequence.request.adapter in (0, *self.loaded)
-                self.waiting.remove(sequence)
-                self.slots.acquire(sequence)
-                sequence.status = SequenceStatus.RUNNING
-                self.running.append(sequence)
+            if self.slots.admits(use):
+                assert use.version in self.loaded
+                self.waiting.remove(use)
+                self.slots.acquire(use)
+                self.running.append(use)
         self.fill()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.running))
-        self.running.remove(sequence)
-        self.slots.release(sequence)
-        self.slots.release(sequence)
+        use = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        self.slots.release(use)
+        self.slots.release(use)
 
     def fill(self) -> None:
         self.in_slot.update(self.slots.take_changes())
@@ -145,15 +131,12 @@ class SlotsMachine(RuleBasedStateMachine):
     @invariant()
     def runs_with_the_right_adapters(self) -> None:
         self.slots.check_integrity(self.running)
-        for sequence in self.running:
-            if sequence.request.adapter:
-                assert self.in_slot[sequence.adapter_slot] == sequence.request.adapter
-            else:
-                assert sequence.adapter_slot == -1
+        for use in self.running:
+            assert self.in_slot[use.slot] == use.version
 
     def teardown(self) -> None:
-        """Whoever has an adapter gets to run, one wave after the other."""
-        for version in {s.request.adapter for s in self.waiting} - {0}:
+        """Every sequence with an adapter runs in the end."""
+        for version in {use.version for use in self.waiting}:
             self.load(version)
         for _ in range(len(self.waiting) + 1):
             self.admit(8)
@@ -169,25 +152,18 @@ TestAdapterCache.settings = TestAdapterSlots.settings = settings(
 )
 
 
-def sequence_with(version: int, number: int) -> Sequence:
-    request = EngineRequest(
-        request_id=str(number), prompt_token_ids=[1], sampling=SamplingParams(), max_tokens=1, adapter=version
-    )
-    return Sequence(id=number, request=request, arrival=number)
-
-
 def test_the_least_recently_used_idle_slot_is_given_away():
     slots = AdapterSlots(2)
     for version in (1, 2, 3):
         slots.add(version)
-    first, second = sequence_with(1, 1), sequence_with(2, 2)
-    for sequence in (first, second):
-        assert slots.admits(sequence)
-        slots.acquire(sequence)
-    assert not slots.admits(sequence_with(3, 3)), "both slots are held"
+    first, second = AdapterUse(1), AdapterUse(2)
+    for use in (first, second):
+        assert slots.admits(use)
+        slots.acquire(use)
+    assert not slots.admits(AdapterUse(3)), "both slots are held"
     slots.release(second)
     slots.release(first)
-    third = sequence_with(3, 3)
+    third = AdapterUse(3)
     assert slots.admits(third)
     slots.acquire(third)
     assert slots.take_changes() == [(0, 1), (1, 2), (1, 3)], "2 was let go of first"
@@ -198,12 +174,12 @@ def test_a_waiting_adapter_does_not_starve():
     slots = AdapterSlots(2)
     for version in (1, 2, 3):
         slots.add(version)
-    running = [sequence_with(1, 1), sequence_with(2, 2)]
-    for sequence in running:
-        slots.acquire(sequence)
+    running = [AdapterUse(1), AdapterUse(2)]
+    for use in running:
+        slots.acquire(use)
     slots.begin_admission()
-    assert not slots.admits(sequence_with(3, 3))
-    assert [slots.admits(sequence_with(v, 4)) for v in (1, 2)] == [False, True]
+    assert not slots.admits(AdapterUse(3))
+    assert [slots.admits(AdapterUse(v)) for v in (1, 2)] == [False, True]
     slots.release(running[0])
     slots.begin_admission()
-    assert slots.admits(sequence_with(3, 3))
+    assert slots.admits(AdapterUse(3))

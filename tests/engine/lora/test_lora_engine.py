@@ -16,6 +16,7 @@ from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
+from neso.engine.lora.manager import LoraManager
 from neso.engine.runners.native.packing import INT4, INT8, Packer
 from neso.generation import GenerationRequest, InvalidParameter, LoraRequest, SamplingParams
 
@@ -66,7 +67,7 @@ def test_unloading_and_reloading_while_in_use(llama_checkpoint, adapters, expect
         tokens(llm, "a")
     with pytest.raises(EngineError, match="there is no adapter 'a'"):
         llm.unload_lora("a")
-    manager = llm.core.lora
+    manager = llm.core.addon(LoraManager)
     assert len(manager._cache) == 0 and not manager._name_of, "nothing is left of it"
 
 
@@ -81,26 +82,26 @@ def test_a_reload_that_fails_leaves_the_old_adapter(llama_checkpoint, adapters, 
 def test_adapters_beyond_the_memory_are_read_again(llama_checkpoint, adapters, expected):
     one = open_llm(llama_checkpoint)
     one.load_lora("a", adapters[0])
-    size = one.core.lora._cache.num_bytes
+    size = one.core.addon(LoraManager)._cache.num_bytes
     llm = open_llm(llama_checkpoint, lora_cache_host_memory_bytes=int(2.5 * size))
     for number, path in enumerate(adapters):
         llm.load_lora(str(number), path)
-    assert len(llm.core.lora._cache) == 2
+    assert len(llm.core.addon(LoraManager)._cache) == 2
     for number in (0, 4, 1, 3, 2, 0):
         assert tokens(llm, str(number)) == expected[number]
-        assert len(llm.core.lora._cache) <= 2
+        assert len(llm.core.addon(LoraManager)._cache) <= 2
     assert list(llm.list_loras()) == [str(number) for number in range(5)]
 
 
 def test_adapters_in_use_are_not_evicted(llama_checkpoint, adapters, expected, monkeypatch):
     one = open_llm(llama_checkpoint)
     one.load_lora("a", adapters[0])
-    size = one.core.lora._cache.num_bytes
+    size = one.core.addon(LoraManager)._cache.num_bytes
     llm = open_llm(llama_checkpoint, lora_cache_host_memory_bytes=int(1.5 * size))
     llm.load_lora("a", adapters[0])
     stream = llm.stream(PROMPT, GREEDY, lora="a")
     got = list(next(stream).deltas[0].token_ids)
-    manager = llm.core.lora
+    manager = llm.core.addon(LoraManager)
     take_loaded = manager.take_loaded
 
     def take_loaded_after_the_load():
@@ -208,7 +209,7 @@ def test_chaos(llama_checkpoint, adapters, expected, tmp_path):
     for name in list(meant):
         llm.unload_lora(name)
     llm.core.step()
-    assert len(llm.core.lora._cache) == 0 and not llm.core.lora._name_of
+    assert len(llm.core.addon(LoraManager)._cache) == 0 and not llm.core.addon(LoraManager)._name_of
 
 
 def rounded_checkpoint(base, directory, quantization):

@@ -68,7 +68,7 @@ def test_off_where_nothing_is_accepted():
 
 
 def test_shorter_drafts_where_the_end_is_mostly_wrong():
-    plain, fixed, chosen = compare(10.0, 1.0, 0.6, 4, most=10)
+    plain, fixed, chosen = compare(10.0, 1.0, 0.6, 4, longest=10)
     assert chosen > 1.02 * max(plain, fixed)
 
 
@@ -79,7 +79,7 @@ def test_a_slow_guesser_counts():
         machine.step(length)
     assert length.choose(1) > 0
     for _ in range(400):
-        length.observe_guesses(1, 20.0)
+        length.observe_proposal(1, 20.0)
     assert length.choose(1) == 0
 
 

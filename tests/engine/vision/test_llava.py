@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from neso.engine.addons.input_embeddings import EmbeddingInputs
 from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
 from neso.engine.vision.image_processor import ImageProcessor
@@ -123,7 +124,7 @@ def test_what_is_smaller_than_the_square_gets_a_black_edge(size):
 
 def test_an_image_seen_before_needs_no_tower(llava):
     llm = LLM(llava, runner="native", block_size=4)
-    encoder = llm.core.intake.images
+    encoder = llm.core.addon(EmbeddingInputs).images
     prompt = {"prompt": "<image>What is this thing here?", "images": [picture(seed=1)]}
     first = llm.generate(prompt, GREEDY, progress=False)[0].outputs[0].token_ids
     hits = llm.core.stats().prefix_hit_tokens
@@ -216,7 +217,7 @@ def test_a_tower_that_fails_fails_its_request_only(llava, monkeypatch):
     def broken(pixels):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(llm.core.intake.images, "encode", broken)
+    monkeypatch.setattr(llm.core.addon(EmbeddingInputs).images, "encode", broken)
     stream = llm.stream("A text", GREEDY)
     next(stream)
     with pytest.raises(EngineError, match="its images failed: no room"):
@@ -248,6 +249,6 @@ def test_other_features_of_the_tower(tmp_path, overrides):
             vision_feature_select_strategy=model.config.vision_feature_select_strategy,
         )
     expected = features.pooler_output[0]
-    rows = llm.core.intake.images.encode(pixels)
+    rows = llm.core.addon(EmbeddingInputs).images.encode(pixels)
     assert len(rows) == llm.info.vision.tokens_per_image
     np.testing.assert_allclose(rows, expected.numpy(), atol=1e-4)

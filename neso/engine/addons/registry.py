@@ -1,0 +1,40 @@
+"""The features of an engine beyond plain decoding: the one list of its add-ons."""
+
+from __future__ import annotations
+
+from neso.engine.addons.input_embeddings import EmbeddingInputs
+from neso.engine.addons.prompt_scores import PromptScores
+from neso.engine.beams.addon import BeamSearchAddon
+from neso.engine.core.addon import Addon
+from neso.engine.guided.addon import GuidedDecodingAddon
+from neso.engine.lora.manager import LoraManager
+from neso.engine.pooling.addon import PoolingAddon
+from neso.engine.pooling.pooler import Pooler
+from neso.engine.runners.base import Runner
+from neso.engine.spec_decode.speculator import SpeculativeDecoding
+from neso.engine.vision.image_encoder import ImageEncoder
+
+
+def standard_addons(
+    runner: Runner,
+    *,
+    pooler: Pooler | None = None,
+    images: ImageEncoder | None = None,
+    lora: LoraManager | None = None,
+    guided: GuidedDecodingAddon | None = None,
+    speculation: SpeculativeDecoding | None = None,
+) -> list[Addon]:
+    """All features, in the order in which their hooks are called.
+
+    Embeddings come before what reads the text of a prompt; speculation is last, because `prepare` of the others may
+    remove sequences from a step.
+    """
+    return [
+        *([] if lora is None else [lora]),
+        EmbeddingInputs(images),
+        guided or GuidedDecodingAddon(),
+        PoolingAddon(runner, pooler),
+        PromptScores(),
+        BeamSearchAddon(),
+        speculation or SpeculativeDecoding(),
+    ]

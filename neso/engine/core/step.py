@@ -1,0 +1,154 @@
+"""One engine step: the scheduled sequences, and how their tokens and logits rows are laid out for the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from neso.engine.core.kv_manager import BlockCopy
+from neso.engine.core.prefix_cache import BlockTransfer
+from neso.engine.core.sequence import Sequence
+from neso.engine.core.stats import StepCounts
+from neso.engine.core.step_plan import NO_TRANSFERS, Int32Array, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """A sequence in a step: `num_new_tokens` are computed, from its `num_computed_tokens` on.
+
+    The last `num_draft_tokens` of them are the first ones of its draft. `query_start`: flat position of the first.
+    """
+
+    sequence: Sequence
+    num_new_tokens: int
+    num_draft_tokens: int = 0
+    query_start: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position behind the last new token."""
+        return self.sequence.num_computed_tokens + self.num_new_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last known token is computed, so that the next can be sampled."""
+        return self.end - self.num_draft_tokens == len(self.sequence.token_ids)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only the last known token and drafts are computed."""
+        return self.num_new_tokens - self.num_draft_tokens == 1 and self.samples
+
+    def drop_drafts(self) -> None:
+        """Compute no draft tokens."""
+        self.num_new_tokens -= self.num_draft_tokens
+        self.num_draft_tokens = 0
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What the scheduler decided, and after `lay_out` the rows of logits.
+
+    - scheduled: the sequences, in the order of the plan
+    - sampled: those whose next tokens are sampled. Their logits rows come first: for each, one row and one more for
+      each pending fork (the same position, repeated) or each draft token
+    - logits_rows: flat positions whose logits are computed; add-ons append theirs with `add_logits_rows`
+    - extensions: fields of `StepPlan` that add-ons provide
+    - addon_data: what add-ons remember from `extend` for `update`
+    """
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    block_copies: list[BlockCopy] = field(default_factory=list)
+    block_transfers: list[BlockTransfer] = field(default_factory=list)
+    sampled: list[ScheduledSequence] = field(default_factory=list)
+    logits_rows: list[int] = field(default_factory=list)
+    counts: StepCounts = field(default_factory=StepCounts)
+    extensions: dict[str, Any] = field(default_factory=dict)
+    addon_data: dict[object, Any] = field(default_factory=dict)
+    _users: dict[object, list[ScheduledSequence]] | None = None
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [scheduled.sequence for scheduled in self.scheduled]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(scheduled.num_new_tokens for scheduled in self.scheduled)
+
+    def users(self, addon: object) -> list[ScheduledSequence]:
+        """The scheduled sequences for which an add-on has state."""
+        if self._users is None:
+            self._users = {}
+            for scheduled in self.scheduled:
+                for key in scheduled.sequence.addons:
+                    self._users.setdefault(key, []).append(scheduled)
+        return self._users.get(addon, [])
+
+    def drop_released(self) -> None:
+        """Remove sequences that were released after they were scheduled."""
+        self.scheduled = [s for s in self.scheduled if not s.sequence.released]
+        self._users = None
+
+    def lay_out(self) -> None:
+        """Put the new tokens one after another, and assign logits rows to the sequences that sample."""
+        position = num_decoding = num_drafts = 0
+        for scheduled in self.scheduled:
+            scheduled.query_start = position
+            position += scheduled.num_new_tokens
+            num_drafts += scheduled.num_draft_tokens
+            if not scheduled.samples:
+                continue
+            num_decoding += scheduled.num_new_tokens - scheduled.num_draft_tokens == 1
+            if scheduled.sequence.uses_sampler:
+                last_known = position - 1 - scheduled.num_draft_tokens
+                self.logits_rows += range(last_known, position)
+                self.logits_rows += [last_known] * scheduled.sequence.forks_pending
+                self.sampled.append(scheduled)
+        self.counts = StepCounts(
+            num_decoding,
+            len(self.scheduled) - num_decoding,
+            position,
+            position - num_decoding - num_drafts,
+            num_drafts,
+        )
+
+    def add_logits_rows(self, positions: Iterable[int]) -> range:
+        """Have the logits of flat positions computed; returns their rows."""
+        first = len(self.logits_rows)
+        self.logits_rows += positions
+        return range(first, len(self.logits_rows))
+
+    def plan(self, number: int) -> StepPlan:
+        """The arrays for the runner. At least one sequence must be scheduled."""
+        token_ids: list[int] = []
+        for scheduled in self.scheduled:
+            sequence, num_drafts = scheduled.sequence, scheduled.num_draft_tokens
+            token_ids += sequence.token_ids[sequence.num_computed_tokens : scheduled.end - num_drafts]
+            if num_drafts and sequence.draft is not None:
+                token_ids += sequence.draft.token_ids[:num_drafts]
+        sequences = self.sequences
+        return StepPlan(
+            step=number,
+            sequence_ids=np.array([sequence.id for sequence in sequences], np.int32),
+            token_ids=np.array(token_ids, np.int32),
+            query_start=np.array([*(s.query_start for s in self.scheduled), len(token_ids)], np.int32),
+            num_computed=np.array([sequence.num_computed_tokens for sequence in sequences], np.int32),
+            block_tables=_block_tables(sequences),
+            block_copies=np.array(self.block_copies, np.int32).reshape(-1, 2),
+            block_transfers=np.array(self.block_transfers, np.int32)
+            if self.block_transfers
+            else NO_TRANSFERS,
+            logits_rows=np.array(self.logits_rows, np.int32),
+            **self.extensions,
+        )
+
+
+def _block_tables(sequences: list[Sequence]) -> Int32Array:
+    width = max(len(sequence.block_table) for sequence in sequences)
+    tables = np.full((len(sequences), width), -1, np.int32)
+    for row, sequence in zip(tables, sequences, strict=True):
+        row[: len(sequence.block_table)] = sequence.block_table
+    return tables

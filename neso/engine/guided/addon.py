@@ -1,0 +1,200 @@
+"""Guided decoding as an add-on of the engine core: waits for grammars, masks logits, follows the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from neso.engine.core.addon import Addon, Failures, RequestError
+from neso.engine.core.draft import Draft
+from neso.engine.core.scheduler import Scheduler
+from neso.engine.core.sequence import Sequence
+from neso.engine.core.step import Step
+from neso.engine.guided.grammar import GrammarError, GuideError
+from neso.engine.guided.guide import CompiledGrammar, Guide, MaskRows
+from neso.engine.sampling.token_sampling import RowMasks
+from neso.generation import GuidedDecoding
+
+if TYPE_CHECKING:
+    from neso.engine.guided.compiler import Compilation, GrammarCompiler
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """What grammars are compiled for: a model's tokenizer and the width of its logits. `timeout`: seconds for each."""
+
+    model: str
+    vocab_size: int
+    timeout: float
+
+    def open(self) -> GrammarCompiler:
+        """A compiler. What it needs is imported and loaded with the first grammar."""
+        from neso.engine.guided.compiler import GrammarCompiler
+        from neso.engine.text.tokenizer import Tokenizer
+
+        return GrammarCompiler(partial(Tokenizer.from_model, Path(self.model)), self.vocab_size, self.timeout)
+
+
+@dataclass(slots=True, eq=False)
+class _GuidedSequence:
+    """State of a sequence. `grammar` None: it is being compiled. `error`: computing a mask failed."""
+
+    compilation: Compilation
+    grammar: CompiledGrammar | None = None
+    guide: Guide | None = None
+    error: GuideError | None = None
+
+
+class GuidedDecodingAddon(Addon):
+    """Sequences wait until their grammars are compiled. `source` None: an engine without a tokenizer."""
+
+    def __init__(self, source: GrammarSource | None = None) -> None:
+        self._source = source
+        self._compiler: GrammarCompiler | None = None
+        self._compiling: list[Sequence] = []
+
+    def prepare_compiler(self) -> None:
+        """Load what the first grammar would load, and wait for it.
+
+        Building llguidance's tokenizer holds the interpreter's lock, which would stop the engine for that time.
+        """
+        if self._source is not None and self._compiler is None:
+            self._compiler = self._source.open()
+            self._compiler.compile(GuidedDecoding(choice=("ready",))).done.wait()
+
+    # -- waiting for grammars -----------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence) -> None:
+        guided = sequence.request.sampling.guided_decoding
+        if guided is None:
+            return
+        if self._source is None:
+            raise RequestError("this engine has no tokenizer, which guided decoding needs", guided.field)
+        if self._compiler is None:
+            self._compiler = self._source.open()
+        try:
+            state = _GuidedSequence(self._compiler.compile(guided))
+            if state.compilation.done.is_set():
+                state.grammar = _compiled(state.compilation)
+        except GrammarError as error:
+            raise RequestError(str(error), guided.field) from None
+        sequence.addons[self] = state
+        if state.grammar is None:
+            self._compiling.append(sequence)
+
+    def begin_step(self, scheduler: Scheduler) -> Failures:
+        failures: Failures = []
+        if not self._compiling:
+            return failures
+        still_compiling = []
+        for sequence in self._compiling:
+            if sequence.released:
+                continue
+            state: _GuidedSequence = sequence.addons[self]
+            if not state.compilation.done.is_set():
+                still_compiling.append(sequence)
+                continue
+            try:
+                state.grammar = _compiled(state.compilation)
+            except GrammarError as error:
+                failures.append((sequence, _request_error(sequence, error)))
+        self._compiling = still_compiling
+        return failures
+
+    def can_start(self, sequence: Sequence) -> bool:
+        state: _GuidedSequence | None = sequence.addons.get(self)
+        return state is None or state.grammar is not None
+
+    def wait(self, timeout: float) -> None:
+        if self._compiling and self._compiler is not None:
+            self._compiler.wait(timeout)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        state: _GuidedSequence | None = parent.addons.get(self)
+        if state is not None:
+            child.addons[self] = _GuidedSequence(state.compilation, state.grammar)
+
+    # -- tokens -------------------------------------------------------------------------------------------------
+
+    def row_masks(
+        self, step: Step, sequences: list[Sequence], drafts: list[Draft | None], num_drafts: list[int]
+    ) -> RowMasks | None:
+        """Masks of the rows of a step's logits, 1 + num_drafts[i] for sequence i; None if no row is masked.
+
+        Called after the model was started: on a device it runs in the meantime. A sequence whose mask fails is not
+        masked; `accept_token` raises. Rows after a draft token that does not fit are not masked: it is rejected.
+        """
+        if not step.users(self):
+            return None
+        rows: list[int] = []
+        masks: list[MaskRows] = []
+        first = 0
+        for sequence, draft, count in zip(sequences, drafts, num_drafts, strict=True):
+            state: _GuidedSequence | None = sequence.addons.get(self)
+            if state is not None:
+                rows += range(first, first + 1 + count)
+                masks.append(self._masks_of(sequence, state, draft if count else None, count))
+            first += 1 + count
+        return RowMasks(np.array(rows, np.int32), np.concatenate(masks)) if rows else None
+
+    def _masks_of(
+        self, sequence: Sequence, state: _GuidedSequence, draft: Draft | None, count: int
+    ) -> MaskRows:
+        guide = _guide(sequence, state)
+        masks = np.zeros((1 + count, guide.mask_width), np.int32)
+        try:
+            if draft is None:
+                guide.fill(masks, 0)
+            elif draft.tree is None:
+                masks[:] = -1
+                guide.fill_after(draft.token_ids[:count], masks, 0)
+            else:
+                masks[:] = -1
+                along = np.empty((1 + max(draft.tree.depths), guide.mask_width), np.int32)
+                for node in range(-1, count):
+                    path = draft.path(node)
+                    if guide.fill_after(path, along, 0) == 1 + len(path):
+                        masks[1 + node] = along[len(path)]
+        except GuideError as error:
+            state.error = error
+            masks[:] = -1
+        return masks
+
+    def accept_token(self, sequence: Sequence, token_id: int, *, ends: bool) -> bool:
+        """The next token of a sequence, which `ends` it or is text; returns whether the text is complete.
+
+        Raises `RequestError`.
+        """
+        state: _GuidedSequence | None = sequence.addons.get(self)
+        if state is None:
+            return False
+        if state.error is not None:
+            raise _request_error(sequence, state.error)
+        try:
+            return not ends and _guide(sequence, state).advance(token_id)
+        except GuideError as error:
+            raise _request_error(sequence, error) from None
+
+
+def _compiled(compilation: Compilation) -> CompiledGrammar:
+    """Raises `GrammarError`."""
+    result = compilation.result
+    if not isinstance(result, CompiledGrammar):
+        raise result or GrammarError("cannot be compiled")
+    return result
+
+
+def _guide(sequence: Sequence, state: _GuidedSequence) -> Guide:
+    if state.guide is None:
+        assert state.grammar is not None, "a sequence started before its grammar was compiled"
+        state.guide = state.grammar.start(sequence.request.end_token_ids)
+    return state.guide
+
+
+def _request_error(sequence: Sequence, error: Exception) -> RequestError:
+    guided = sequence.request.sampling.guided_decoding
+    return RequestError(str(error), "guided_decoding" if guided is None else guided.field)

@@ -1,0 +1,166 @@
+"""From the logits of a step to the next tokens of its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from neso.engine.core.addon import Addon, RequestError
+from neso.engine.core.draft import Draft
+from neso.engine.core.request import SequenceOutput
+from neso.engine.core.scheduler import Scheduler
+from neso.engine.core.sequence import Sequence, finish_reason
+from neso.engine.core.step import Step
+from neso.engine.runners.base import Logits
+from neso.engine.sampling.sampler import SampledToken, Sampler
+from neso.engine.sampling.state import state_of
+from neso.engine.sampling.token_sampling import INVALID_TOKEN, RowMasks
+from neso.generation.output import FinishReason
+from neso.generation.sampling_params import SamplingParams
+
+
+@runtime_checkable
+class TokenConstraint(Protocol):
+    """An add-on that limits the next tokens of sequences, such as guided decoding."""
+
+    def row_masks(
+        self, step: Step, sequences: list[Sequence], drafts: list[Draft | None], num_drafts: list[int]
+    ) -> RowMasks | None:
+        """Masks of the logits rows: sequence i has 1 + num_drafts[i]. None if no row is masked."""
+
+    def accept_token(self, sequence: Sequence, token_id: int, *, ends: bool) -> bool:
+        """The next token of a sequence, which `ends` it or not; returns whether nothing can follow it.
+
+        Raises `RequestError`.
+        """
+
+
+@runtime_checkable
+class DraftVerifier(Protocol):
+    """An add-on that decides which draft tokens are accepted."""
+
+    def verifies(self, step: Step) -> bool:
+        """Whether the tokens of a step are to be chosen by `verify`."""
+
+    def verify(
+        self,
+        sampler: Sampler,
+        logits: Logits,
+        sequences: list[Sequence],
+        num_drafts: list[int],
+        masks: RowMasks | None,
+    ) -> list[tuple[list[SampledToken], list[int]]]:
+        """For each sequence its next tokens, at least one, and the indices of the draft tokens that were accepted."""
+
+
+class TokenSelector:
+    """Samples tokens, appends them to their sequences, and releases the sequences that end."""
+
+    def __init__(self, scheduler: Scheduler, sampler: Sampler, addons: Iterable[Addon]) -> None:
+        self.sampler = sampler
+        self._scheduler = scheduler
+        self._constraint: TokenConstraint | None = None
+        self._verifier: DraftVerifier | None = None
+        for addon in addons:
+            if isinstance(addon, TokenConstraint):
+                self._constraint = addon
+            if isinstance(addon, DraftVerifier):
+                self._verifier = addon
+
+    def select(self, step: Step, logits: Logits) -> list[SequenceOutput]:
+        """Sample for every sequence that reached its last known token; their rows of the logits come first."""
+        sequences: list[Sequence] = []
+        num_drafts: list[int] = []
+        for scheduled in step.sampled:
+            forks = self._scheduler.fork(scheduled.sequence) if scheduled.sequence.forks_pending else ()
+            sequences += (scheduled.sequence, *forks)
+            num_drafts += (scheduled.num_draft_tokens, *(0 for _ in forks))
+        masks = None
+        if self._constraint is not None:
+            drafts = [sequence.draft for sequence in sequences]
+            masks = self._constraint.row_masks(step, sequences, drafts, num_drafts)
+        if self._verifier is not None and self._verifier.verifies(step):
+            verified = self._verifier.verify(self.sampler, logits, sequences, num_drafts, masks)
+            return [
+                self._append_verified(sequence, tokens, path, count)
+                for sequence, (tokens, path), count in zip(sequences, verified, num_drafts, strict=True)
+            ]
+        sampled = self.sampler.sample(logits, [state_of(sequence) for sequence in sequences], masks)
+        return [
+            self.append_tokens(sequence, sequence.num_tokens, [token])
+            for sequence, token in zip(sequences, sampled, strict=True)
+        ]
+
+    def append_tokens(
+        self, sequence: Sequence, position: int, tokens: list[SampledToken], num_drafts: int = 0
+    ) -> SequenceOutput:
+        """Put tokens at `position`: the end, or where placeholders are. Tokens after one that ends it are dropped."""
+        request = sequence.request
+        if tokens[0].token_id == INVALID_TOKEN:
+            self._scheduler.release(sequence)
+            message = "the model produced NaN logits, or no next token is allowed"
+            return SequenceOutput.failed(request.request_id, sequence.index, message)
+        is_first = position == sequence.num_prompt_tokens
+        sequence.draft = None
+        del sequence.token_ids[position:]
+        appended: list[SampledToken] = []
+        reason, end_token = None, None
+        for token in tokens:
+            reason = finish_reason(request, sequence.token_ids, token.token_id)
+            sequence.token_ids.append(token.token_id)
+            appended.append(token)
+            end_token = token.token_id if reason is FinishReason.STOP else None
+            if self._constraint is not None:
+                try:
+                    if self._constraint.accept_token(sequence, token.token_id, ends=end_token is not None):
+                        reason = FinishReason.STOP
+                except RequestError as error:
+                    self._scheduler.release(sequence)
+                    return SequenceOutput.failed(
+                        request.request_id, sequence.index, str(error), error_field=error.field
+                    )
+            if reason is not None:
+                self._scheduler.release(sequence)
+                break
+        return SequenceOutput(
+            request_id=request.request_id,
+            index=sequence.index,
+            token_ids=[token.token_id for token in appended],
+            finish_reason=reason,
+            end_token_id=end_token if end_token in request.end_token_ids else None,
+            logprobs=[token.logprobs for token in appended if token.logprobs is not None],
+            generation_logits=b"".join(token.logits for token in appended),
+            cached_tokens=sequence.num_cached_tokens,
+            scheduled_ns=sequence.scheduled_ns if is_first else 0,
+            preemptions=sequence.num_preemptions if reason is not None else 0,
+            draft_tokens=num_drafts,
+            accepted_draft_tokens=min(len(appended), len(tokens) - 1),
+        )
+
+    def _append_verified(
+        self, sequence: Sequence, tokens: list[SampledToken], path: list[int], num_drafts: int
+    ) -> SequenceOutput:
+        output = self.append_tokens(sequence, sequence.num_tokens, tokens, num_drafts)
+        if not sequence.released:
+            sequence.accept_drafts(path)
+        return output
+
+
+def needs_sync_steps(params: SamplingParams) -> bool:
+    """Whether a token cannot be chosen on the device before the host knows the tokens before it."""
+    return bool(
+        params.num_sequences > 1
+        or params.needs_token_scores
+        or params.needs_prompt_scores
+        or params.guided_decoding is not None
+        or params.repetition_penalty != 1.0
+        or params.top_p_decay != 1.0
+        or params.allowed_token_ids is not None
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.min_tokens
+        or params.logit_bias
+        or params.embedding_bias
+        or params.bad_words
+        or params.no_repeat_ngram_size
+    )

@@ -1,0 +1,131 @@
+"""The adapter slots of the runner: a batch can have as many adapters as there are slots."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from neso.engine.core.block_pool import IntegrityError
+
+
+@dataclass(slots=True, eq=False)
+class AdapterUse:
+    """The adapter of a sequence, and its slot while the sequence runs, else -1."""
+
+    version: int
+    slot: int = -1
+
+
+class AdapterSlots:
+    """Running sequences hold the slots of their adapters. A slot without holders keeps its adapter until another one
+    needs it; the least recently used is replaced first.
+
+    Adapters are identified by version, a number above 0 that is never used again. When an adapter waits for a slot,
+    the least recently used slot admits no new sequences that are behind it in the queue, so that it drains and no
+    adapter starves.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._ready: set[int] = set()
+        self._slot_of: OrderedDict[int, int] = OrderedDict()  # by last use
+        self._holders: Counter[int] = Counter()
+        self._free = list(reversed(range(num_slots)))
+        self._draining: dict[int, int] = {}  # version in the slot -> version that waits for it
+        self._changes: list[tuple[int, int]] = []
+
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    def add(self, version: int) -> None:
+        """The weights are in memory: sequences may run with them."""
+        self._ready.add(version)
+
+    def remove(self, version: int) -> None:
+        """The weights are removed; no sequence may hold the adapter."""
+        assert not self._holders[version], "an adapter in use is removed"
+        self._ready.discard(version)
+        del self._holders[version]
+        self.vacate(version)
+
+    def vacate(self, version: int) -> None:
+        """Free the slot of an adapter that no sequence holds."""
+        slot = self._slot_of.pop(version, None)
+        if slot is not None:
+            self._free.append(slot)
+            self._changes.append((slot, 0))
+
+    # -- sequences ----------------------------------------------------------------------------------------------
+
+    def begin_admission(self) -> None:
+        """The queue is examined from its beginning."""
+        self._draining.clear()
+
+    def admits(self, use: AdapterUse) -> bool:
+        """Whether a sequence can run. Called in the order of the queue."""
+        version = use.version
+        if version not in self._ready:
+            return False
+        if version in self._slot_of:
+            return version not in self._draining
+        if self._free or self._idle() is not None:
+            return True
+        self._drain_for(version)
+        return False
+
+    def acquire(self, use: AdapterUse) -> None:
+        """Hold the slot of an adapter, after `admits` or when another sequence holds it."""
+        version = use.version
+        if version not in self._slot_of:
+            self._slot_of[version] = self._take_slot()
+            self._changes.append((self._slot_of[version], version))
+        self._slot_of.move_to_end(version)
+        self._holders[version] += 1
+        use.slot = self._slot_of[version]
+
+    def release(self, use: AdapterUse) -> None:
+        """Undo `acquire`. Idempotent."""
+        if use.slot >= 0:
+            self._holders[use.version] -= 1
+            self._slot_of.move_to_end(use.version)
+            use.slot = -1
+
+    def take_changes(self) -> list[tuple[int, int]]:
+        """(slot, version) of the slots that got another adapter since the last call; version 0 for none."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def holds(self, version: int) -> bool:
+        """Whether a running sequence uses the adapter."""
+        return self._holders[version] > 0
+
+    def check_integrity(self, running: Iterable[AdapterUse]) -> None:
+        """Check that the running sequences, and no others, hold slots. Raises `IntegrityError`."""
+        running = list(running)
+        holders = Counter(use.version for use in running)
+        if holders != +self._holders:
+            raise IntegrityError(f"adapters are held as {dict(self._holders)}, but run as {dict(holders)}")
+        used = sorted(self._slot_of.values())
+        if sorted(used + self._free) != list(range(self.num_slots)):
+            raise IntegrityError("an adapter slot is lost or given twice")
+        for use in running:
+            if use.slot != self._slot_of.get(use.version, -1):
+                raise IntegrityError(f"a sequence with adapter {use.version} runs in slot {use.slot}")
+
+    def _idle(self) -> int | None:
+        """The least recently used adapter without holders."""
+        return next((version for version in self._slot_of if not self._holders[version]), None)
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        idle = self._idle()
+        assert idle is not None, "an adapter was admitted without a slot"
+        return self._slot_of.pop(idle)
+
+    def _drain_for(self, version: int) -> None:
+        if version in self._draining.values():
+            return
+        victim = next((known for known in self._slot_of if known not in self._draining), None)
+        if victim is not None:
+            self._draining[victim] = version
