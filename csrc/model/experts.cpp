@@ -17,7 +17,7 @@ void ExpertsRunner::reserve(const Experts& experts, int rows) {
 
 void ExpertsRunner::run(const Experts& experts, const Input& router_input, const float* x, int rows, int64_t stride,
                         const float* shared_out, float* out, bool accumulate) {
-    if (!rows) return;  // of the last layer, where no logits are wanted
+    if (!rows) return;  // in the last layer, if no outputs are requested
     multiply(team_, kernels_, router_input, experts.router, scores_.data(), experts.router.outputs, false);
     team_.for_each(rows, [&](int row) { choose(experts, row); });
     team_.for_each(1, [&](int) { group_rows(experts, rows); });
@@ -40,7 +40,7 @@ void ExpertsRunner::run(const Experts& experts, const Input& router_input, const
     team_.for_each(rows, [&](int row) { add_results(experts, row, stride, shared_out, out, accumulate); });
 }
 
-// The most likely experts of a row, and their shares: of equal ones the first.
+// The most probable experts of a row and their weights; ties go to the lower index.
 void ExpertsRunner::choose(const Experts& experts, int row) {
     const int count = int(experts.experts.size()), top_k = shape_.top_k;
     const float* scores = scores_.data() + int64_t(row) * experts.router.outputs;
@@ -63,7 +63,7 @@ void ExpertsRunner::choose(const Experts& experts, int row) {
     for (int place = 0; shape_.normalized && place < top_k; ++place) shares[place] /= kept;
 }
 
-// Sort the chosen by expert, describe what each multiplies, and lay it out in memory.
+// Sort chosen experts, and assign memory to each expert's rows.
 void ExpertsRunner::group_rows(const Experts& experts, int rows) {
     const int count = int(experts.experts.size()), top_k = shape_.top_k;
     firsts_.assign(count + 1, 0);
@@ -121,7 +121,7 @@ Input ExpertsRunner::attached(Input input, const int64_t (&at)[3]) {
     return input;
 }
 
-// In the order of the shares, so that what a row gets does not depend on the others.
+// Summed in the order of the weights, so that a row's result does not depend on other rows.
 void ExpertsRunner::add_results(const Experts& experts, int row, int64_t stride, const float* shared_out, float* out,
                                 bool accumulate) {
     float* to = out + row * stride;
@@ -139,7 +139,7 @@ void ExpertsRunner::add_results(const Experts& experts, int row, int64_t stride,
     for (int k = 0; k < hidden; ++k) to[k] += gate * from[k];
 }
 
-// Share chunks of all groups among the threads.
+// Distribute the chunks of all groups among the threads.
 template <typename Chunk>
 void ExpertsRunner::for_each_chunk(const GroupEnds& all, const Chunk& chunk) {
     team_.for_each(all.count.load(std::memory_order_relaxed), [&](int number) {

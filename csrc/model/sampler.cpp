@@ -6,7 +6,7 @@
 namespace neso {
 namespace {
 
-// Weights are in [0, 1]: their bits are ordered as they are, and the upper ones make a bucket.
+// Weights are in [0, 1], so their bit patterns are ordered like them; the upper bits select a bucket.
 constexpr int kBucketShift = 18, kBuckets = (0x3f800000 >> kBucketShift) + 1;
 
 int bucket_of(float weight) {
@@ -53,12 +53,12 @@ int RowSampler::choose(const Kernels& kernels, float* logits, int count, const D
         reached += weights_[i];
         if (reached > target) return ids_[i];
     }
-    return best;  // rounding left the end short of the target
+    return best;  // rounding error: the cumulative sum did not reach the target
 }
 
-// Weights below it are dropped for certain. All that are below (1 - top_p) / count have less than 1 - top_p together, and
-// the most likely token alone has 1: the others reach the share top_p without them. Not beside top_k, whose mass they
-// may be part of.
+// Lower bound of the kept weights. All weights below (1 - top_p) / count sum to less than 1 - top_p, while the most likely
+// token alone has weight 1, so the others reach the fraction top_p without them. Not valid with top_k, whose mass may
+// include them.
 float RowSampler::floor_of(int count, const Draw& draw) {
     if (draw.top_p >= 1.0f) return draw.min_p;
     if (draw.top_k > 0 && draw.top_k < count) return 0.0f;
@@ -80,7 +80,7 @@ double RowSampler::keep_above(const Edge& edge) {
     return mass;
 }
 
-// `mass`: of all weights, also of those that were dropped.
+// `mass`: sum of all weights, including dropped ones.
 RowSampler::Edge RowSampler::nucleus(double mass, const Draw& draw) {
     const int count = int(weights_.size());
     Edge edge{0.0f, count};
@@ -126,7 +126,7 @@ RowSampler::Edge RowSampler::edge_of(int most, double mass) {
     std::sort(edge_weights_.begin(), edge_weights_.end(), std::greater<>());
     Edge edge{0.0f, int(weights_.size())};
     for (size_t i = 0; i < edge_weights_.size(); ++i) {
-        // The token that reaches the mass is kept; the most likely one always.
+        // The token that reaches the mass is kept, and always the most likely one.
         if (edge.weight != edge_weights_[i]) edge = {edge_weights_[i], 0};
         ++edge.kept_at_edge;
         reached += edge_weights_[i];

@@ -179,7 +179,7 @@ def test_a_module_whose_file_holds_no_object_is_refused_by_its_name(tmp_path, fi
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
     (directory / file).write_text("[]")
-    with pytest.raises(EngineError, match=f"{file}: no JSON object"):
+    with pytest.raises(EngineError, match=f"{file}: not a JSON object"):
         LLM(directory, runner="reference")
 
 

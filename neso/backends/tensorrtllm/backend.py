@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 class TensorRtLlmBackend(EngineBackend):
     """See `signature`. Each row of a batch is a request to the engine; a request with `stop` ends one by its id.
 
-    Of `dynamic_batching` it heeds the length of the queue: requests are batched while they run.
+    Of `dynamic_batching`, only the queue size applies: batching is in-flight.
     """
 
-    heeds = frozenset({"dynamic_batching"})
+    implemented_fields = frozenset({"dynamic_batching"})
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)

@@ -104,7 +104,7 @@ GUIDES = one_of("xgrammar", "llguidance")
 class Parameter:
     """One entry of `parameters`.
 
-    `option`: the engine's option that it becomes. `setting`: the backend heeds it itself. With neither it has no
+    `option`: the engine's option that it becomes. `setting`: the backend implements it itself. With neither it has no
     effect, and `effect` says why; such a one is named in the log, unless it is `quiet`: the template always sets it.
     """
 
