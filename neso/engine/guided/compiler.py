@@ -1,4 +1,4 @@
-"""Compiles grammars in threads beside the engine's loop."""
+"""Compiles grammars in background threads."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import msgspec
 from llguidance import LLTokenizer
 
 from neso.engine.guided.grammar import GrammarError, clean_message, grammar_text
-from neso.engine.guided.guide import CompiledGrammar, make_matcher
+from neso.engine.guided.grammar_matcher import CompiledGrammar, make_matcher
+from neso.engine.guided.grammar_sandbox import GrammarSandbox
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.guided.trial import Trial
 from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import GuidedDecoding
 
 logger = logging.getLogger(__name__)
 
 COMPILE_STACK = 64 << 20
-"""Bytes of stack of a thread that compiles: grammars are read by recursive functions."""
+"""Stack of a compiler thread in bytes: llguidance parses grammars recursively."""
 NUM_THREADS = 2
 MAX_CACHED = 256
 MAX_PENDING = 512
 _REMEMBER_ERRORS = 60.0
-"""Seconds after which a bad grammar is tried again: it may have been the machine that had no time for it."""
+"""Seconds for which an error is cached. It may have been a timeout because the machine was busy."""
 
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar on its way; `result` is there when `done` is set."""
+    """A grammar that is being compiled. `result` is set before `done`."""
 
     guided: GuidedDecoding
     done: threading.Event = field(default_factory=threading.Event)
@@ -52,43 +52,44 @@ class Compilation:
 
 
 class GrammarCompiler:
-    """Compiles and remembers grammars of one model, by what was asked for. Errors are remembered, too.
+    """Compiles the grammars of one model, and caches compiled grammars and errors by the options of the request.
 
-    Each grammar is tried in a process first (`Trial`). Nothing is loaded or started before the first is asked for.
+    Each grammar is checked in a separate process first (`GrammarSandbox`). Tokenizer, threads and processes are created
+    on first use.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
-        """`vocab_size`: of the logits. `timeout`: seconds that a grammar may take."""
+        """`vocab_size`: of the logits. `timeout`: seconds for one grammar."""
         self._cache: OrderedDict[tuple[Any, ...], Compilation] = OrderedDict()
-        self._workshop = _Workshop(load_tokenizer, vocab_size, timeout)
-        weakref.finalize(self, self._workshop.close)
+        self._threads = _CompilerThreads(load_tokenizer, vocab_size, timeout)
+        weakref.finalize(self, self._threads.close)
 
     def compile(self, guided: GuidedDecoding) -> Compilation:
-        """The compilation of a grammar: a new one, one under way, or one that is done. Does not wait.
+        """The compilation of a grammar, which may be cached or in progress. Does not wait.
 
-        Raises `GrammarError` when too many are waiting.
+        Raises `GrammarError` if too many grammars are waiting.
         """
-        # By what is asked for, whichever field it is asked in.
+        # The same grammar may be given in different request fields.
         key = tuple(v for n, v in msgspec.structs.asdict(guided).items() if n != "source_field")
         known = self._cache.get(key)
         if known is not None and not known.failed_before(time.monotonic() - _REMEMBER_ERRORS):
             self._cache.move_to_end(key)
             return known
-        if self._workshop.num_pending >= MAX_PENDING:
+        if self._threads.num_pending >= MAX_PENDING:
             raise GrammarError(f"{MAX_PENDING} grammars are waiting to be compiled already")
         compilation = self._cache[key] = Compilation(guided)
         if len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
-        self._workshop.add(compilation)
+        self._threads.add(compilation)
         return compilation
 
     def wait(self, timeout: float) -> None:
-        """Until some compilation is done, or so many seconds have passed."""
-        self._workshop.wait(timeout)
+        """Wait until a compilation is done, at most `timeout` seconds."""
+        self._threads.wait(timeout)
 
 
-class _Workshop:
-    """The threads, and what they share. Knows nothing of the compiler, so that this one's end is theirs."""
+class _CompilerThreads:
+    """The threads and their queue. Holds no reference to the compiler, whose finalizer ends the threads."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
         self._load_tokenizer = load_tokenizer
@@ -117,13 +118,13 @@ class _Workshop:
             self._some_done.clear()
 
     def close(self) -> None:
-        """Let the threads end when they have done what they are at."""
+        """End each thread after its current grammar."""
         self._closed = True
         for _ in range(self._num_threads):
             self._queue.put(None)
 
     def _run(self) -> None:
-        trial: Trial | None = None
+        sandbox: GrammarSandbox | None = None
         try:
             while True:
                 self._idle.add(threading.get_ident())
@@ -133,17 +134,17 @@ class _Workshop:
                     return
                 try:
                     tools = self._get_tools()
-                    trial = trial or Trial(tools.table, self._timeout)
-                    compilation.finish(tools.compile(compilation.guided, trial))
+                    sandbox = sandbox or GrammarSandbox(tools.table, self._timeout)
+                    compilation.finish(tools.compile(compilation.guided, sandbox))
                 except GrammarError as error:
                     compilation.finish(error)
-                except BaseException as error:  # a panic in the library is no Exception
+                except BaseException as error:  # a panic in llguidance is not an `Exception`
                     logger.error("compiling a grammar failed", exc_info=error)
                     compilation.finish(GrammarError(f"cannot be compiled: {error}"))
                 self._some_done.set()
         finally:
-            if trial is not None:
-                trial.close()
+            if sandbox is not None:
+                sandbox.close()
 
     def _get_tools(self) -> _Tools:
         with self._lock:
@@ -154,7 +155,7 @@ class _Workshop:
 
 @dataclass(frozen=True, slots=True)
 class _Tools:
-    """What compiling needs of a model."""
+    """The vocabulary of a model, in the forms that compilation needs."""
 
     table: TokenTable
     special_tokens: dict[str, int]
@@ -165,11 +166,11 @@ class _Tools:
         table = TokenTable.of(tokenizer, vocab_size)
         return cls(table, table.special_tokens(), table.ll_tokenizer())
 
-    def compile(self, guided: GuidedDecoding, trial: Trial) -> CompiledGrammar:
+    def compile(self, guided: GuidedDecoding, sandbox: GrammarSandbox) -> CompiledGrammar:
         """Raises `GrammarError`."""
         grammar = grammar_text(guided, self.special_tokens)
         try:
-            trial.check(grammar)
+            sandbox.check(grammar)
             matcher, error = make_matcher(self.tokenizer, grammar)
             if error:
                 raise GrammarError(error)
@@ -179,7 +180,7 @@ class _Tools:
 
 
 def _start_thread(target: Callable[[], None], name: str) -> None:
-    # The size of the stack is that of all threads made from now on, so it is set back at once.
+    # The stack size applies to all threads that are created from now on, so it is reset at once.
     before = threading.stack_size(COMPILE_STACK)
     try:
         threading.Thread(target=target, name=name, daemon=True).start()

@@ -173,7 +173,7 @@ class GrammarError(ValueError):
     """A grammar that cannot be used; the message is fit for the client."""
 
 
-class GuideError(RuntimeError):
+class MatcherError(RuntimeError):
     """A sequence cannot go on in its grammar; the message is fit for the client."""
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import BACKENDS
 
-from neso.engine.text.sequence_text import SequenceText, TextDelta
+from neso.engine.text.stop_strings import SequenceText, TextDelta
 from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.text.tokenizer_files import SpecialTokens
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neso.engine.text.sequence_text import StopChecker
+from neso.engine.text.stop_strings import StopChecker
 
 
 def cut(text: str, stop: list[str], include: bool, barrier: int = 0) -> tuple[str, str | None]:

@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neso.engine.text.sequence_text import StopWordFilter, StopWords
+from neso.engine.text.stop_strings import StopWordFilter, StopWords
 
 words = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
 

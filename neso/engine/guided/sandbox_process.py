@@ -1,4 +1,4 @@
-"""The process that tries grammars: resource limits, messages over pipes, and its main loop."""
+"""The process of `GrammarSandbox`: resource limits, messages over pipes, and its main loop."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import IO
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from neso.engine.guided.guide import make_matcher
+from neso.engine.guided.grammar_matcher import make_matcher
 from neso.engine.guided.token_table import TokenTable
 
-TRIAL_STACK = 8 << 20
-"""Bytes of stack of a trial: what passes it has room to spare in the engine."""
-TRIAL_MEMORY = 4 << 30
-"""Bytes of address space of a trial process."""
-TRIAL_TOKENS = 24
-"""Tokens that a trial takes, at random."""
+SANDBOX_STACK = 8 << 20
+"""Stack of the process in bytes, smaller than that of the engine's compiler threads."""
+SANDBOX_MEMORY = 4 << 30
+"""Address space of the process in bytes."""
+SANDBOX_TOKENS = 24
+"""Number of random tokens for which masks are computed."""
 MASK_SECONDS = 1.0
-"""The longest that one mask may take; one takes microseconds, seldom a millisecond."""
+"""Maximum duration of one mask; normal ones take microseconds, rarely a millisecond."""
 _LENGTH = struct.Struct("<I")
 
 
 def write_frame(target: IO[bytes], data: bytes) -> None:
-    """Write one message. Raises `OSError` when nobody reads."""
+    """Write one message. Raises `OSError` if the other end is closed."""
     target.write(_LENGTH.pack(len(data)) + data)
     target.flush()
 
@@ -45,10 +45,10 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 
 
 def main(seconds: int) -> None:
-    """Until standard input ends. A grammar that takes so many seconds ends it, if nobody else is there to."""
-    resource.setrlimit(resource.RLIMIT_AS, (TRIAL_MEMORY, TRIAL_MEMORY))
+    """Check grammars until standard input ends. `SIGALRM` ends the process if a grammar takes more than `seconds`."""
+    resource.setrlimit(resource.RLIMIT_AS, (SANDBOX_MEMORY, SANDBOX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(TRIAL_STACK)
+    threading.stack_size(SANDBOX_STACK)
     thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer, seconds))
     thread.start()
     thread.join()
@@ -60,21 +60,21 @@ def _serve(source: IO[bytes], target: IO[bytes], seconds: int) -> None:
     write_frame(target, b"")
     while (grammar := read_frame(source)) is not None:
         signal.alarm(seconds)
-        error = _try(tokenizer, grammar.decode())
+        error = _check(tokenizer, grammar.decode())
         signal.alarm(0)
         write_frame(target, error.encode())
 
 
-def _try(tokenizer: LLTokenizer, grammar: str) -> str:
-    """Compile it and take some tokens."""
+def _check(tokenizer: LLTokenizer, grammar: str) -> str:
+    """Compile a grammar and compute some masks. Returns the error, or an empty string."""
     matcher, error = make_matcher(tokenizer, grammar)
     return error or _walk(matcher)
 
 
 def _walk(matcher: LLMatcher) -> str:
-    """Follow a random text: where masks are slow, they mostly are so soon."""
+    """Follow random tokens: if a grammar has slow masks, they usually come early."""
     generator = random.Random(0)
-    for _ in range(TRIAL_TOKENS):
+    for _ in range(SANDBOX_TOKENS):
         started = time.perf_counter()
         mask = matcher.compute_bitmask()
         if time.perf_counter() - started > MASK_SECONDS:
@@ -86,7 +86,7 @@ def _walk(matcher: LLMatcher) -> str:
 
 
 def _pick(mask: bytes, generator: random.Random) -> int | None:
-    """One of the tokens of a mask."""
+    """A random token of a mask; None if the mask is empty."""
     start = generator.randrange(len(mask))
     for i in range(len(mask)):
         byte = mask[(start + i) % len(mask)]

@@ -1,4 +1,4 @@
-"""The grammar state of one sequence, and llguidance's matchers."""
+"""Grammar state of a sequence, on llguidance: the mask of the next token, and masks along draft tokens."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.guided.grammar import GuideError
+from neso.engine.guided.grammar import MatcherError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
 MAX_LEXER_STATES = 50_000
-"""States of the lexer of a sequence."""
+"""Maximum number of lexer states of a sequence."""
 NOTHING_FITS = "no text that this model can write fits it"
 MAX_MESSAGE_LENGTH = 500
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
-    """A matcher at its start, and what is wrong with its grammar: empty if nothing is."""
+    """A matcher in its initial state, and the error in the grammar; empty if there is none."""
     from llguidance import LLMatcher, LLParserLimits
 
-    # The library's own limits bound most grammars. Each sequence has its states of the lexer, of 1 to 2 kB.
+    # The library's own limits bound most grammars. Lexer states are per sequence and take 1 to 2 kB each.
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        # The first mask makes the first states of the lexer, which copies then have.
+        # Computing a mask creates the first lexer states, which copies of the matcher share.
         matcher.compute_bitmask()
         if matcher.is_stopped() and not matcher.is_error():
             return matcher, NOTHING_FITS
@@ -37,7 +37,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """The message of a matcher that is in an error, else empty."""
+    """The error of a matcher; empty if it has none."""
     if not matcher.is_error():
         return ""
     message: str = matcher.get_error().replace("<non-verbose/>", "").strip()
@@ -47,33 +47,33 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 MaskRows = npt.NDArray[np.int32]
-"""Bit t % 32 of word t // 32 is set if token t may come; int32[rows, mask_width]."""
+"""int32[rows, mask_width]: bit t % 32 of word t // 32 is set if token t is allowed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar over a vocabulary. Its matcher stays at the start: sequences take copies."""
+    """A grammar over a vocabulary. Its matcher stays in the initial state: each sequence gets a copy."""
 
     matcher: LLMatcher
     vocab_size: int
 
-    def start(self, end_token_ids: Iterable[int]) -> Guide:
-        """A guide for a new sequence, which `end_token_ids` may end where its text is complete."""
-        return Guide(self.matcher.deep_copy(), self.vocab_size, end_token_ids)
+    def start(self, end_token_ids: Iterable[int]) -> GrammarMatcher:
+        """A matcher for a new sequence; `end_token_ids` are allowed where the text is complete."""
+        return GrammarMatcher(self.matcher.deep_copy(), self.vocab_size, end_token_ids)
 
 
-class Guide:
-    """The grammar's state after the tokens of one sequence.
+class GrammarMatcher:
+    """The state of the grammar after the tokens of one sequence.
 
-    For speculative decoding: `fill_after` gives the masks along a draft, `count_valid` how much of it fits; both
-    leave the state as it is. `rollback` takes tokens back.
+    For speculative decoding, `fill_after` computes the masks along a draft and `count_valid` its valid length; neither
+    changes the state.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Iterable[int]) -> None:
         self._matcher = matcher
         self.mask_width = vocab_size // 32 + 1
         """Words of a mask: a bit for each token, and one for the end of the grammar."""
-        # A tokenizer may name an end that the model has no logits for.
+        # A tokenizer may have an end token for which the model has no logits.
         self._end_token_ids = tuple(token for token in end_token_ids if token < vocab_size)
         self._end_words = [token // 32 for token in self._end_token_ids]
         self._end_bits = [_BITS[token % 32] for token in self._end_token_ids]
@@ -85,30 +85,30 @@ class Guide:
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill(self, masks: MaskRows, row: int) -> None:
-        """Write what may come next into a row of int32[rows, mask_width], C order.
+        """Write the mask of the next token into a row of int32[rows, mask_width], C order.
 
-        Where the text is complete, tokens that end the sequence may come. Raises `GuideError`.
+        Where the text is complete, the end tokens are allowed. Raises `MatcherError`.
         """
         words = masks[row]
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise GuideError(error_of(self._matcher))
+            raise MatcherError(error_of(self._matcher))
         word, bit = self._grammar_end
         if words[word] & bit:
             words[word] &= ~bit
             for end_word, end_bit in zip(self._end_words, self._end_bits, strict=True):
                 words[end_word] |= end_bit
             if not words.any():
-                raise GuideError("nothing can follow, and the request has no token that ends it")
+                raise MatcherError("nothing can follow, and the request has no token that ends it")
 
     def advance(self, token_id: int) -> bool:
-        """Take the sequence's next token, which ends it not; returns `complete`. Raises `GuideError`."""
+        """Advance by a token that is not an end token; returns `complete`. Raises `MatcherError`."""
         if not self._matcher.consume_token(token_id):
-            raise GuideError(f"token {token_id} does not fit the grammar: {error_of(self._matcher)}")
+            raise MatcherError(f"token {token_id} does not fit the grammar: {error_of(self._matcher)}")
         return self.complete
 
     def count_valid(self, draft: list[int]) -> int:
-        """How many tokens of a draft fit, one after another, before one that ends the sequence."""
+        """Number of draft tokens, from the first one on, that the grammar allows, up to an end token."""
         ends = (i for i, token in enumerate(draft) if token in self._end_token_ids)
         valid: int = self._matcher.validate_tokens(draft[: next(ends, len(draft))])
         return valid
@@ -116,8 +116,8 @@ class Guide:
     def fill_after(self, draft: list[int], masks: MaskRows, row: int) -> int:
         """Write the masks before each token of a draft, and after the last, into rows from `row` on.
 
-        Returns how many were written: up to the first token that does not fit or that ends the text, so at least one
-        and at most `len(draft)` + 1. Raises `GuideError`.
+        Stops at the first token that is not allowed or ends the text. Returns the number of masks written, from 1 to
+        `len(draft)` + 1. Raises `MatcherError`.
         """
         self.fill(masks, row)
         taken = 0
@@ -135,9 +135,9 @@ class Guide:
         return rows
 
     def rollback(self, count: int) -> None:
-        """Take the last `count` tokens back. Raises `GuideError`."""
+        """Undo the last `count` tokens. Raises `MatcherError`."""
         if count and not self._matcher.rollback(count):
-            raise GuideError(error_of(self._matcher))
+            raise MatcherError(error_of(self._matcher))
 
 
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)

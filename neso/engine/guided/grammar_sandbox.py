@@ -1,4 +1,4 @@
-"""Tries grammars in a process of their own, where they may take too long, run out of memory or crash."""
+"""Checks grammars in a separate process, where they may take too long, run out of memory or crash."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ import threading
 import msgspec
 
 from neso.engine.guided.grammar import GrammarError
+from neso.engine.guided.sandbox_process import read_frame, write_frame
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.guided.trial_process import read_frame, write_frame
 
 _START_TIMEOUT = 120.0
 
 
-class Trial:
-    """A process for one grammar after another, by one thread; started with the first, again after a failure."""
+class GrammarSandbox:
+    """A process that checks one grammar at a time, for one thread. Started on first use, and again after a failure."""
 
     def __init__(self, table: TokenTable, timeout: float) -> None:
-        """`timeout`: seconds that a grammar may take."""
+        """`timeout`: seconds for one grammar."""
         self._table = msgspec.msgpack.encode(table)
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
     def start(self) -> None:
-        """Start the process and do not wait for it."""
+        """Start the process; does not wait until it is ready."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "neso.engine.guided.trial_process", str(math.ceil(self._timeout) + 1)],
+                [
+                    sys.executable,
+                    "-m",
+                    "neso.engine.guided.sandbox_process",
+                    str(math.ceil(self._timeout) + 1),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -39,15 +44,15 @@ class Trial:
             self._ready = False
 
     def check(self, grammar: str) -> None:
-        """Raises `GrammarError` for a grammar that cannot be used or takes too long."""
+        """Raises `GrammarError` for a grammar that is invalid, takes too long or needs too much memory."""
         self.start()
         if not self._ready:
-            if self._ask(self._table, _START_TIMEOUT) is None:
+            if self._request(self._table, _START_TIMEOUT) is None:
                 self.close()
                 raise GrammarError("cannot be compiled: the process for it does not start")
             self._ready = True
         killed = threading.Event()
-        answer = self._ask(grammar.encode(), self._timeout, killed)
+        answer = self._request(grammar.encode(), self._timeout, killed)
         if answer is None:
             self.close()
             if killed.is_set():
@@ -63,21 +68,21 @@ class Trial:
             process.kill()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    # What it has not read yet is flushed on closing, to nobody.
+                    # Closing flushes data that the process has not read.
                     with contextlib.suppress(OSError):
                         pipe.close()
             process.wait()
 
-    def _ask(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
-        """The answer to a message; None if the process has ended, which it has when the time is over."""
+    def _request(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
+        """Send a message and return the reply; None if the process has ended. It is killed after `timeout` seconds."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        turn, answered = threading.Lock(), False
+        lock, answered = threading.Lock(), False
 
         def kill() -> None:
-            with turn:
+            with lock:
                 if answered:
-                    return  # in the last moment: the process is for the next grammar
+                    return  # the reply arrived just in time: keep the process for the next grammar
                 if killed is not None:
                     killed.set()
                 process.kill()
@@ -91,7 +96,7 @@ class Trial:
         except OSError:
             return None
         finally:
-            with turn:
+            with lock:
                 answered = True
             timer.cancel()
         return None if killed is not None and killed.is_set() else answer
