@@ -142,7 +142,7 @@ class ChatChoice(Choice):
         self._token_ids: list[int] | None = [] if request.return_token_ids else None
         self._started = False
         self._has_calls = False
-        self._message = Message()
+        self._events: list[MessageEvent] = []
         self._stop_reason: str | int | None = None
 
     def stream(self, completion: Completion) -> list[dict[str, Any]]:
@@ -174,10 +174,10 @@ class ChatChoice(Choice):
         return chunks
 
     def add(self, completion: Completion) -> None:
-        self._message.add(self._parse(completion))
+        self._events += self._parse(completion)
 
     def whole(self) -> dict[str, Any]:
-        message = self._message
+        message = Message(self._events)
         reasoning, calls = message.reasoning, message.calls
         whole: dict[str, Any] = {
             "role": "assistant",
