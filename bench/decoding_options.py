@@ -1,7 +1,7 @@
-"""What decoding options cost beside plain sampling: beams by width, penalties, bans and logits.
+"""Cost of decoding options compared to plain sampling: beam search, penalties, banned words, logit processing.
 
-Two tables, all in one run: milliseconds a step of a model with so many beams, and with as many sampled sequences; and
-microseconds a sequence and step that an option adds to the choice of a token, for a large vocabulary.
+Prints milliseconds per step with beams and with as many sampled sequences, and microseconds per sequence and step that
+an option adds to the sampler with a large vocabulary.
 
 usage: python bench/decoding_options.py [CHECKPOINT] [--widths 2 4 8] [--vocabulary 128256]
 """
@@ -14,7 +14,7 @@ import time
 import numpy as np
 from smoke import parse_arguments
 
-from neso.engine.beams.beam_search import BeamGroup
+from neso.engine.beams.beam_search import BeamSearch
 from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.sequence import Sequence
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 
 def seconds_a_step(llm: LLM, sampling: SamplingParams, name: str) -> float:
-    """The median over the steps after the prompt."""
+    """Median of the decode steps."""
     request = EngineRequest(
         request_id=name, prompt_token_ids=list(range(10, 10 + PROMPT)), sampling=sampling, max_tokens=STEPS
     )
@@ -67,7 +67,7 @@ def compare_widths(llm: LLM, widths: list[int]) -> None:
 
 
 def make_request(vocabulary: int, name: str, options: dict[str, object]) -> EngineRequest:
-    """A request that is under way, so that there is something to penalize."""
+    """A request with a prompt, so that penalties apply."""
     rng = np.random.default_rng(1)
     if name == "embedding_bias":
         options = {"embedding_bias": rng.normal(size=vocabulary).astype(np.float32).tobytes()}
@@ -82,11 +82,11 @@ def make_request(vocabulary: int, name: str, options: dict[str, object]) -> Engi
 
 
 def microseconds_a_token(llm: LLM, vocabulary: int, name: str, options: dict[str, object]) -> float:
-    """Of the sampler alone, one sequence; the least of several runs."""
+    """Time of the sampler for one sequence, minimum of several runs."""
     request = make_request(vocabulary, name, options)
     state = SamplingState.create(request, request.prompt_token_ids)
     logits = np.random.default_rng(0).normal(size=(1, vocabulary)).astype(np.float32) * 4
-    # The draw costs the same with any option: what is measured is what is done about it.
+    # The draw itself costs the same with any option and is replaced.
     sampler = Sampler(lambda rows, draws: np.zeros(len(draws), np.int32))
     best = np.inf
     for _ in range(30):
@@ -100,7 +100,7 @@ def microseconds_a_token(llm: LLM, vocabulary: int, name: str, options: dict[str
 
 
 def microseconds_a_beam(vocabulary: int, width: int) -> float:
-    """Of choosing the next beams, a beam."""
+    """Time of the selection of the next beams, per beam."""
     request = EngineRequest(
         request_id="",
         prompt_token_ids=[1] * KNOWN,
@@ -109,11 +109,11 @@ def microseconds_a_beam(vocabulary: int, width: int) -> float:
     )
     rng, best = np.random.default_rng(0), np.inf
     logits = rng.normal(size=(width, vocabulary)).astype(np.float32) * 4
-    group = BeamGroup(Sequence(id=0, request=request, arrival=0))
-    group.advance(logits[:1])
+    search = BeamSearch(Sequence(id=0, request=request, arrival=0))
+    search.advance(logits[:1])
     for _ in range(30):
         started = time.perf_counter()
-        group.advance(logits)
+        search.advance(logits)
         best = min(best, time.perf_counter() - started)
     return 1e6 * best / width
 
@@ -127,12 +127,12 @@ def main() -> None:
     llm = LLM(arguments.checkpoint, max_model_len=512, enable_prefix_caching=False)
     compare_widths(llm, arguments.widths)
     plain = microseconds_a_token(llm, arguments.vocabulary, "plain", {})
-    print(f"\n{'plain':28} {plain:8.0f} us a token, without the draw itself")
+    print(f"\n{'plain':28} {plain:8.0f} us per token, without the draw")
     for name, options in OPTIONS.items():
         cost = microseconds_a_token(llm, arguments.vocabulary, name, options)
         print(f"{name:28} {cost:8.0f} us, {cost - plain:+.0f}", flush=True)
     for width in arguments.widths:
-        print(f"{f'{width} beams':28} {microseconds_a_beam(arguments.vocabulary, width):8.0f} us a beam")
+        print(f"{f'{width} beams':28} {microseconds_a_beam(arguments.vocabulary, width):8.0f} us per beam")
 
 
 if __name__ == "__main__":

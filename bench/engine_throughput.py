@@ -1,10 +1,9 @@
-"""Output tokens a second of the bare engine by concurrency, in-flight against static batching.
+"""Output tokens per second of the engine by concurrency, with in-flight and with static batching.
 
-Requests have prompts of one length and outputs of very different lengths, as in life. Static batching runs them
-in groups that start together and end with their longest; in-flight batching fills each place as it falls free.
-Both are the same engine, in turn, in one run.
+Prompts have one length, outputs have very different lengths. Static batching runs requests in groups that start
+together and end with the longest; in-flight batching refills each slot as soon as it is free. Both use the same engine.
 
-usage: python bench/engine_throughput.py [CHECKPOINT] [--concurrency 1 4 16 64]       default: the model that ships
+usage: python bench/engine_throughput.py [CHECKPOINT] [--concurrency 1 4 16 64]
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def workload(count: int, vocabulary: int) -> list[tuple[list[int], SamplingParam
 
 
 def tokens_per_second(llm: LLM, requests: list[tuple[list[int], SamplingParams]], group: int) -> float:
-    """Run `requests` in groups of that size, each to its end before the next."""
+    """Run `requests` in groups, one after another."""
     started, tokens = time.perf_counter(), 0
     for first in range(0, len(requests), group):
         prompts, sampling = zip(*requests[first : first + group], strict=True)

@@ -1,7 +1,7 @@
-"""How many unary requests a second the gRPC front end serves, and what of that is the transport's.
+"""Unary requests per second of the gRPC front end, compared to the bare transport.
 
-An identity model, FP32[16], on an event loop of its own process; the client is h2load. The baseline is a bare method
-of the same gRPC server that gives the same message back unread; bench/grpc_server.py compares that with grpc.aio.
+The model is an identity, FP32[16], on an event loop of this process; the client is h2load. The baseline is a method of
+the same gRPC server that echoes the message without parsing it; bench/grpc_server.py compares it with grpc.aio.
 
     apt-get install nghttp2-client          # h2load
     python bench/grpc_infer.py [--seconds 3] [--elements 16] [--connections 1] [--streams 16]
@@ -15,7 +15,7 @@ import time
 
 import grpc.aio
 import uvloop
-from grpc_server import PATH, echo_deferred, load
+from grpc_server import PATH, echo_callback, load
 from identity_model import identity_repository
 from smoke import parse_arguments, require_command
 from tritonclient.grpc import service_pb2
@@ -30,7 +30,7 @@ INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
 def message(elements: int) -> bytes:
-    """The request, as bytes."""
+    """Serialized request."""
     return service_pb2.ModelInferRequest(
         model_name="identity",
         id="1",
@@ -41,9 +41,9 @@ def message(elements: int) -> bytes:
 
 
 async def measure(port: int, path: str, data: bytes, options: argparse.Namespace) -> tuple[float, float]:
-    """Requests a second, and the CPU time of this process a request, in microseconds."""
+    """Requests per second, and CPU time of this process per request in microseconds."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        await channel.unary_unary(path)(data)  # raises unless it is answered well
+        await channel.unary_unary(path)(data)  # raises if the call fails
     await asyncio.to_thread(load, port, path, data, options, 200)
     cpu = time.process_time()
     rate, count = await asyncio.to_thread(load, port, path, data, options)
@@ -58,12 +58,12 @@ async def compare(options: argparse.Namespace) -> None:
         front_end = KServeGrpc(core, GrpcOptions(host="127.0.0.1", port=0))
         await front_end.start()
         echo = GrpcServer(GrpcServerOptions())
-        echo.add_registered_method_handlers("bench.Echo", {"Echo": CallbackHandler(echo_deferred)})
+        echo.add_registered_method_handlers("bench.Echo", {"Echo": CallbackHandler(echo_callback)})
         await echo.start()
         data = message(options.elements)
         infer, infer_cpu = await measure(front_end.port, INFER, data, options)
         bare, bare_cpu = await measure(echo.port, PATH, data, options)
-        print(f"FP32[{options.elements}], server CPU time in µs a request")
+        print(f"FP32[{options.elements}], server CPU time in µs per request")
         print("  infer/s    echo/s   ratio   infer CPU   echo CPU")
         print(f"{infer:9.0f} {bare:9.0f} {infer / bare:7.2f} {infer_cpu:11.1f} {bare_cpu:10.1f}")
         await front_end.stop(0)

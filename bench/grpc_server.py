@@ -1,11 +1,10 @@
-"""How many unary calls a second the gRPC server takes, against grpc.aio, in one run.
+"""Unary calls per second of the gRPC server, compared to grpc.aio.
 
     apt-get install nghttp2-client          # h2load, the client
     python bench/grpc_server.py [--connections 4] [--streams 16] [--seconds 3] [--size 64]
 
-Each server is one process that gives a message back unread. Prints one line per server: calls a second, the server's
-CPU time per call, and the ratios of both to grpc.aio's. On a machine that does other things as well, the CPU time is
-the steadier figure.
+Each server is a process that echoes a message without parsing it. Prints calls per second, the server's CPU time per
+call, and the ratios of both to those of grpc.aio. On a busy machine the CPU time is the more stable figure.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from smoke import parse_arguments, require_command
 
 from neso.frontends.transport.grpc import CallbackCall, CallbackHandler, GrpcServer, GrpcServerOptions
 
-KINDS = ("grpc.aio", "neso, coroutine", "neso, deferred")
+KINDS = ("grpc.aio", "neso, coroutine", "neso, callback")
 PATH = "/bench.Echo/Echo"
 
 
@@ -35,12 +34,12 @@ async def echo(message: bytes, context: Any) -> bytes:
     return message
 
 
-def echo_deferred(message: bytes, call: CallbackCall) -> None:
+def echo_callback(message: bytes, call: CallbackCall) -> None:
     call.reply(message)
 
 
 async def start(kind: str, port: int) -> object:
-    """A server of one kind."""
+    """Start a server of one kind."""
     coroutine = grpc.unary_unary_rpc_method_handler(echo)
     if kind == "grpc.aio":
         server = grpc.aio.server()
@@ -48,7 +47,7 @@ async def start(kind: str, port: int) -> object:
         server.add_insecure_port(f"127.0.0.1:{port}")
     else:
         server = GrpcServer(GrpcServerOptions(port=port))
-        handler = CallbackHandler(echo_deferred) if kind.endswith("deferred") else coroutine
+        handler = CallbackHandler(echo_callback) if kind.endswith("callback") else coroutine
         server.add_registered_method_handlers("bench.Echo", {"Echo": handler})
     await server.start()
     return server
@@ -66,7 +65,7 @@ def serve(kind: str, port: int) -> None:
 
 
 def measure(kind: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Calls a second of one kind of server, and its CPU time per call in microseconds."""
+    """Calls per second of a server, and its CPU time per call in microseconds."""
     with server_process(serve, kind) as server:
         wait_until_up(server.port)
         message = bytes(options.size)
@@ -77,16 +76,16 @@ def measure(kind: str, options: argparse.Namespace) -> tuple[float, float]:
 
 
 def wait_until_up(port: int) -> None:
-    """Until it echoes."""
+    """Wait until the server responds."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         if channel.unary_unary(PATH)(b"echo", wait_for_ready=True, timeout=20) != b"echo":
-            raise SystemExit("the server does not echo")
+            raise SystemExit("the server does not return the message")
 
 
 def load(
     port: int, path: str, message: bytes, options: argparse.Namespace, calls: int = 0
 ) -> tuple[float, int]:
-    """Calls a second and in all, of so many, or for so many seconds, by h2load."""
+    """Run h2load for `calls` calls or `options.seconds`; returns calls per second and number of calls."""
     amount = ["-n", str(calls)] if calls else ["-D", str(options.seconds)]
     with tempfile.NamedTemporaryFile() as body:
         Path(body.name).write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)

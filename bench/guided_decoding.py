@@ -1,7 +1,7 @@
-"""What guided decoding costs: output tokens a second with and without it, masks, and compiling.
+"""Cost of guided decoding: output tokens per second with and without it, masks, and compilation.
 
-The models have random weights, so that a guided text is a random one of its grammar: masks are as varied as can be.
-Free and guided requests of one length run in turn, in one process.
+The models have random weights, so guided outputs are random texts of the grammar and masks vary as much as possible.
+Free and guided requests of the same length run in turns, in one process.
 
 usage: python bench/guided_decoding.py [--vocab 32000 128256] [--batch 1 8 32] [--tokens 64]
 """
@@ -61,7 +61,7 @@ def tokens_per_second(llm: LLM, batch: int, sampling: SamplingParams) -> float:
 
 
 def compare(llm: LLM, batch: int, tokens: int, rounds: int = 3) -> tuple[float, float]:
-    """Tokens a second, free and guided: medians of runs in turn."""
+    """Tokens per second, free and guided: medians of runs in turns."""
     free = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1)
     guided = SamplingParams(
         max_tokens=tokens, ignore_eos=True, seed=1, guided_decoding=GuidedDecoding(json=RECORDS)
@@ -74,7 +74,7 @@ def compare(llm: LLM, batch: int, tokens: int, rounds: int = 3) -> tuple[float, 
 
 
 def compile_grammar(compiler: GrammarCompiler, guided: GuidedDecoding) -> tuple[CompiledGrammar, float]:
-    """The grammar, and the seconds until it was there."""
+    """The compiled grammar, and the seconds it took."""
     started = time.perf_counter()
     compilation = compiler.compile(guided)
     compilation.done.wait()
@@ -84,7 +84,7 @@ def compile_grammar(compiler: GrammarCompiler, guided: GuidedDecoding) -> tuple[
 
 
 def mask_microseconds(grammar: CompiledGrammar, steps: int = 300) -> list[float]:
-    """The time of each mask along random texts."""
+    """Microseconds of each mask along random texts."""
     rng = np.random.default_rng(0)
     spent: list[float] = []
     guide = grammar.start((0,))
@@ -122,7 +122,7 @@ def report(checkpoint: Path, vocab: int, batches: list[int], tokens: int) -> Non
         print(f"{batch:>24} {free:11.0f} {guided:13.0f} {guided / free:6.2f}")
     compiler = GrammarCompiler(lambda: llm.tokenizer, vocab, timeout=60)
     _, first = compile_grammar(compiler, GuidedDecoding(regex="a"))
-    print(f"the first grammar: {first:.2f} s, with the tokenizer and the trial process")
+    print(f"first grammar: {first:.2f} s, including the tokenizer and the trial process")
     print(f"{'':>24} {'compile ms':>11} {'mask µs':>13} {'longest':>8}")
     for name, guided_decoding in GRAMMARS.items():
         grammar, seconds = compile_grammar(compiler, guided_decoding)

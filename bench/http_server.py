@@ -1,12 +1,12 @@
-"""How many requests a second the HTTP server takes, against uvicorn with a bare ASGI app, in one run.
+"""Requests per second of the HTTP server, compared to uvicorn with a plain ASGI app.
 
     pip install uvicorn          # not a dependency of the project
-    apt-get install wrk          # without it a small asyncio client is used, which is the bottleneck then
+    apt-get install wrk          # without it, a small asyncio client is used, which is then the bottleneck
     python bench/http_server.py [--connections 16] [--seconds 3]
 
-Each server is one process that parses a small JSON body and answers it as JSON. Prints one line per server:
-requests a second, the server's CPU time per request, and the ratios of both to uvicorn's. On a machine that does
-other things as well, the CPU time is the steadier figure.
+Each server is a process that parses a small JSON body and responds with JSON. Prints requests per second, the server's
+CPU time per request, and the ratios of both to those of uvicorn. On a busy machine the CPU time is the more stable
+figure.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def serve(kind: str, port: int) -> None:
 
 
 def measure(kind: str, connections: int, seconds: float) -> tuple[float, float]:
-    """Requests a second of one kind of server, and its CPU time per request in microseconds."""
+    """Requests per second of a server, and its CPU time per request in microseconds."""
     with server_process(serve, kind) as server:
         wait_until_up(server.port)
         load(server.port, connections, 0.5)
@@ -127,7 +127,7 @@ def load(port: int, connections: int, seconds: float) -> float:
 
 
 async def load_asyncio(port: int, connections: int, seconds: float) -> float:
-    """Without wrk: request, answer, request, on each connection."""
+    """Client without wrk: one request at a time on each connection."""
     request = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
     end = time.perf_counter() + seconds
     done = 0

@@ -1,4 +1,4 @@
-"""The model of the benchmarks that measure everything but a model: it gives its input back, on the core's loop."""
+"""An identity model that runs on the core's event loop, for benchmarks of everything but the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ output { name: "OUTPUT" data_type: TYPE_FP32 dims: [-1] }
 
 
 class Identity(Backend):
-    """Gives the input back."""
+    """Returns its input."""
 
     async def load(self) -> None:
         pass
@@ -35,7 +35,7 @@ class Identity(Backend):
 
 @contextmanager
 def identity_repository() -> Iterator[Path]:
-    """A model repository with the model `identity`, which only this process can serve."""
+    """A repository with the model `identity`, which only this process can serve."""
     BUILTIN["bench_identity"] = f"{__name__}:Identity"
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)

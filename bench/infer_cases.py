@@ -1,4 +1,4 @@
-"""The models and requests of kserve_infer.py, and the load that sends them."""
+"""Models and requests of kserve_infer.py, and their load generators."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ensemble_scheduling {{ {STEPS} }}
 
 
 def write_repository(root: Path, *, processes: bool = False) -> None:
-    """The models, as Triton's own examples lay them out. `processes`: Neso is to run them as Triton does."""
+    """Write the model repository. `processes`: Neso runs the models in processes, as Triton does."""
     mode = 'parameters { key: "EXECUTION_MODE" value { string_value: "process" } }' if processes else ""
     for name, config in (("identity", IDENTITY + mode), ("large", LARGE + mode), ("ensemble", ENSEMBLE)):
         (root / name / "1").mkdir(parents=True)
@@ -80,7 +80,7 @@ def write_repository(root: Path, *, processes: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests a second, and percentiles of their latency in ms."""
+    """Requests per second, and percentiles of latency in ms."""
 
     rate: float
     p50: float
@@ -102,7 +102,7 @@ class HttpCase:
     body: bytes
 
     def run(self, ports: Ports, connections: int, seconds: float) -> Load:
-        """Raises `RuntimeError` if any of the answers is an error."""
+        """Raises `RuntimeError` if any response is an error."""
         with tempfile.TemporaryDirectory() as folder:
             body, script = Path(folder) / "body", Path(folder) / "post.lua"
             body.write_bytes(self.body)
@@ -146,7 +146,7 @@ Case = HttpCase | GrpcCase
 
 
 def make_cases() -> dict[str, Case]:
-    """All, by name."""
+    """All cases by name."""
     values = (np.arange(ELEMENTS, dtype=np.float32) / 7)[np.newaxis]
     large = np.zeros(LARGE_ELEMENTS, np.float32)
     return {
@@ -202,7 +202,7 @@ def shared_memory_case(model: str, values: npt.NDArray[np.float32]) -> HttpCase:
 
 @contextmanager
 def shared_memory(servers: list[Ports]) -> Iterator[None]:
-    """The regions of `shared_memory_case`, made, and known to the servers."""
+    """Create the regions of `shared_memory_case` and register them with the servers."""
     size = 4 * LARGE_ELEMENTS
     made = [SharedMemory(name, create=True, size=size) for name in REGIONS]
     try:

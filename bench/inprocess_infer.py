@@ -1,7 +1,7 @@
-"""How many requests a second the in-process API carries, and how near that is to the core's own loop.
+"""Requests per second of the in-process API, compared to the core's own event loop.
 
-An identity model, FP32[16]. The baseline submits to the core from a coroutine on its loop, without any thread in
-between. One wait at a time for each caller: `sync` callers are threads, `async` callers are tasks of another loop.
+The model is an identity, FP32[16]. The baseline submits requests from a coroutine on the core's loop, without threads.
+Each caller has one request in flight: `sync` callers are threads, `async` callers are tasks of another loop.
 
     python bench/inprocess_infer.py [--seconds 2] [--elements 16] [--concurrency 1 16]
 """
@@ -25,7 +25,7 @@ from neso.server.tensor import Tensor
 
 
 def on_the_loop(server: neso.Server, value: np.ndarray, concurrency: int, seconds: float) -> float:
-    """Requests a second of coroutines on the core's own loop."""
+    """Requests per second of coroutines on the core's loop."""
 
     async def caller(end: float) -> int:
         count = 0
@@ -47,7 +47,7 @@ def on_the_loop(server: neso.Server, value: np.ndarray, concurrency: int, second
 
 
 def sync(server: neso.Server, value: np.ndarray, concurrency: int, seconds: float) -> float:
-    """Requests a second of threads that call `infer`."""
+    """Requests per second of threads that call `infer`."""
     model = server.model("identity")
     counts = [0] * concurrency
     start = time.perf_counter()
@@ -67,7 +67,7 @@ def sync(server: neso.Server, value: np.ndarray, concurrency: int, seconds: floa
 
 
 def asynchronous(server: neso.Server, value: np.ndarray, concurrency: int, seconds: float) -> float:
-    """Requests a second of tasks that await `async_infer` in a loop of their own."""
+    """Requests per second of tasks that await `async_infer` on another loop."""
     model = server.model("identity")
 
     async def caller(end: float) -> int:

@@ -1,6 +1,6 @@
-"""Size and time of the base install, in a fresh virtual environment: it must stay under 300 MB, without torch.
+"""Size and duration of the base install in a fresh virtual environment: under 300 MB, without torch.
 
-usage: python bench/install_size.py         exits 1 above the limit
+usage: python bench/install_size.py         exits with 1 above the limit
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
         before = size_mb(venv)
         started = time.perf_counter()
         pip = [venv / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        if not arguments.smoke:  # which installs nothing, as that needs the network
+        if not arguments.smoke:  # a smoke run installs nothing: it needs the network
             subprocess.run([*pip, "-c", ROOT / "constraints.txt", ROOT], check=True)
         seconds = time.perf_counter() - started
         installed = size_mb(venv) - before
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def size_mb(directory: Path) -> float:
-    """Bytes of all files below, in 10^6."""
+    """Size of all files in the directory, in MB (10^6 bytes)."""
     return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file() and not p.is_symlink()) / 1e6
 
 

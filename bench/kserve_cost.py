@@ -1,14 +1,14 @@
-"""CPU time of an infer request: that of the server by thread, that of the load generator, and the rate that they allow.
+"""CPU time of an infer request, of the server by thread and of the load generator, and the rate that it allows.
 
     apt-get install wrk nghttp2-client
     python bench/kserve_cost.py [--seconds 2] [--rounds 5] [--connections 1 16 64] [--cases json binary grpc]
                                 [--base CHECKOUT] [--triton]
 
-The models and requests of kserve_infer.py. Neso alone, or in turns with another checkout of it (`--base`, built) and
-with Triton (`--triton`). Prints microseconds a request, of the round that took least: what else the machine does only
-adds to it. `loop` is the first thread of the server, which Neso's front ends and scheduler run on, `others` its other
-threads and processes, `load` the load generator. `most/s` is the rate that two cores could carry at these times: both
-of them busy with nothing else, and of Neso, whose threads take turns in the interpreter, one.
+Models and requests are those of kserve_infer.py. Measures Neso alone, or in turns with another built checkout
+(`--base`) and with Triton (`--triton`). Prints microseconds per request of the best round, since other load only adds
+to it. `loop` is the first thread of the server, which runs Neso's front ends and scheduler, `others` its other threads
+and processes, `load` the load generator. `max/s` is the rate that two cores allow at these times: both of them, and for
+Neso, whose threads share the interpreter, one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU time of a request in µs by part, and the rate and the median latency (ms) that came with it."""
+    """CPU time of a request in µs by part, rate, and median latency (ms)."""
 
     loop_user: float
     loop_system: float
@@ -47,15 +47,15 @@ class Cost:
     def server(self) -> float:
         return self.loop_user + self.loop_system + self.others_user + self.others_system
 
-    def most(self, *, takes_turns: bool) -> float:
-        """Requests a second that `CORES` could carry."""
+    def max_rate(self, *, takes_turns: bool) -> float:
+        """Requests per second that `CORES` allow."""
         both = (self.server + self.load) / CORES
         return 1e6 / (max(both, self.server) if takes_turns else both)
 
 
 @dataclass(frozen=True)
 class Times:
-    """CPU time of one thread or several: in seconds, and in ticks, which tell whose it was."""
+    """CPU time of threads, in seconds and in ticks; ticks tell user from system time."""
 
     seconds: float = 0.0
     user_ticks: int = 0
@@ -72,13 +72,13 @@ class Times:
         return self + Times(-other.seconds, -other.user_ticks, -other.system_ticks)
 
     def split(self, scale: float) -> tuple[float, float]:
-        """User and system time, each times `scale`."""
+        """User and system time, multiplied by `scale`."""
         system = self.seconds * self.system_ticks / max(self.user_ticks + self.system_ticks, 1)
         return (self.seconds - system) * scale, system * scale
 
 
 def cpu_times(pid: int) -> tuple[Times, Times]:
-    """Of a process: its first thread; all others, and those of its children."""
+    """CPU time of a process: of its first thread, and of its other threads and its children."""
     first, others = Times(), Times()
     for member in (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))):
         for task in Path(f"/proc/{member}/task").iterdir():
@@ -94,7 +94,7 @@ def cpu_times(pid: int) -> tuple[Times, Times]:
 
 
 def measure(case: Case, ports: Ports, pid: int, connections: int, seconds: float) -> Cost:
-    """One run of the load."""
+    """Run the load once."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     load_before = usage.ru_utime + usage.ru_stime
     before = cpu_times(pid)
@@ -108,7 +108,7 @@ def measure(case: Case, ports: Ports, pid: int, connections: int, seconds: float
 
 
 def neso(name: str, checkout: Path, repository: Path, ports: Ports) -> AbstractContextManager[RunningServer]:
-    """`neso serve` of a checkout."""
+    """Run `neso serve` of a checkout."""
     command = [sys.executable, "-m", "neso.cli", "serve", f"--model-repository={repository}"]
     command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}"]
     command += ["--allow-metrics=false", "--allow-openai=false"]
@@ -144,7 +144,7 @@ def main() -> None:
             running = stack.enter_context(triton(install(), repository))
             servers["triton"] = Ports(HTTP_PORT, GRPC_PORT), running.pid
         print(machine())
-        print("case   conns server  loop user  sys  others user  sys  server   load    req/s  p50 ms  most/s")
+        print("case   conns server  loop user  sys  others user  sys  server   load    req/s  p50 ms   max/s")
         for name in options.cases:
             for connections in options.connections:
                 costs: dict[str, list[Cost]] = {server: [] for server in servers}
@@ -159,12 +159,12 @@ def main() -> None:
 
 def show(case: str, connections: int, server: str, runs: list[Cost], base: list[Cost] | None) -> None:
     cost = min(runs, key=lambda run: run.server)
-    most = cost.most(takes_turns=server != "triton")
+    rate = cost.max_rate(takes_turns=server != "triton")
     line = f"{case:6} {connections:5} {server:7} {cost.loop_user:9.1f} {cost.loop_system:4.1f} "
     line += f"{cost.others_user:12.1f} {cost.others_system:4.1f} {cost.server:7.1f} {cost.load:6.1f} "
-    line += f"{cost.rate:8,.0f} {cost.p50:7.3f} {most:7,.0f}"
+    line += f"{cost.rate:8,.0f} {cost.p50:7.3f} {rate:7,.0f}"
     if base is not None and runs is not base:
-        # Pairs of the same minute: the machine's other work is the same for both.
+        # Pairs are measured one after another, under the same load of the machine.
         pairs = [ours.rate / theirs.rate for ours, theirs in zip(runs, base, strict=True)]
         line += f"   {statistics.median(pairs):.2f}x the rate of base"
     print(line, flush=True)

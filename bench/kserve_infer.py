@@ -1,17 +1,16 @@
-"""Infer requests a second and their latency, against a real Triton serving the same model repository, in one run.
+"""Infer requests per second and latency, compared to Triton with the same model repository.
 
     apt-get install wrk nghttp2-client
     python bench/kserve_infer.py [--seconds 3] [--rounds 3] [--connections 1 16 64] [--cases json binary grpc …]
 
 The model is an identity, FP32[16], on the Python backend, with dynamic batching and one instance; `ensemble` sends JSON
-through three of them. The `16MB-…` cases send that much to an identity and get it back: over HTTP, over gRPC, through
-system shared memory; four connections at most. The load comes from wrk (HTTP) and h2load (gRPC), one thread each,
-every connection waiting for one answer at a time. The servers take turns within a round. Prints the medians of the
-rounds, and the ratios: how many times as many requests, and how many times as long Triton's 50th and 99th percentile of
-latency are.
+through three of them. The `16MB-…` cases send and receive that size over HTTP, gRPC and system shared memory, with at
+most four connections. wrk (HTTP) and h2load (gRPC) generate the load with one thread and one request in flight per
+connection. The servers take turns within a round. Prints the medians of the rounds, and ratios: Neso's rate divided by
+Triton's, and Triton's 50th and 99th percentile of latency divided by Neso's.
 
-`--processes`: Neso runs the models in processes of their own, as Triton does; by default they are its threads.
-Triton comes from the wheel of nvidia-pytriton, installed into a scratch environment, or `--triton PYTHON`.
+`--processes`: Neso runs the models in processes, as Triton does; by default in threads. Triton is the wheel
+nvidia-pytriton, installed into a scratch environment, or that of `--triton PYTHON`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from smoke import parse_arguments, require_command
 from triton_server import GRPC_PORT, HTTP_PORT, install, triton
 
 PORTS = {"triton": Ports(HTTP_PORT, GRPC_PORT), "neso": Ports(19000, 19001)}
-MOST_LARGE = 4
+MAX_LARGE_CONNECTIONS = 4
 
 
 def neso(repository: Path) -> AbstractContextManager[RunningServer]:
-    """`neso serve` on a model repository."""
+    """Run `neso serve` on a model repository."""
     ports = PORTS["neso"]
     command = [sys.executable, "-m", "neso.cli", "serve", f"--model-repository={repository}"]
     command += [f"--http-port={ports.http}", f"--grpc-port={ports.grpc}", "--allow-client-shm=true"]
@@ -42,7 +41,7 @@ def neso(repository: Path) -> AbstractContextManager[RunningServer]:
 
 
 def measure(case: Case, connections: int, servers: list[str], rounds: int, seconds: float) -> dict[str, Load]:
-    """The medians of each server."""
+    """Medians of each server."""
     loads: dict[str, list[Load]] = {server: [] for server in servers}
     for server in servers:
         case.run(PORTS[server], connections, 1)
@@ -60,7 +59,7 @@ def measure(case: Case, connections: int, servers: list[str], rounds: int, secon
 
 
 def show(name: str, connections: int, loads: dict[str, Load]) -> None:
-    """One line of the report."""
+    """Print one line of the report."""
     line = f"{name:9} {connections:5}"
     for load in loads.values():
         line += f"   {load.rate:8,.0f} {load.p50:7.2f} {load.p99:7.2f}"
@@ -100,7 +99,7 @@ def main() -> None:
         for name in options.cases:
             counts = options.connections
             if name.startswith("16MB"):
-                counts = sorted({min(count, MOST_LARGE) for count in counts})
+                counts = sorted({min(count, MAX_LARGE_CONNECTIONS) for count in counts})
             for connections in counts:
                 loads = measure(cases[name], connections, servers, options.rounds, options.seconds)
                 show(name, connections, loads)

@@ -1,7 +1,7 @@
-"""A closed-loop load on an OpenAI completions endpoint: throughput, TTFT, TPOT, ITL, goodput.
+"""Closed-loop load on an OpenAI completions endpoint: throughput, TTFT, TPOT, ITL, goodput.
 
-Prompts are random tokens, all different: no prefix of one is in another's cache. They go as token ids; to a server that
-takes text only, as words that are one token each in the checkpoint's byte-level vocabulary (--words CHECKPOINT).
+Prompts are random tokens without common prefixes. They are sent as token ids, or with --words CHECKPOINT as words that
+are one token each in the checkpoint's byte-level vocabulary, for servers that accept text only.
 
 usage: python bench/load.py [URL] [MODEL] [--isl 128] [--osl 64] [--concurrency 8] [--requests 32] [--long-isl 0]
                             [--vocab 8000] [--seed 0] [--words CHECKPOINT] [--json FILE]
@@ -26,12 +26,12 @@ from neso_server import served
 from smoke import parse_arguments
 
 GOOD_TTFT, GOOD_ITL = 1.0, 0.05
-"""A request counts as good when its first token comes within the one, and the mean gap is within the other (s)."""
+"""Goodput counts requests within these limits of TTFT and mean ITL, in seconds."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths in tokens; `long_isl`, where given, is that of every fourth prompt."""
+    """Lengths in tokens; every fourth prompt has `long_isl` tokens, if given."""
 
     isl: int
     osl: int
@@ -48,8 +48,8 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of a stream that shows text: seconds from the request's start, tokens generated up to its end."""
+class Chunk:
+    """A chunk of a stream with text: seconds since the start of the request, and tokens generated so far."""
 
     seconds: float
     tokens: int
@@ -57,29 +57,29 @@ class Piece:
 
 @dataclass(frozen=True)
 class Timing:
-    """One request. Servers keep tokens back whose text is a part of a character, so a piece may hold several."""
+    """Chunks of one request. A chunk may have several tokens: servers hold back incomplete characters."""
 
-    pieces: list[Piece]
+    chunks: list[Chunk]
 
     @property
     def tokens(self) -> int:
-        return self.pieces[-1].tokens
+        return self.chunks[-1].tokens
 
     @property
     def ttft(self) -> float:
-        return self.pieces[0].seconds
+        return self.chunks[0].seconds
 
     @property
     def tpot(self) -> float:
-        """Seconds per token after the first piece; 0 where that is all."""
-        first, last = self.pieces[0], self.pieces[-1]
+        """Seconds per token after the first chunk; 0 if there is only one."""
+        first, last = self.chunks[0], self.chunks[-1]
         return (last.seconds - first.seconds) / max(1, last.tokens - first.tokens)
 
     @property
     def gaps(self) -> list[float]:
-        """One a token after the first piece: a wait for a piece of k tokens is k gaps of a k-th."""
+        """Gap of each token after the first chunk; a chunk of k tokens has k equal gaps."""
         gaps = []
-        for before, piece in pairwise(self.pieces):
+        for before, piece in pairwise(self.chunks):
             tokens = piece.tokens - before.tokens
             gaps += [(piece.seconds - before.seconds) / tokens] * tokens
         return gaps
@@ -87,7 +87,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a load measured; times in milliseconds."""
+    """Results of a load; times in milliseconds."""
 
     output_tokens_per_second: float
     ttft_p50: float
@@ -125,14 +125,14 @@ def quantile(values: list[float], share: float) -> float:
 
 
 async def run_load(url: str, model: str, workload: Workload, *, words: list[str] | None = None) -> LoadResult:
-    """Send all requests, `concurrency` at a time; prompts as text of these words, where given.
+    """Send all requests, `concurrency` at a time; with `words`, prompts are text.
 
     Raises `RuntimeError` for an answer that is not 200, an error within a stream, and one without any token.
     """
     timings: list[Timing] = []
     prompts = iter(workload.prompts())
     connector = aiohttp.TCPConnector(limit=0)
-    # A server that says nothing for so long is stuck.
+    # A server that sends nothing for this long is stuck.
     timeout = aiohttp.ClientTimeout(total=None, sock_read=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
@@ -160,7 +160,7 @@ async def _request(
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     started = time.perf_counter()
-    pieces: list[Piece] = []
+    chunks: list[Chunk] = []
     async with session.post(url + "/v1/completions", json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"{url}: {response.status}: {await response.text()}")
@@ -170,17 +170,17 @@ async def _request(
             message = json.loads(line[5:])
             if "error" in message:
                 raise RuntimeError(f"{url}: {message['error']}")
-            before = pieces[-1].tokens if pieces else 0
+            before = chunks[-1].tokens if chunks else 0
             tokens = _tokens_so_far(message, before)
             if tokens > before:
-                pieces.append(Piece(time.perf_counter() - started, tokens))
-    if not pieces:
+                chunks.append(Chunk(time.perf_counter() - started, tokens))
+    if not chunks:
         raise RuntimeError(f"{url}: no token came for a prompt of {len(prompt)}")
-    return Timing(pieces)
+    return Timing(chunks)
 
 
 def _tokens_so_far(message: dict[str, Any], before: int) -> int:
-    """Tokens up to a piece with text or an end, `before` for others; one a piece for a server without usage."""
+    """Tokens after a chunk with text or a finish reason, else `before`; one per chunk without usage."""
     choices = message.get("choices")
     if not choices or not (choices[0]["text"] or choices[0]["finish_reason"]):
         return before
@@ -189,7 +189,7 @@ def _tokens_so_far(message: dict[str, Any], before: int) -> int:
 
 
 def one_token_words(checkpoint: Path) -> list[str]:
-    """Words with a space before them that a byte-level BPE tokenizer makes one token of each, side by side too."""
+    """Words with a leading space that are one token each in a byte-level BPE vocabulary, also when joined."""
     vocabulary = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
     words = [token[1:] for token in vocabulary if token.startswith("Ġ")]
     return [" " + word for word in words if word.isascii() and word.isalpha()]

@@ -1,8 +1,8 @@
-"""Decode throughput with LoRA adapters, as a share of that without: 1 to 64 different adapters in one batch.
+"""Decode throughput with 1 to 64 different LoRA adapters in a batch, relative to that without adapters.
 
-The same sequences are decoded with and without adapters, in turns, by one engine; the ratio is of the medians of the
-steps. All seven matrices of each layer are adapted. `--load` times a hot load: reading, packing, and the longest
-step meanwhile.
+One engine decodes the same sequences with and without adapters, in turns; the ratio is that of the median steps. All
+seven matrices of each layer are adapted. `--load` measures loading an adapter at run time: reading, packing, and the
+longest step meanwhile.
 
 usage: python bench/lora.py [s|m|l] [--quantization int8] [--ranks 8 16 64] [--batches 1 64] [--load]
 """
@@ -34,7 +34,7 @@ PROMPT, STEPS, ROUNDS = 32, 12, 4
 
 
 def write_adapter(directory: Path, size: str, rank: int, seed: int) -> None:
-    """An adapter of all seven matrices, as peft writes it, bfloat16."""
+    """Write an adapter of all seven matrices in peft's format, bfloat16."""
     shape = SHAPES[size]
     hidden, intermediate = shape["hidden"], shape["intermediate"]
     kv = hidden // shape["heads"] * shape["kv_heads"]
@@ -62,7 +62,7 @@ def write_adapter(directory: Path, size: str, rank: int, seed: int) -> None:
 
 
 def start(core: EngineCore, batch: int, names: list[str]) -> list[str]:
-    """Add `batch` sequences, with these adapters in turn, and compute their prompts; their ids."""
+    """Add and prefill `batch` sequences with these adapters in turn; returns their ids."""
     rng = np.random.default_rng(1)
     requests = [
         EngineRequest(
@@ -84,7 +84,7 @@ def start(core: EngineCore, batch: int, names: list[str]) -> list[str]:
 
 
 def decode(core: EngineCore, batch: int, names: list[str]) -> list[float]:
-    """Seconds of each of some steps of a batch that decodes."""
+    """Seconds of decode steps of a batch."""
     requests = start(core, batch, names)
     core.step()
     seconds = []
@@ -99,7 +99,7 @@ def decode(core: EngineCore, batch: int, names: list[str]) -> list[float]:
 
 
 def compare(core: EngineCore, batch: int, names: list[str]) -> tuple[float, float]:
-    """Median seconds of a step without and with adapters, in turns."""
+    """Median seconds of a step without and with adapters, measured in turns."""
     plain, adapted = [], []
     for _ in range(ROUNDS):
         plain += decode(core, batch, [])
@@ -124,7 +124,7 @@ def open_core(checkpoint: Path, modules: dict[str, str], quantization: str | Non
 
 
 def time_load(core: EngineCore, adapter: Path) -> None:
-    """A load while a batch decodes."""
+    """Load an adapter while a batch decodes."""
     lora = core.addon(LoraManager)
     assert lora is not None
     usual = statistics.median(decode(core, 8, []))

@@ -1,4 +1,4 @@
-"""What a scrape of /metrics takes with many models, and how long it keeps the event loop from others.
+"""Duration of a scrape of /metrics with many models, and how long it blocks the event loop.
 
 python bench/metrics_scrape.py --models 300 --summaries
 """
@@ -23,7 +23,7 @@ TENSORS = 'backend: "python"\ninput { name: "IN" data_type: TYPE_FP32 dims: [ 1 
 
 
 def write_models(folder: Path, count: int) -> None:
-    """Python models that do nothing."""
+    """Write Python models that do nothing."""
     for i in range(count):
         version = folder / f"m{i}" / "1"
         version.mkdir(parents=True)
@@ -42,16 +42,16 @@ async def measure(repository: Path, summaries: bool, scrapes: int) -> None:
     took, lines, stall = await _scrape(core, scrapes)
     await core.stop()
     print(
-        f"{len(models)} models, {lines} lines: {took * 1e3:.1f} ms a scrape, "
+        f"{len(models)} models, {lines} lines: {took * 1e3:.1f} ms per scrape, "
         f"longest stall of the loop {stall * 1e3:.1f} ms"
     )
 
 
 async def _scrape(core: Core, scrapes: int) -> tuple[float, int, float]:
-    """Seconds a scrape, lines, and the longest time between two turns of the loop."""
+    """Seconds per scrape, number of lines, and the longest blocking of the loop."""
     stall = 0.0
 
-    async def beat() -> None:
+    async def measure_stall() -> None:
         nonlocal stall
         last = time.perf_counter()
         while True:
@@ -60,7 +60,7 @@ async def _scrape(core: Core, scrapes: int) -> tuple[float, int, float]:
             stall, last = max(stall, now - last), now
 
     await core.render_metrics()
-    task = asyncio.ensure_future(beat())
+    task = asyncio.ensure_future(measure_stall())
     await asyncio.sleep(0)
     started = time.perf_counter()
     for _ in range(scrapes):

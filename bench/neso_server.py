@@ -1,4 +1,4 @@
-"""`neso serve` in a process of its own, on ports that are free."""
+"""Starts `neso serve` in a process, on free ports."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class NesoServer:
 
 @contextmanager
 def served(*arguments: str, log: Path | None = None) -> Iterator[NesoServer]:
-    """Ready at the start, stopped at the end; its log goes to the file `log`.
+    """Start a server, wait until it is ready, and stop it at the end. `log`: file of its log.
 
-    Raises `RuntimeError` for one that does not become ready.
+    Raises `RuntimeError` if it does not become ready.
     """
     command = [*NESO, "serve", *arguments, *(f"--{name}-port=0" for name in FRONT_ENDS)]
     with open(log or os.devnull, "w") as errors:

@@ -1,7 +1,7 @@
-"""What API keys and rate limits cost a request to OpenAI's API, against the same request without them.
+"""Cost of API keys and rate limits per request of the OpenAI API.
 
-The requests are for a model that there is not, in this process and without a network: what is left is the way to the
-model and back, so the ratios are the worst that there are.
+Requests are for a model that does not exist, in this process and without a network, so that only request handling is
+measured and the ratios are upper bounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def compare(requests: int, rounds: int) -> None:
         for name, app in apps.items():
             best[name] = min(best[name], await seconds(app, requests))
     for name, value in best.items():
-        print(f"{name:22} {value * 1e6:7.0f} µs a request  {value / best['nothing']:5.2f} x nothing")
+        print(f"{name:22} {value * 1e6:7.0f} µs per request  {value / best['nothing']:5.2f} x nothing")
     await core.stop()
 
 

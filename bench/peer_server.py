@@ -1,4 +1,4 @@
-"""Servers under comparison: start one, wait until it answers, stop it."""
+"""Starts and stops servers under comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NESO_PORT = 19000
 
 @dataclass(frozen=True)
 class RunningServer:
-    """`start_seconds`: from the start of the process to its first answer."""
+    """`start_seconds`: from the start of the process to its first response."""
 
     name: str
     url: str
@@ -41,12 +41,12 @@ def serve(
     environment: dict[str, str] | None = None,
     probe: str = "/v1/models",
 ) -> Iterator[RunningServer]:
-    """Ready when it answers a GET of `probe`, with models if those are asked for.
+    """Start a server and wait until GET `probe` succeeds, and lists models if it is /v1/models.
 
-    Raises `RuntimeError` when its port is taken, the server ends, or does not answer in ten minutes.
+    Raises `RuntimeError` if its port is in use, the server exits, or does not respond within ten minutes.
     """
-    if _answers(url + probe):
-        raise RuntimeError(f"another server answers at {url}: it would be measured in place of {name}")
+    if _responds(url + probe):
+        raise RuntimeError(f"another server responds at {url} and would be measured instead of {name}")
     log = Path(tempfile.gettempdir()) / f"bench-{name}.log"
     started = time.perf_counter()
     with log.open("wb") as output:
@@ -58,13 +58,13 @@ def serve(
             start_new_session=True,
         )
     try:
-        while not _answers(url + probe):
+        while not _responds(url + probe):
             if process.poll() is not None or time.perf_counter() - started > 600:
                 raise RuntimeError(f"{name} does not start; see {log}")
             time.sleep(0.02)
         yield RunningServer(name, url, model, time.perf_counter() - started, process.pid)
     finally:
-        # vLLM's engine is a process of its own; all are in the group.
+        # The process group includes vLLM's engine process.
         os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(20)
@@ -74,7 +74,7 @@ def serve(
 
 
 def neso(model: Path, *options: str):  # type: ignore[no-untyped-def]
-    """`neso serve` with its OpenAI port only."""
+    """Run `neso serve` with its OpenAI port only."""
     command = [
         str(Path(sys.executable).with_name("neso")),
         "serve",
@@ -89,7 +89,7 @@ def neso(model: Path, *options: str):  # type: ignore[no-untyped-def]
     return serve("neso", command, f"http://127.0.0.1:{NESO_PORT}", "model")
 
 
-def _answers(url: str) -> bool:
+def _responds(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             body = response.read()
@@ -99,7 +99,7 @@ def _answers(url: str) -> bool:
 
 
 def machine() -> str:
-    """Date and CPU, for the head of a report."""
+    """Date and CPU, for the header of a report."""
     model = platform.processor() or "unknown CPU"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -111,7 +111,7 @@ def machine() -> str:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and its children, shared pages counted once each (PSS)."""
+    """Resident memory of a process group; shared pages are counted once (PSS)."""
     total = 0
     for directory in Path("/proc").glob("[0-9]*"):
         try:

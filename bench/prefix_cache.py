@@ -1,10 +1,11 @@
-"""The prefix cache on prompts that share their beginning: time to the first token, with and without.
+"""Time to first token of prompts with a common prefix, with and without the prefix cache.
 
-Requests come one after another, each with the same first tokens (a system prompt) and an end of its own. Both engines
-take turns, request by request; the first request of each is left out, for it fills the cache. Prompts that share
-nothing show what looking costs. The ratio is the time without the cache over that with it.
+Requests run one after another, each with the same prefix (a system prompt) and its own suffix. The two engines take
+turns; the first request of each fills the cache and is not counted. Prompts without a common prefix show the cost of
+the lookup. The ratio is the time without the cache divided by that with it.
 
-usage: python bench/prefix_cache.py [CHECKPOINT] [--requests 12]    default: a checkpoint of 28 M parameters, made anew
+usage: python bench/prefix_cache.py [CHECKPOINT] [--requests 12] [--prompt 1024]
+Default: a new checkpoint with 28 M parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def prompts(count: int, length: int, shared: int, vocabulary: int) -> list[list[
 
 
 def first_token(core: EngineCore, name: str, prompt: list[int]) -> float:
-    """Seconds from the request to its first token."""
+    """Seconds to the first token of a request."""
     started = time.perf_counter()
     sampling = SamplingParams(temperature=0, ignore_eos=True)
     core.add(EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling, max_tokens=1))

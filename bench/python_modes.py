@@ -1,8 +1,8 @@
-"""What a process of its own costs a Python model: requests per second against a thread, in one run.
+"""Requests per second of Python models in processes, compared to threads.
 
-One core serves each model twice, in a thread and in a process; requests go to it in turns, without a front end. "echo"
-answers its input, "fill" a new array of the same size. Copies: bytes that went into shared memory by those of the
-request's input.
+One core serves each model twice, in a thread and in a process; requests alternate between them, without a front end.
+"echo" returns its input, "fill" a new array of the same size. Copies: bytes copied to shared memory divided by the
+bytes of the request's input.
 
 usage: python bench/python_modes.py [--seconds 2] [--rounds 3]
 """
@@ -50,7 +50,7 @@ SIZES = {"4 floats": 4, "64 KB": 1 << 14, "1 MB": 1 << 18, "16 MB": 1 << 22}
 
 
 class CopyCounter:
-    """Counts the bytes of the blocks that either side fills."""
+    """Counts the bytes that both sides copy to shared memory."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -74,7 +74,7 @@ async def ask(model: Model, array: np.ndarray) -> None:
 
 
 async def rate(model: Model, size: int, concurrency: int, seconds: float) -> tuple[float, int]:
-    """Requests per second, and how many there were."""
+    """Requests per second, and number of requests."""
     array = np.ones(size, np.float32)
     end = time.perf_counter() + seconds
     count = 0
@@ -103,7 +103,7 @@ async def measure(core: Core, copies: CopyCounter, rounds: int, seconds: float) 
                 for mode in MODES:
                     await rate(
                         core.model(f"{name}_{mode}"), size, concurrency, 0.2
-                    )  # the memory has grown then
+                    )  # warm-up: the shared memory grows
                 for _ in range(rounds):
                     for mode in MODES:
                         before = copies.bytes

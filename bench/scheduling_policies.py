@@ -1,11 +1,10 @@
-"""Scheduling policies against each other: tokens a second, time to the first token, and work done twice.
+"""Scheduling policies compared: tokens per second, time to first token, recomputed tokens.
 
-The same requests go through the same engine by each policy, with a cache that is ample and with caches that are short.
-Numbers of steps are the same on every machine; times are not. Policies take turns, so that what else the machine does
-meets all, and times are medians over the turns. The ratio is that of tokens a second to `max_utilization` with the same
-cache.
+Each policy runs the same requests on the same engine, with a KV cache that is large enough and with smaller ones. The
+number of steps is the same on every machine, times are not. Policies take turns, and times are medians over the turns.
+The ratio is relative to `max_utilization` with the same cache, in tokens per second.
 
-usage: python bench/scheduling_policies.py [CHECKPOINT] [--requests 48] [--turns 3]    default: the model that ships
+usage: python bench/scheduling_policies.py [CHECKPOINT] [--requests 48] [--turns 3]
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ POLICIES = {
     "V1": {"gpt_model_type": "V1"},
 }
 SEQUENCES = 16
-LONGEST = 48 + 128
+MAX_LENGTH = 48 + 128
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`steps` of the engine; `repeated`: tokens computed more than once, over those of the requests."""
+    """`steps` of the engine; `repeated`: recomputed tokens as a share of the tokens of the requests."""
 
     tokens_per_second: float
     steps: int
@@ -46,7 +45,7 @@ class Result:
 
 
 def requests(count: int, vocabulary: int, stop_early: bool) -> list[EngineRequest]:
-    """Prompts of 16 to 48 tokens, outputs of 8 to 128; `stop_early`: all may have 128, and end before.
+    """Prompts of 16 to 48 tokens, outputs of 8 to 128; `stop_early`: max_tokens is 128 for all.
 
     The id of a request ends with the length of its output.
     """
@@ -67,7 +66,7 @@ def requests(count: int, vocabulary: int, stop_early: bool) -> list[EngineReques
 
 
 def serve(core: EngineCore, batch: list[EngineRequest]) -> Result:
-    """All requests at once, each to its length; a client that has enough aborts."""
+    """Run all requests at once; requests that reach their length are aborted."""
     left = {request.request_id: int(request.request_id.partition(":")[2]) for request in batch}
     preempted_before, first_step = core.scheduler.num_preemptions, core.stats().step
     started = time.perf_counter()
@@ -99,7 +98,7 @@ def serve(core: EngineCore, batch: list[EngineRequest]) -> Result:
 def compare(
     checkpoint: str, num_blocks: int, count: int, stop_early: bool, turns: int
 ) -> dict[str, list[Result]]:
-    """Results of every policy, turn by turn."""
+    """Results of each policy by turn."""
     cores = {}
     for name, policy in POLICIES.items():
         options = {
@@ -123,7 +122,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
     options = parse_arguments(parser, requests=8, turns=1)
-    whole = SEQUENCES * -(-LONGEST // 16)
+    whole = SEQUENCES * -(-MAX_LENGTH // 16)
     print("cache  outputs               policy   tok/s  ratio  TTFT ms  steps  preempted  repeated")
     for share in (1.0, 0.5, 0.25):
         for stop_early in (False, True):

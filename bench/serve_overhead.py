@@ -1,7 +1,7 @@
-"""What serving costs: throughput and ITL through OpenAI's API against the bare engine, in one run.
+"""Overhead of serving: throughput and ITL through the OpenAI API, compared to the engine alone.
 
-The engine runs alone in its process (`AsyncEngine`, no front end), then behind `neso serve` with a streaming
-client for each request; same checkpoint, same prompts, same settings, in turn, several rounds, medians.
+The engine runs in its process (`AsyncEngine`, no front end), then behind `neso serve` with a streaming client per
+request, with the same checkpoint, prompts and settings. Prints medians of several rounds, in turns.
 
 usage: python bench/serve_overhead.py [CHECKPOINT] [--concurrency 4] [--rounds 3]
 """
@@ -46,7 +46,7 @@ async def bare(checkpoint: str, concurrency: int, texts: list[str]) -> Measured:
         times = []
         async with aclosing(engine.generate(GenerationRequest(text, params))) as outputs:
             async for output in outputs:
-                # The front end sends no chunk for a token that ends within a character; nor is it counted here.
+                # The front end sends no chunk for incomplete characters, so they are not counted here.
                 if any(delta.text for delta in output.deltas):
                     times.append(time.perf_counter())
         return times
@@ -75,7 +75,7 @@ async def over_openai(port: int, concurrency: int, texts: list[str]) -> Measured
 
 
 def round_trip(checkpoint: str, concurrency: int, texts: list[str]) -> tuple[Measured, Measured]:
-    """The bare engine, then the server, on the same texts."""
+    """Measure the engine, then the server, with the same prompts."""
     alone = asyncio.run(bare(checkpoint, concurrency, texts))
     with served(f"bench={checkpoint}") as server:
         return alone, asyncio.run(over_openai(server.ports["openai"], concurrency, texts))
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def compare(checkpoint: str, concurrency: int, rounds: int) -> None:
-    """Print the medians of both and their ratios, round by round in turn."""
+    """Print the medians of both and the medians of their ratios."""
     texts = prompts(max(4, 2 * concurrency))
     pairs = [round_trip(checkpoint, concurrency, texts) for _ in range(rounds)]
     for name, column in (("engine", 0), ("served", 1)):

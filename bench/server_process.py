@@ -1,4 +1,4 @@
-"""A server in a process of its own, so that its CPU time can be told from its client's."""
+"""Runs a server in a process, to measure its CPU time apart from that of its client."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """One that listens on `port`, soon."""
+    """A process that listens on `port` when it has started."""
 
     port: int
     pid: int | None
 
     def cpu_seconds(self) -> float:
-        """The CPU time that it has used."""
+        """CPU time used by the process."""
         times = psutil.Process(self.pid).cpu_times()
         return float(times.user + times.system)
 
 
 @contextmanager
 def server_process(serve: Callable[[str, int], None], kind: str) -> Iterator[ServerProcess]:
-    """`serve(kind, port)` in a process, which is killed at the end."""
+    """Run `serve(kind, port)` in a process, which is killed at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,9 +1,9 @@
-"""Minutes to hours of all kinds of requests against `neso serve`: is everything answered, does nothing leak?
+"""Minutes to hours of all kinds of requests against `neso serve`, checked for errors and leaks.
 
     python bench/soak.py --minutes 5
 
-Every answer is checked. At the end nothing may be in flight, the server must have counted the requests that the
-clients saw answered, and memory, file descriptors, threads and /dev/shm must be what they were. Exit status 1 if not.
+Every response is checked. At the end nothing may be in flight, the server's counters must match those of the clients,
+and memory, file descriptors, threads and /dev/shm must not have grown. Exits with 1 otherwise.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from soaking.loads import LOADS, Clients, Load, crash, has_own_process
 from soaking.server import Holdings, SoakedServer, start
 
 PAUSE = 0.002
-"""Seconds between the pieces of work of one worker."""
+"""Seconds between two units of work of a worker."""
 WARM = 0.2
-"""The share of the time after which memory should have stopped to grow."""
+"""Share of the time after which memory must no longer grow."""
 
 
 class Tally:
-    """What came of the work of one load."""
+    """Outcomes of one load."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -61,9 +61,9 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
         loads = dict(LOADS)
         if not await has_own_process(clients):
             del loads[crash]
-            print("(models have no processes of their own here: no crashes)")
+            print("(models do not run in processes: skip crashes)")
         tallies = {load: Tally() for load in loads}
-        for load in loads:  # each once, so that what is made at first use is there before the first reading
+        for load in loads:  # each once, so that lazily created resources exist before the first reading
             await tallies[load].count(load, clients)
         readings = [server.holdings()]
         end = time.monotonic() + seconds
@@ -82,9 +82,9 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
         _print_tallies(tallies)
         found = [f"{load.__name__}: {text}" for load, tally in tallies.items() for text in tally.wrong[:3]]
         if hanging:
-            found.append(f"{hanging} clients got no answer")
+            found.append(f"{hanging} clients got no response")
         if not server.alive():
-            return [*found, "the server has died"]
+            return [*found, "the server has exited"]
         found += await leftovers(clients)
     finally:
         await clients.close()
@@ -94,7 +94,7 @@ async def soak(server: SoakedServer, seconds: float, workers: int, check_leaks: 
 
 
 async def leftovers(clients: Clients) -> list[str]:
-    """What the server still counts as in flight, or has counted otherwise than the clients, after a moment."""
+    """Requests that the server still counts as in flight, and counters that differ from the clients'."""
     for _ in range(50):
         async with clients.http.get(clients.server.url("/metrics", "metrics")) as response:
             lines = (await response.text()).splitlines()
@@ -112,12 +112,12 @@ async def leftovers(clients: Clients) -> list[str]:
         ]
         for model, seen in clients.answered.items():
             if model == "repeat":
-                continue  # requests whose client has cancelled may have ended well all the same
+                continue  # cancelled requests may have succeeded
             counted = int(float(values[f'nv_inference_request_success{{model="{model}",version="1"}}']))
-            # Each request of the ensemble is two of the model that its steps run.
+            # Each request of the ensemble executes this model twice.
             expected = seen + (2 * clients.answered["pipeline"] if model == "batched" else 0)
             if counted != expected:
-                found.append(f"{model}: {expected} requests were answered, the server has counted {counted}")
+                found.append(f"{model}: {expected} requests succeeded, the server counted {counted}")
         if not found:
             return []
         await asyncio.sleep(0.1)
@@ -125,7 +125,7 @@ async def leftovers(clients: Clients) -> list[str]:
 
 
 def leaks(readings: list[Holdings]) -> list[str]:
-    """What has grown that should not have, from readings before, during and after the load."""
+    """Resources that have grown, by readings before, during and after the load."""
     first, last = readings[0], readings[-1]
     warm = [
         each for each in readings if each.seconds - first.seconds >= WARM * (last.seconds - first.seconds)
@@ -148,7 +148,7 @@ def leaks(readings: list[Holdings]) -> list[str]:
 
 
 def _print_tallies(tallies: dict[Load, Tally]) -> None:
-    print(f"{'':18} {'done':>8} {'refused':>8} {'wrong':>6} {'mean ms':>8} {'max ms':>8}")
+    print(f"{'':18} {'done':>8} {'rejected':>8} {'wrong':>6} {'mean ms':>8} {'max ms':>8}")
     for load, tally in tallies.items():
         print(tally.row(load.__name__))
 
@@ -160,7 +160,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--workers", type=int, default=1, help="times the number of workers of each load")
+    parser.add_argument("--workers", type=int, default=1, help="factor of the number of workers of each load")
     arguments = parse_arguments(parser, minutes=0.1)
     with tempfile.TemporaryDirectory(prefix="neso-soak-") as name:
         folder = Path(name)
@@ -172,7 +172,7 @@ def main() -> int:
         errors = [line for line in (folder / "log").read_text().splitlines() if "Traceback" in line]
     if errors and not found:
         found.append(f"{len(errors)} tracebacks in the server's log")
-    print("\n" + ("\n".join(found) if found else "nothing was lost, nothing has leaked"))
+    print("\n" + ("\n".join(found) if found else "no errors, no leaks"))
     return 1 if found else 0
 
 

@@ -1,8 +1,9 @@
-"""Tokens a second with speculative decoding over those without, by how much of the guesses is accepted.
+"""Speedup of speculative decoding by acceptance rate.
 
-The guesser of the first lines knows the answers and gets them right as often as it is told: what verifying costs and
-gives. Then n-grams on a text that repeats itself, a draft model that always agrees (the model itself: all the guesses
-are right, and cost as much as what they save) and one that never does, with and without `adaptive_speculation`.
+The first rows use a proposer that knows the output and is right with a given probability, which shows the cost and gain
+of verification. The others use n-grams on a repetitive text, a draft model that always agrees (the model itself: all
+draft tokens are accepted, and cost as much as they save) and one that never does, with and without
+`adaptive_speculation`.
 
 usage: python bench/spec_decode.py [--size m] [--tokens 96] [--batch 1 4]
 """
@@ -30,19 +31,19 @@ from neso.engine.spec_decode.speculator import Proposer, SpeculativeDecoding
 from neso.generation import SamplingParams
 
 LENGTH = 5
-Answers = dict[str, list[int]]
+Outputs = dict[str, list[int]]
 
 
-class Knowing(Proposer):
-    """Guesses each token right with a probability, from the answers of a run before."""
+class OracleProposer(Proposer):
+    """Proposes each token correctly with a given probability, from the outputs of an earlier run."""
 
-    def __init__(self, answers: Answers, right: float) -> None:
-        self._answers, self._right = answers, right
+    def __init__(self, outputs: Outputs, right: float) -> None:
+        self._outputs, self._right = outputs, right
         self._rng = random.Random(0)
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         at = sequence.num_output_tokens
-        known = self._answers[sequence.request.request_id][at : at + most]
+        known = self._outputs[sequence.request.request_id][at : at + most]
         return Draft([token if self._rng.random() < self._right else 3 for token in known])
 
 
@@ -51,32 +52,32 @@ def prompt(number: int) -> list[int]:
     return [rng.randrange(5, 4000) for _ in range(16)] * 4
 
 
-def generate(core: EngineCore, batch: int, tokens: int) -> tuple[Answers, float, float]:
-    """Greedy answers, tokens a second of decoding, and the share of the guesses that was accepted."""
+def generate(core: EngineCore, batch: int, tokens: int) -> tuple[Outputs, float, float]:
+    """Greedy outputs, decoded tokens per second, and acceptance rate."""
     sampling = SamplingParams(temperature=0, max_tokens=tokens)
     before = core.stats().drafts
     for i in range(batch):
         core.add(
             EngineRequest(request_id=str(i), prompt_token_ids=prompt(i), sampling=sampling, max_tokens=tokens)
         )
-    answers: Answers = {str(i): [] for i in range(batch)}
-    while not all(answers.values()):
-        take(core, answers)
-    first = sum(map(len, answers.values()))
+    outputs: Outputs = {str(i): [] for i in range(batch)}
+    while not all(outputs.values()):
+        take(core, outputs)
+    first = sum(map(len, outputs.values()))
     started = time.perf_counter()
     while core.has_work:
-        take(core, answers)
+        take(core, outputs)
     seconds = time.perf_counter() - started
     after = core.stats().drafts
     drafted = after.draft_tokens - before.draft_tokens
     accepted = (after.accepted_tokens - before.accepted_tokens) / drafted if drafted else 0.0
-    return answers, (batch * tokens - first) / seconds, accepted
+    return outputs, (batch * tokens - first) / seconds, accepted
 
 
-def take(core: EngineCore, answers: Answers) -> None:
+def take(core: EngineCore, outputs: Outputs) -> None:
     for output in core.step():
         assert not output.error, output.error
-        answers[output.request_id] += output.token_ids
+        outputs[output.request_id] += output.token_ids
 
 
 def load(model: Path, **options: object) -> EngineCore:
@@ -113,30 +114,30 @@ def main() -> None:
             "the same, adaptive": load(model, speculative_model=str(draft)),
         }
         for batch in args.batch:
-            answers, _, _ = generate(plain, batch, args.tokens)
-            print(f"batch {batch:<3} {'guesses':28} {'accepted':>9} {'tokens/s':>9} {'ratio':>6}")
+            outputs, _, _ = generate(plain, batch, args.tokens)
+            print(f"batch {batch:<3} {'proposer':28} {'accepted':>9} {'tokens/s':>9} {'ratio':>6}")
             for right in (0.0, 0.4, 0.6, 0.8, 1.0):
-                core = load_guesser(plain, answers, right)
-                report(f"right with {right:.1f}", plain, core, batch, args.tokens, answers)
+                core = load_oracle(plain, outputs, right)
+                report(f"right with {right:.1f}", plain, core, batch, args.tokens, outputs)
             for name, core in cores.items():
-                report(name, plain, core, batch, args.tokens, answers)
+                report(name, plain, core, batch, args.tokens, outputs)
 
 
-def load_guesser(plain: EngineCore, answers: Answers, right: float) -> EngineCore:
-    """On the weights of `plain`, whose cache it takes."""
-    speculation = SpeculativeDecoding(Knowing(answers, right), DraftLength(LENGTH, fixed=True))
+def load_oracle(plain: EngineCore, outputs: Outputs, right: float) -> EngineCore:
+    """Engine with the weights and the cache of `plain`."""
+    speculation = SpeculativeDecoding(OracleProposer(outputs, right), DraftLength(LENGTH, fixed=True))
     addons = standard_addons(plain.runner, speculation=speculation)
     num_blocks = plain.scheduler.kv.pool.num_blocks
     return EngineCore(plain.runner, plain.scheduler.config, num_blocks, addons)
 
 
-def report(name: str, plain: EngineCore, core: EngineCore, batch: int, tokens: int, answers: Answers) -> None:
-    """Turn by turn, so that what else runs on the machine slows both; the best of three each."""
+def report(name: str, plain: EngineCore, core: EngineCore, batch: int, tokens: int, outputs: Outputs) -> None:
+    """Measure in turns and print the best of three each."""
     ours, theirs, accepted = 0.0, 0.0, 0.0
     for _ in range(3):
         theirs = max(theirs, generate(plain, batch, tokens)[1])
         found, rate, accepted = generate(core, batch, tokens)
-        same = sum(a == b for i in answers for a, b in zip(found[i], answers[i], strict=True))
+        same = sum(a == b for i in outputs for a, b in zip(found[i], outputs[i], strict=True))
         ours = max(ours, rate)
     agreement = "" if same == batch * tokens else f"  ({same} of {batch * tokens} tokens the same)"
     print(f"          {name:28} {accepted:9.0%} {ours:9.1f} {ours / theirs:6.2f}{agreement}", flush=True)

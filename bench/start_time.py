@@ -1,4 +1,4 @@
-"""How long the command line takes to answer, and the server to be ready and to give its first answer.
+"""Duration of commands, and of the start of the server until it is ready and until its first response.
 
 usage: python bench/start_time.py [--rounds 5]       medians over the rounds, after one that warms the disk cache
 """
@@ -18,14 +18,14 @@ BODY = b'{"text_input": "What is in-flight batching?", "temperature": 0}'
 
 
 def command(*arguments: str) -> float:
-    """Seconds for a command that ends by itself."""
+    """Seconds of a command."""
     started = time.perf_counter()
     subprocess.run([*NESO, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started
 
 
 def serve() -> tuple[float, float]:
-    """Seconds from the start of the process until it is ready, and until the first whole answer."""
+    """Seconds from the start of the process until it is ready, and until the first response."""
     started = time.perf_counter()
     with served() as server:
         ready = time.perf_counter() - started
@@ -43,7 +43,7 @@ def main() -> None:
     print(f"neso serve --help  {statistics.median(command('serve', '--help') for _ in range(rounds)):.2f} s")
     starts = [serve() for _ in range(rounds)]
     print(f"start to ready     {statistics.median(ready for ready, _ in starts):.2f} s")
-    print(f"start to answer    {statistics.median(answer for _, answer in starts):.2f} s")
+    print(f"start to response  {statistics.median(answer for _, answer in starts):.2f} s")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the engine's own Python costs in each step: a runner that computes nothing, decoding in steady state.
+"""Overhead of the engine's Python code per step, with a runner that computes nothing.
 
-Prints microseconds a step, by part, at several batch sizes; and of the server's side of it.
+Prints microseconds per decode step by part, at several batch sizes, including the server's side.
 
 usage: python bench/step_overhead.py [--steps 400]
 """
@@ -39,7 +39,7 @@ SHAPES["idle"] = {"vocab": 32000, "hidden": 64, "layers": 1, "heads": 1, "kv_hea
 
 
 class IdleRunner(NativeRunner):
-    """Gives the same logits for every row, at once; draws as the native runner does."""
+    """Returns the same logits for every row; samples as the native runner does."""
 
     @classmethod
     def make(cls, checkpoint: Path) -> IdleRunner:
@@ -54,7 +54,7 @@ class IdleRunner(NativeRunner):
 
 
 def measure(runner: IdleRunner, batch: int, steps: int, sampling: SamplingParams) -> dict[str, float]:
-    """Microseconds a step of each part."""
+    """Microseconds per step by part."""
     core = EngineCore(runner, SchedulerConfig(), batch * 400, standard_addons(runner))
     for i in range(batch):
         core.add(

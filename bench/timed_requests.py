@@ -1,4 +1,4 @@
-"""Requests of several clients at once, and when the pieces of their answers arrive."""
+"""Concurrent requests with the arrival times of their chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Prompt = TypeVar("Prompt")
 
 @dataclass
 class Measured:
-    """Arrival times (s) of the pieces of each answer, which has `tokens` tokens."""
+    """Arrival times (s) of the chunks of each response; a response has `tokens` tokens."""
 
     tokens: int
     seconds: float = 0.0
@@ -26,7 +26,7 @@ class Measured:
 
     @property
     def itl_ms(self) -> float:
-        """Median over the requests of the mean time between two pieces."""
+        """Median over the requests of the mean time between two chunks."""
         means = [(times[-1] - times[0]) / (len(times) - 1) for times in self.arrivals if len(times) > 1]
         return 1e3 * statistics.median(means)
 
@@ -34,7 +34,7 @@ class Measured:
 async def run(
     concurrency: int, prompts: Sequence[Prompt], one: Callable[[Prompt], Awaitable[list[float]]], tokens: int
 ) -> Measured:
-    """`concurrency` workers take the prompts in turn; `one(prompt)` gives the arrival times of an answer."""
+    """Run all prompts with `concurrency` workers; `one(prompt)` returns the arrival times of a response."""
     measured, waiting = Measured(tokens), iter(prompts)
 
     async def worker() -> None:

@@ -1,4 +1,4 @@
-"""A real Triton to compare with: the server inside the `nvidia-pytriton` wheel, with its Python backend, on the CPU."""
+"""Triton for comparison: the server in the `nvidia-pytriton` wheel with its Python backend, on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HTTP_PORT, GRPC_PORT = 18000, 18001
 
 
 def install() -> Path:
-    """The interpreter of a scratch environment with Triton's wheel in it; made once for each user."""
+    """Interpreter of a scratch environment with Triton's wheel, created once per user."""
     folder = Path(tempfile.gettempdir()) / f"bench-triton-{os.getuid()}"
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
@@ -32,7 +32,7 @@ def install() -> Path:
 
 
 def triton(python: Path, repository: Path, *options: str) -> AbstractContextManager[RunningServer]:
-    """Serve a model repository. `python`: that of `install`, or any that has the wheel."""
+    """Serve a model repository. `python`: an interpreter with the wheel, see `install`."""
     found = subprocess.run(
         [
             python,
@@ -45,7 +45,7 @@ def triton(python: Path, repository: Path, *options: str) -> AbstractContextMana
     ).stdout.split()
     home = Path(found[0]) / "pytriton" / "tritonserver"
     backends = home / "backends"
-    # The stub that runs models is built for each version of Python; the backend takes it from its own folder.
+    # The stub that runs models depends on the version of Python; the backend expects it in its folder.
     stub = home / "python_backend_stubs" / found[1] / "triton_python_backend_stub"
     place = backends / "python" / stub.name
     if not place.exists() or not filecmp.cmp(stub, place):

@@ -1,7 +1,7 @@
-"""What the backend `tensorrtllm` costs: token ids in and out over gRPC streams and generate_stream, against the engine.
+"""Overhead of the backend `tensorrtllm`: token ids over gRPC streams and generate_stream, compared to the engine.
 
-The engine runs alone in its process (`AsyncEngine`, no front end), then as the model `tensorrt_llm` of `neso serve`,
-with a client in a process of its own; same checkpoint, prompts and settings, in turn, several rounds, medians.
+The engine runs in its process (`AsyncEngine`, no front end), then as the model `tensorrt_llm` of `neso serve` with a
+client in another process, with the same checkpoint, prompts and settings. Prints medians of several rounds, in turns.
 
 usage: python bench/trtllm_backend.py [CHECKPOINT] [--concurrency 16] [--rounds 3] [--tokens 64]
 """
@@ -42,7 +42,7 @@ parameters { key: "gpt_model_path" value { string_value: "CHECKPOINT" } }
 
 
 async def run_warm(load: Load, one: Callable[[Prompt], Awaitable[list[float]]]) -> Measured:
-    """After a first round to warm up."""
+    """Run the load after a warm-up."""
     prompts = load.prompts()
     await run(load.concurrency, prompts[: load.concurrency], one, load.tokens)
     return await run(load.concurrency, prompts, one, load.tokens)
@@ -67,7 +67,7 @@ async def bare(checkpoint: str, load: Load) -> Measured:
 
 
 async def over_grpc(port: int, load: Load) -> Measured:
-    """One stream for each request, as one client has for each user."""
+    """Run the load with one stream per request."""
     async with grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
 
         async def one(prompt: Prompt) -> list[float]:
@@ -125,7 +125,7 @@ class Load:
 
 
 def write_repository(repository: Path, checkpoint: str) -> None:
-    """One with the model `tensorrt_llm`."""
+    """Write a repository with the model `tensorrt_llm`."""
     (repository / "tensorrt_llm" / "1").mkdir(parents=True)
     config = CONFIG.replace("CHECKPOINT", str(Path(checkpoint).resolve()))
     (repository / "tensorrt_llm" / "config.pbtxt").write_text(config)
@@ -155,7 +155,7 @@ def main() -> None:
         repository = Path(scratch) / "models"
         write_repository(repository, checkpoint)
         rounds = [one_round(checkpoint, repository, load) for _ in range(arguments.rounds)]
-    print(f"{'':>7} {'tok/s':>9} {'ITL ms':>8} {'of the engine':>14} {'its ITL':>8}")
+    print(f"{'':>7} {'tok/s':>9} {'ITL ms':>8} {'rate ratio':>14} {'ITL ratio':>8}")
     for name in rounds[0]:
         rate = statistics.median(found[name].tokens_per_second for found in rounds)
         itl = statistics.median(found[name].itl_ms for found in rounds)

@@ -1,10 +1,10 @@
-"""What TensorRT-LLM's layout costs: tokens per second through its models against the bare engine, in one run.
+"""Overhead of TensorRT-LLM's layout: tokens per second through its models, compared to the engine alone.
 
-The engine runs alone in its process (`AsyncEngine`, no front end), then as `tensorrt_llm` (tokens), `ensemble` and
-`tensorrt_llm_bls` (text) behind `neso serve`, streaming and not, with a client for each request over HTTP's generate
-extension: same checkpoint, same prompts, same settings. Rounds take turns; what is printed are medians, of the ratios
-too. `share` is the CPU time of the server's own process as a share of that of the engine's process: what the layout
-takes away from the engine where both have the same cores, also on a machine that does other things meanwhile.
+The engine runs in its process (`AsyncEngine`, no front end), then as `tensorrt_llm` (tokens), `ensemble` and
+`tensorrt_llm_bls` (text) behind `neso serve`, streaming and not, with a client per request over HTTP's generate
+extension, with the same checkpoint, prompts and settings. Prints medians of the rounds, also of the ratios. `share` is
+the CPU time of the server process divided by that of the engine process: what the layout takes from an engine on the
+same cores. It is stable on a busy machine.
 
 usage: python bench/trtllm_layout.py [CHECKPOINT] [--concurrency 16] [--rounds 3] [--models NAME ...]
 """
@@ -39,7 +39,7 @@ MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
 
 @dataclass
 class Case:
-    """One model, streaming or not: a figure for each round."""
+    """One model, streaming or not, with a result per round."""
 
     model: str
     streams: bool
@@ -49,7 +49,7 @@ class Case:
     shares: list[float] = field(default_factory=list)
 
     def body(self, prompt: str, ids: list[int]) -> bytes:
-        """What the client asks for; nothing but the length ends it."""
+        """Request body; only the length ends the generation."""
         if self.model == "tensorrt_llm":
             given: dict[str, Any] = {
                 "input_ids": ids,
@@ -69,7 +69,7 @@ class Case:
 
 
 def cpu_seconds(server: NesoServer) -> tuple[float, float]:
-    """The CPU time that the server has used, and that its engine has."""
+    """CPU time of the server process and of its engine process."""
     process = psutil.Process(server.process.pid)
     (engine,) = process.children()
     own, others = process.cpu_times(), engine.cpu_times()
@@ -77,7 +77,7 @@ def cpu_seconds(server: NesoServer) -> tuple[float, float]:
 
 
 class _Answer(asyncio.Protocol):
-    """All bytes up to the end of the connection."""
+    """Read until the connection is closed."""
 
     def __init__(self) -> None:
         self.received: list[bytes] = []
@@ -91,7 +91,7 @@ class _Answer(asyncio.Protocol):
 
 
 async def post(port: int, path: str, body: bytes) -> bytes:
-    """An answer, head and all. No HTTP client: it would take from the server as much as a model of the layout does."""
+    """Send a request and read the raw response. An HTTP client would need as much CPU time as a model of the layout."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     )
@@ -103,7 +103,7 @@ async def post(port: int, path: str, body: bytes) -> bytes:
 async def measure(
     server: NesoServer, case: Case, texts: list[str], ids: dict[str, list[int]], concurrency: int
 ) -> float:
-    """Tokens per second; takes note of the CPU time."""
+    """Tokens per second; also records the CPU time."""
     operation = "generate_stream" if case.streams else "generate"
     path = f"/v2/models/{case.model}/{operation}"
 
@@ -125,7 +125,7 @@ async def measure(
 def compare(
     checkpoint: str, repository: Path, cases: list[Case], concurrency: int, rounds: int
 ) -> list[float]:
-    """Fills in the cases; the rates of the bare engine."""
+    """Measure the cases; returns the rates of the engine alone."""
     texts = prompts(2 * concurrency)
     tokenizer = load_tokenizer(checkpoint)
     ids = {text: tokenizer.encode(text) for text in texts}

@@ -1,9 +1,8 @@
-"""Neso's backend `vllm` against vLLM's own server: the same vLLM, checkpoint, engine arguments and load, in turn.
+"""Neso's backend `vllm` compared to vLLM's server, with the same vLLM, checkpoint, engine arguments and load.
 
-Both are asked through OpenAI's streaming completions; Neso through generate_stream, too. The Python is that of
-.venv-vllm, which ./neso-test sets up. A server is started and measured --rounds times, in turn with the other, and of
-each case the medians count: the machine's other work is the same for both then. Least disturbed by that is what the
-front process itself (not the engine's) needs of the CPU for each token.
+Both serve OpenAI streaming completions; Neso also generate_stream. The interpreter is that of .venv-vllm, which
+`./neso-test --all` creates. Each server is started and measured --rounds times, in turns, and medians are printed. The
+most stable figure is the CPU time of the front process per token, without the engine's process.
 
 usage: python bench/vllm_backend.py [CHECKPOINT] [--size s|m] [--rounds 2] [--quick] [--json FILE]
 """
@@ -28,7 +27,7 @@ from typing import Any
 import aiohttp
 import psutil
 from checkpoint import write_checkpoint
-from load import LoadResult, Piece, Timing, Workload, one_token_words, run_load
+from load import Chunk, LoadResult, Timing, Workload, one_token_words, run_load
 from peer_server import RunningServer, machine, serve
 from smoke import parse_arguments, require_environment
 from vs_vllm import ROOT, VENV, install_vllm
@@ -40,7 +39,7 @@ ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "PYTHONPATH": str(ROOT),
-    # A thread on every core, as without a front end; by default vLLM keeps one core of two for that.
+    # One thread per core; by default vLLM reserves a core for its front end.
     "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
 }
 CASES = {
@@ -53,7 +52,7 @@ CONFIG = 'backend: "vllm"\ninstance_group [ { count: 1, kind: KIND_MODEL } ]\n'
 
 @contextmanager
 def vllm_server(venv: Path, model: Path) -> Iterator[RunningServer]:
-    """`vllm serve`, which logs requests no more than Neso does."""
+    """Run `vllm serve` without request logs, as Neso."""
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "model", "--port", str(VLLM_PORT), "--disable-uvicorn-access-log"]
     command += ["--max-model-len", str(ENGINE["max_model_len"]), "--enforce-eager"]
@@ -64,7 +63,7 @@ def vllm_server(venv: Path, model: Path) -> Iterator[RunningServer]:
 
 @contextmanager
 def neso_server(venv: Path, model: Path) -> Iterator[RunningServer]:
-    """`neso serve` of a repository with one model of the backend `vllm`."""
+    """Run `neso serve` on a repository with one model of the backend `vllm`."""
     with tempfile.TemporaryDirectory() as repository:
         version = Path(repository) / "model" / "1"
         version.mkdir(parents=True)
@@ -85,7 +84,7 @@ def neso_server(venv: Path, model: Path) -> Iterator[RunningServer]:
 
 
 async def run_generate_stream(workload: Workload, words: list[str]) -> LoadResult:
-    """The same load through Triton's generate_stream; a token a response, or as many as it says."""
+    """Run the load through Triton's generate_stream; a response has one token, unless it reports more."""
     timings: list[Timing] = []
     prompts = iter(workload.prompts())
     url = f"http://127.0.0.1:{NESO_HTTP_PORT}/v2/models/model/generate_stream"
@@ -112,7 +111,7 @@ async def _generate_stream(session: aiohttp.ClientSession, url: str, prompt: str
         "ignore_eos": True,
     }
     started, tokens = time.perf_counter(), 0
-    pieces: list[Piece] = []
+    chunks: list[Chunk] = []
     async with session.post(url, json=body) as response:
         async for line in response.content:
             if line.startswith(b"data:"):
@@ -120,13 +119,13 @@ async def _generate_stream(session: aiohttp.ClientSession, url: str, prompt: str
                 if "error" in message:
                     raise RuntimeError(message["error"])
                 tokens += message["num_output_tokens"]
-                pieces.append(Piece(time.perf_counter() - started, tokens))
-    return Timing(pieces)
+                chunks.append(Chunk(time.perf_counter() - started, tokens))
+    return Timing(chunks)
 
 
 @dataclass(frozen=True)
 class Measured(LoadResult):
-    """And the CPU time of the front process, in milliseconds a token."""
+    """`cpu`: CPU time of the front process in milliseconds per token."""
 
     cpu: float
 
@@ -147,7 +146,7 @@ def _cpu_seconds(server: RunningServer) -> float:
 
 
 def measure(server: RunningServer, words: list[str], quick: bool) -> dict[str, Measured]:
-    """All cases, after a warm-up."""
+    """Run and print all cases, after a warm-up."""
     asyncio.run(run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99), words=words))
     results = {}
     for name, workload in CASES.items():
@@ -157,7 +156,7 @@ def measure(server: RunningServer, words: list[str], quick: bool) -> dict[str, M
         results[name] = measured(server, workload, load)
         print(f"{server.name:4} {name:5} {'/v1/completions':16} {results[name]}", flush=True)
         if server.name == "neso":
-            # Other prompts: those are in the cache.
+            # Other prompts, since the first ones are in the prefix cache.
             again = dataclasses.replace(workload, seed=workload.seed + 1)
             result = measured(server, again, run_generate_stream(again, words))
             print(f"{server.name:4} {name:5} {'generate_stream':16} {result}", flush=True)
@@ -174,10 +173,10 @@ def report(ours: dict[str, Measured], theirs: dict[str, Measured]) -> None:
     print("Neso / vLLM (tok/s: more is better; times as vLLM / Neso: more is better)")
     for name in CASES:
         their = theirs[name]
-        for face in (name, f"{name} generate"):
-            our = ours[face]
+        for case in (name, f"{name} generate"):
+            our = ours[case]
             print(
-                f"{face:14} tok/s {our.output_tokens_per_second / their.output_tokens_per_second:5.2f}  "
+                f"{case:14} tok/s {our.output_tokens_per_second / their.output_tokens_per_second:5.2f}  "
                 f"TTFT {their.ttft_p50 / our.ttft_p50:5.2f}  ITL p50 {their.itl_p50 / our.itl_p50:5.2f}  "
                 f"p99 {their.itl_p99 / our.itl_p99:5.2f}  jitter (ITL p99 / p50) {our.itl_p99 / our.itl_p50:.2f}, "
                 f"vLLM's {their.itl_p99 / their.itl_p50:.2f}  front CPU {their.cpu / our.cpu:.2f}"

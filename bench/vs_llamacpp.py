@@ -1,7 +1,7 @@
-"""Neso against llama.cpp at concurrency 1: the same checkpoint, the same threads, in turn.
+"""Neso compared to llama.cpp at concurrency 1, with the same checkpoint and number of threads.
 
-llama.cpp runs as a bare loop (llama-cpp-python's `eval`) and as llama-cpp-python's OpenAI server, Neso through its
-whole server. llama.cpp is built from source into a virtual environment of its own, unless that has it already.
+llama.cpp runs as a bare loop (llama-cpp-python's `eval`) and as llama-cpp-python's OpenAI server, Neso as its whole
+server. llama.cpp is built from source into its own virtual environment, unless it is installed there.
 
 usage: python bench/vs_llamacpp.py [CHECKPOINT] [--venv DIR] [--rounds 3] [--json FILE]
 """
@@ -74,7 +74,7 @@ print(json.dumps(result))
 
 @dataclass(frozen=True)
 class Figures:
-    """Milliseconds: prompts to their first token, and a decoded token."""
+    """Milliseconds to first token of the prompts, and per decoded token."""
 
     prefill_128: float
     prefill_1024: float
@@ -82,12 +82,12 @@ class Figures:
 
     @classmethod
     def best(cls, rounds: list[Figures]) -> Figures:
-        """The least of each: others on the machine only ever add."""
+        """Minimum of each, since other load on the machine only adds."""
         return cls(*(min(values) for values in zip(*(asdict(r).values() for r in rounds), strict=True)))
 
 
 def cmake_args() -> str:
-    """For the fastest build for this CPU that works."""
+    """CMake arguments of the fastest working build for this CPU."""
     flags = Path("/proc/cpuinfo").read_text().split()
     if "amx_tile" not in flags:
         return "-DGGML_NATIVE=ON"
@@ -96,7 +96,7 @@ def cmake_args() -> str:
 
 
 def install(venv: Path) -> None:
-    """Unless it has it, make it with llama-cpp-python and its server."""
+    """Create the environment with llama-cpp-python and its server, unless it exists."""
     if list(venv.glob(f"lib/python3.*/site-packages/llama_cpp_python-{LLAMA_VERSION}.dist-info")):
         return
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
@@ -113,11 +113,11 @@ def run_loop(venv: Path, file: Path) -> Figures:
 
 
 def run_llamacpp_server(venv: Path, file: Path, words: list[str]) -> Figures:
-    """Takes prompts as text only."""
+    """Measure llama-cpp-python's server, which accepts prompts as text only."""
     threads = str(os.cpu_count())
     command = [str(venv / "bin" / "python"), "-m", "llama_cpp.server", "--model", str(file)]
     command += ["--port", str(LLAMA_PORT), "--n_threads", threads, "--n_threads_batch", threads]
-    # Its default computes the logits of every position of a prompt.
+    # By default it computes logits for every position of a prompt.
     command += ["--n_batch", "1024", "--logits_all", "false", "--verbose", "false"]
     with serve("llamacpp", command, f"http://127.0.0.1:{LLAMA_PORT}", "model") as server:
         return measure(server, words)
@@ -137,13 +137,13 @@ def measure(server: RunningServer, words: list[str] | None) -> Figures:
 
     load(32, 8, 2, 99)
     load(1024, 2, 1, 98)
-    # Two tokens: a server may keep the first back until the second makes a character of it.
+    # Two tokens, since a server may hold back the first if it is part of a character.
     short, long = load(128, 2, 5, 1), load(1024, 2, 3, 2)
     return Figures(short.ttft_p50, long.ttft_p50, load(64, DECODED, 2, 3).itl_p50)
 
 
 def compare(model: Path, files: dict[str, Path], venv: Path, rounds: int) -> dict[str, dict[str, Figures]]:
-    """By system and kind of weights: the best of some rounds, in each of which all have their turn."""
+    """Best results of the rounds, by system and weight type."""
     words = one_token_words(model)
     found: dict[str, dict[str, list[Figures]]] = {
         name: {kind: [] for kind in PAIRS} for name in ("llama.cpp loop", "llama.cpp server", "neso server")

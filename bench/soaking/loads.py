@@ -1,4 +1,4 @@
-"""What the soak's clients do. Each call of a load is one piece of work that checks its own answer."""
+"""Clients of the soak test. Each call of a load is one unit of work that checks its own response."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ TIMEOUT = 30.0
 QUESTION = "What is paged attention?"
 
 Load = Callable[["Clients"], Awaitable[str]]
-"""Does one piece of work and says what came of it: "ok", or why it was refused in an allowed way."""
+"""Does one unit of work and returns its outcome: "ok", or the reason of an expected rejection."""
 
 
 class Wrong(AssertionError):
-    """The server did what it must not do."""
+    """The server violated an expectation."""
 
 
 class Clients:
-    """The connections that all workers share, and what was counted."""
+    """Connections shared by the workers, and counters."""
 
     def __init__(self, server: SoakedServer) -> None:
         self.server = server
@@ -40,7 +40,7 @@ class Clients:
         self.grpc = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self.random = random.Random(0)
         self.numbers = itertools.count(1)
-        self.answered: Counter[str] = Counter()  # by model, the requests that the client saw succeed
+        self.answered: Counter[str] = Counter()  # successful requests by model
 
     async def close(self) -> None:
         await self.http.close()
@@ -53,7 +53,7 @@ class Clients:
             return response.status, dict(response.headers), await response.read()
 
     async def infer(self, model: str, body: Any, **headers: str) -> tuple[dict[str, Any], bytes]:
-        """The JSON and the binary data of an answer that must be good."""
+        """JSON and binary data of a response that must succeed."""
         status, answer_headers, answer = await self.post(f"/v2/models/{model}/infer", body, **headers)
         expect(status == 200, f"{model}: {status} {answer[:200]!r}")
         length = int(answer_headers.get("Inference-Header-Content-Length", len(answer)))
@@ -122,7 +122,7 @@ async def grpc_unary(clients: Clients) -> str:
 
 
 async def grpc_stream(clients: Clients) -> str:
-    """Several decoupled requests on one stream: each gets its responses in order, all of them, once."""
+    """Several decoupled requests on one stream; each must get all its responses once and in order."""
     counts = {str(i): clients.random.randrange(12) for i in range(3)}
     requests = [message("repeat", np.array([n], np.int32), "COUNT", "INT32", id) for id, n in counts.items()]
     got: dict[str, list[int]] = {id: [] for id in counts}
@@ -160,7 +160,7 @@ async def generate_stream(clients: Clients) -> str:
 
 
 async def cancel_generate(clients: Clients) -> str:
-    """Hang up after the first words."""
+    """Disconnect after the first tokens."""
     events = _events(clients, 500)
     await anext(events)
     await events.aclose()
@@ -168,7 +168,7 @@ async def cancel_generate(clients: Clients) -> str:
 
 
 async def cancel_stream(clients: Clients) -> str:
-    """Cancel a stream whose answers are under way."""
+    """Cancel a stream with responses in flight."""
     requests = [message("repeat", np.array([200], np.int32), "COUNT", "INT32", "c")]
     call = clients.grpc.ModelStreamInfer(iter(requests), timeout=TIMEOUT)
     async for _ in call:
@@ -178,7 +178,7 @@ async def cancel_stream(clients: Clients) -> str:
 
 
 async def vanish(clients: Clients) -> str:
-    """Send a request, or a part of it, and go without a word."""
+    """Send a request or a part of it, and close the connection."""
     body = json.dumps({"inputs": [tensor(clients.vector(), "FP32")]}).encode()
     head = b"POST /v2/models/vanishing/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     wire = (head + body) * clients.random.choice([1, 1, 3])
@@ -190,7 +190,7 @@ async def vanish(clients: Clients) -> str:
 
 
 async def load_unload(clients: Clients) -> str:
-    """The model comes and goes under requests, which it answers or refuses."""
+    """Load and unload a model under requests, which succeed or are rejected."""
     action = clients.random.choice(["load", "load", "unload"])
     change = clients.post(f"/v2/repository/models/spare/{action}", {})
     asks = [clients.post("/v2/models/spare/infer", {"inputs": [tensor([1.0], "FP32")]}) for _ in range(3)]
@@ -202,7 +202,7 @@ async def load_unload(clients: Clients) -> str:
 
 
 async def shared_memory(clients: Clients) -> str:
-    """Tensors in and out through a region of its own, which goes again."""
+    """Infer through a shared-memory region, which is unregistered afterwards."""
     number = next(clients.numbers)
     name, key, size = f"soak{number}", f"/neso_soak_{number}", 256
     handle = shm.create_shared_memory_region(name, key, 2 * size)
@@ -226,7 +226,7 @@ async def shared_memory(clients: Clients) -> str:
 
 
 async def sequence(clients: Clients) -> str:
-    """The sum of a sequence is its own, whatever runs beside it."""
+    """Sequences must keep their own sums."""
     number, total = next(clients.numbers), 0
     values = [clients.random.randrange(100) for _ in range(5)]
     for i, value in enumerate(values):
@@ -239,7 +239,7 @@ async def sequence(clients: Clients) -> str:
 
 
 async def crash(clients: Clients) -> str:
-    """A model in a process of its own dies of one request in ten; it comes back, and the server never notices."""
+    """A model process crashes on one request in ten; it is restarted and the server continues."""
     dies = clients.random.randrange(10) == 0
     body = {"inputs": [tensor([-1 if dies else 1], "INT32")]}
     status, _, answer = await clients.post("/v2/models/crasher/infer", body)
@@ -248,7 +248,7 @@ async def crash(clients: Clients) -> str:
 
 
 async def has_own_process(clients: Clients) -> bool:
-    """Whether EXECUTION_MODE is followed here: a model that kills its process must not be in the server's."""
+    """Whether models run in processes (EXECUTION_MODE): a crashing model must not run in the server."""
     status, _, answer = await clients.post("/v2/models/crasher/infer", {"inputs": [tensor([1], "INT32")]})
     return status == 200 and json.loads(answer)["outputs"][0]["data"] != [clients.server.pid]
 
@@ -269,4 +269,4 @@ LOADS: dict[Load, int] = {
     sequence: 2,
     crash: 1,
 }
-"""How many workers do each."""
+"""Number of workers of each load."""

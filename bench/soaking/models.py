@@ -1,4 +1,4 @@
-"""The models that the soak serves."""
+"""Models of the soak test."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ ensemble_scheduling {
 
 
 def write_repository(folder: Path) -> None:
-    """Python models, an ensemble, and the shipped language model as `pilot`."""
+    """Write Python models, an ensemble, and the language model of the package as `pilot`."""
     for name, (code, config) in _MODELS.items():
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text('backend: "python"\n' + config)

@@ -1,4 +1,4 @@
-"""A `neso serve` process, and what it holds of the machine."""
+"""A `neso serve` process and its resource usage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso_server import FRONT_ENDS, NesoServer, served
 
 @dataclass(frozen=True)
 class Holdings:
-    """Of the server and its child processes together. `seconds` since it was ready; `rss` in MiB."""
+    """Resources of the server and its child processes. `seconds` since it was ready; `rss` in MiB."""
 
     seconds: float
     rss: float
@@ -43,7 +43,7 @@ class SoakedServer:
         return f"http://127.0.0.1:{self.ports[protocol]}{path}"
 
     def holdings(self) -> Holdings:
-        """What it holds now. Raises `psutil.NoSuchProcess` if it has died."""
+        """Current resource usage. Raises `psutil.NoSuchProcess` if the server has exited."""
         server = psutil.Process(self.pid)
         rss = fds = threads = count = 0
         for process in (server, *server.children(recursive=True)):
@@ -53,7 +53,7 @@ class SoakedServer:
                     fds += process.num_fds()
                     threads += process.num_threads()
                     count += 1
-            except psutil.NoSuchProcess:  # a child that ended meanwhile
+            except psutil.NoSuchProcess:  # a child that has exited
                 if process is server:
                     raise
         shm = sum(1 for _ in Path("/dev/shm").iterdir())
@@ -62,7 +62,7 @@ class SoakedServer:
 
 @contextmanager
 def start(repository: Path, log: Path) -> Iterator[SoakedServer]:
-    """Serve the repository with explicit model control and shared memory; stopped at the end."""
+    """Serve the repository with explicit model control and shared memory."""
     options = [f"--model-repository={repository}", "--model-control-mode=explicit", "--load-model=*"]
     options += ["--allow-client-shm=true", *(f"--{name}-address=127.0.0.1" for name in FRONT_ENDS)]
     with served(*options, log=log) as server:

@@ -3,7 +3,7 @@
 namespace neso {
 namespace {
 
-// Take the stacked first sides of a product's changes; their parts follow by `add_part`, in their order.
+// Set the stacked matrices A of a product's changes; `add_part` then adds their matrices B, in the same order.
 void add_product(OwnedAdapter& owned, int layer, int product, int inputs, Array<uint8_t> a, Array<float> scales) {
     Adapter& adapter = owned.adapter;
     const int ranks = int(scales.size());
@@ -36,7 +36,7 @@ void add_part(OwnedAdapter& owned, int layer, int product, int first_output, int
 }  // namespace
 
 void bind_adapter(nb::module_& m) {
-    nb::class_<OwnedAdapter>(m, "Adapter", "Low-rank changes of the products of a decoder; keeps its arrays alive.")
+    nb::class_<OwnedAdapter>(m, "Adapter", "LoRA adapter of a decoder; keeps its arrays alive.")
         .def("__init__",
              [](OwnedAdapter* self, const std::string& kind, int layers) {
                  const WeightKind found = weight_kind(kind);
@@ -48,9 +48,9 @@ void bind_adapter(nb::module_& m) {
              nb::arg("kind"), nb::arg("layers"))
         .def("add_product", &add_product, nb::arg("layer"), nb::arg("product"), nb::arg("inputs"), nb::arg("a"),
              nb::arg("scales"),
-             "The first sides of the changes of a product (0 qkv, 1 output, 2 gate and up, 3 down), see ShrinkTask.")
+             "Set the matrices A of a product (0 qkv, 1 output, 2 gate and up, 3 down), see ShrinkTask.")
         .def("add_part", &add_part, nb::arg("layer"), nb::arg("product"), nb::arg("first_output"), nb::arg("outputs"),
-             nb::arg("rank"), nb::arg("b"), "The next part of a product's change, see ExpandTask.");
+             nb::arg("rank"), nb::arg("b"), "Add the next matrix B of a product, see ExpandTask.");
 }
 
 }  // namespace neso

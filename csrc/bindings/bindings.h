@@ -1,4 +1,4 @@
-// What the parts of the extension module share.
+// Declarations shared by the parts of the extension module.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -23,7 +23,7 @@ using Array = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu
 template <typename T, int Dims = 1>
 using MutableArray = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 
-// A packed matrix and the arrays that its pointers point into.
+// A packed matrix, and the arrays that own its memory.
 struct OwnedMatrix {
     Matrix matrix;
     Array<uint8_t> data;
@@ -32,7 +32,7 @@ struct OwnedMatrix {
     std::optional<Array<float>> bias;
 };
 
-// An adapter and the arrays that its pointers point into.
+// An adapter, and the arrays that own its memory.
 struct OwnedAdapter {
     Adapter adapter;
     std::vector<Array<uint8_t>> arrays;

@@ -18,7 +18,7 @@ struct OwnedExperts {
     Experts experts;
 };
 
-// Arrays by name; they must outlive the pointers taken from them.
+// Arrays by name; they must outlive pointers to them.
 const float* vector_named(const nb::dict& vectors, const char* name) {
     if (!vectors.contains(name)) return nullptr;
     return nb::cast<Array<float>>(vectors[name], false).data();
@@ -56,8 +56,8 @@ void bind_decoder(nb::module_& m) {
              nb::arg("gate").none(), nb::arg("up"), nb::arg("down"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
              nb::keep_alive<1, 4>());
 
-    nb::class_<OwnedExperts>(m, "Experts", "A mixture of experts; the router has one output more than there are of "
-                                           "them where the shared one has a gate.")
+    nb::class_<OwnedExperts>(m, "Experts", "Mixture of experts; the router has one output per expert, and one for "
+                                           "the shared expert's gate, if there is one.")
         .def("__init__",
              [](OwnedExperts* self, const OwnedMatrix& router, const std::vector<const OwnedMlp*>& experts,
                 const OwnedMlp* shared) {
@@ -102,7 +102,7 @@ void bind_decoder(nb::module_& m) {
              nb::arg("embedding_kind"), nb::arg("positions").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
              nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 7>());
 
-    nb::class_<Decoder>(m, "Decoder", "Executes a decoder; see the native runner. Its weights are for the caller to keep.")
+    nb::class_<Decoder>(m, "Decoder", "Executes a decoder; see the native runner. The caller must keep its weights alive.")
         .def("__init__",
              [](Decoder* self, int vocab_size, int hidden_size, int heads, int kv_heads, int head_dim, const std::string& norm,
                 float norm_eps, const std::string& activation, bool parallel, bool norms_width, float attention_scale,
@@ -131,7 +131,7 @@ void bind_decoder(nb::module_& m) {
              nb::arg("isa"), nb::arg("threads"))
         .def(
             "set_weights", [](Decoder& self, const OwnedWeights& weights) { self.set_weights(weights.weights); },
-            nb::arg("weights"), "Take other memory for the same weights, between two steps.")
+            nb::arg("weights"), "Use another copy of the same weights, between two steps.")
         .def(
             "choose",
             [](Decoder& self, MutableArray<float, 2> logits, Array<float> temperature, Array<int32_t> top_k,
@@ -162,8 +162,8 @@ void bind_decoder(nb::module_& m) {
             },
             nb::arg("logits"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"), nb::arg("min_p"),
             nb::arg("uniforms"), nb::arg("tokens"), nb::arg("masked_rows"), nb::arg("masks"),
-            "Draw a token from each row of float32[rows, vocab_size] into int32[rows]; -1 where a logit is NaN. "
-            "masks int32[masked rows, words] are those of RowMasks: what they keep out becomes -inf.")
+            "Sample a token from each row of float32[rows, vocab_size] into int32[rows]; -1 where a logit is NaN. "
+            "masks int32[masked rows, words] as in RowMasks: logits of masked tokens become -inf.")
         .def(
             "set_adapter",
             [](Decoder& self, int slot, const OwnedAdapter* adapter) {
@@ -172,9 +172,9 @@ void bind_decoder(nb::module_& m) {
                 self.set_adapter(slot, adapter ? &adapter->adapter : nullptr);
             },
             nb::arg("slot"), nb::arg("adapter").none(),
-            "The adapter of a slot from the next step on, for the caller to keep alive.")
+            "Set the adapter of a slot from the next step on; the caller must keep it alive.")
         .def("set_sink_tokens", &Decoder::set_sink_tokens, nb::arg("count"),
-             "First tokens of a sequence that stay in sight of layers with a window.")
+             "First tokens of a sequence that stay visible in layers with a window.")
         .def("allocate_cache", &Decoder::allocate_cache, nb::arg("num_blocks"), nb::arg("block_size"))
         .def("cache_bytes_per_block", &Decoder::cache_bytes_per_block, nb::arg("block_size"))
         .def(

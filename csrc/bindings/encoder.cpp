@@ -5,7 +5,7 @@
 namespace neso {
 namespace {
 
-// A layer as Python hands it over.
+// A layer as passed from Python.
 struct OwnedEncoderLayer {
     Array<float, 2> attention_norm;  // weight and bias
     const OwnedMatrix* qkv;
@@ -35,7 +35,7 @@ void bind_encoder(nb::module_& m) {
              nb::arg("down"), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 6>(),
              nb::keep_alive<1, 7>());
 
-    nb::class_<Encoder>(m, "Encoder", "Executes a stack of encoder layers, which are for the caller to keep.")
+    nb::class_<Encoder>(m, "Encoder", "Executes a stack of encoder layers, which the caller must keep alive.")
         .def("__init__",
              [](Encoder* self, int hidden_size, int intermediate_size, int heads, int head_dim, float norm_eps,
                 float attention_scale, const std::string& activation, bool norm_first, nb::list layers,

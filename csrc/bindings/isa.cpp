@@ -10,10 +10,10 @@ void bind_isa(nb::module_& m) {
             for (Isa isa : supported_isas()) names.emplace_back(isa_name(isa));
             return names;
         },
-        "Levels of instruction sets that this CPU can run, best first.");
+        "Instruction set levels that this CPU supports, best first.");
     m.def(
         "default_isa", [] { return std::string(isa_name(default_isa())); },
-        "The level that NESO_ISA names, else the best. Raises ValueError for one that this CPU does not have.");
+        "The level named by NESO_ISA, by default the best. Raises ValueError for an unsupported level.");
 }
 
 }  // namespace neso

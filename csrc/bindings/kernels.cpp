@@ -1,4 +1,4 @@
-// The kernels one by one, for tests against numpy and for microbenchmarks.
+// Single kernels, for tests against numpy and for microbenchmarks.
 #include <algorithm>
 #include <vector>
 
@@ -8,8 +8,8 @@
 namespace neso {
 namespace {
 
-// The products of x[rows, inputs] with each of the matrices, which are alike, `repeats` times over. `result` keeps the last
-// one; returns how far apart its rows are.
+// Multiplies x[rows, inputs] with each of the matrices of one shape and kind, `repeats` times. `result` holds the last
+// product; returns its row stride.
 int64_t run_products(const std::vector<const OwnedMatrix*>& matrices, const float* x, int rows, const Kernels& kernels,
                      int threads, int repeats, Buffer<float>& result) {
     const Matrix& first = matrices.front()->matrix;
@@ -32,12 +32,12 @@ int64_t run_products(const std::vector<const OwnedMatrix*>& matrices, const floa
     return stride;
 }
 
-// out[rows, outputs] = x[rows, inputs] . matrix, `repeats` times (to time it without Python).
+// out[rows, outputs] = x[rows, inputs] . matrix, `repeats` times (to time it without Python overhead).
 void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> out, const std::string& isa,
             int threads, int repeats) {
     const Matrix& matrix = owned.matrix;
     if (int(x.shape(1)) != matrix.inputs || int(out.shape(1)) != matrix.outputs || x.shape(0) != out.shape(0)) {
-        throw std::invalid_argument("shapes of inputs, matrix and outputs do not fit");
+        throw std::invalid_argument("shapes of x, matrix and out do not match");
     }
     const Kernels& kernels = kernels_for(isa_from_name(isa));
     const int rows = int(x.shape(0));
@@ -51,17 +51,17 @@ void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> 
     }
 }
 
-// x[rows, inputs] times each of the matrices, which have one shape and kind, `repeats` times over: between two products
-// with one of them come those with all others, as in the layers of a model. The results are dropped.
+// Multiplies x[rows, inputs] with each of the matrices of one shape and kind in turn, `repeats` times, like the layers
+// of a model. The results are discarded.
 void multiply_each(const std::vector<const OwnedMatrix*>& matrices, Array<float, 2> x, const std::string& isa,
                    int threads, int repeats) {
-    if (matrices.empty()) throw std::invalid_argument("there must be a matrix");
+    if (matrices.empty()) throw std::invalid_argument("matrices must not be empty");
     const Matrix& first = matrices.front()->matrix;
     for (const OwnedMatrix* owned : matrices) {
         const Matrix& matrix = owned->matrix;
         if (int(x.shape(1)) != matrix.inputs || matrix.outputs != first.outputs || matrix.kind != first.kind ||
             matrix.dynamic != first.dynamic || matrix.group_size != first.group_size) {
-            throw std::invalid_argument("the matrices must be alike, and fit the inputs");
+            throw std::invalid_argument("matrices must have one kind and shape, which matches x");
         }
     }
     const Kernels& kernels = kernels_for(isa_from_name(isa));
@@ -72,7 +72,7 @@ void multiply_each(const std::vector<const OwnedMatrix*>& matrices, Array<float,
     run_products(matrices, from, rows, kernels, threads, repeats, result);
 }
 
-// Sum of an array, by all threads: what the memory gives at best.
+// Sum of an array by all threads, to measure memory bandwidth.
 double read_memory(Array<uint8_t> array, int threads, int repeats) {
     const uint8_t* data = array.data();
     const int64_t size = int64_t(array.size()) / 8;
@@ -105,7 +105,7 @@ void bind_kernels(nb::module_& m) {
     m.def("multiply_each", &multiply_each, nb::arg("matrices"), nb::arg("x"), nb::arg("isa"), nb::arg("threads") = 1,
           nb::arg("repeats") = 1, "Multiply x float32[rows, inputs] with each matrix in turn; no result is kept.");
     m.def("read_memory", &read_memory, nb::arg("array"), nb::arg("threads"), nb::arg("repeats") = 1,
-          "Read an array as fast as the memory gives it; the sum of its words.");
+          "Read an array at full memory bandwidth; returns the sum of its words.");
     m.def(
         "rms_norm",
         [](Array<float> x, Array<float> weight, float eps, MutableArray<float> out, const std::string& isa) {

@@ -31,7 +31,7 @@ OwnedMatrix make_matrix(const std::string& kind, int outputs, int inputs, Array<
         require(group_size > 0 && group_size % kGroup == 0, "group_size must be a multiple of 32");
         matrix.group_size = group_size;
         matrix.groups = (inputs + group_size - 1) / group_size;
-        // The padding of the inputs lies in the last group.
+        // The last group includes the padding of the inputs.
         require(int64_t(matrix.groups) * group_size >= matrix.depth, "group_size must cover the padded inputs");
         const int64_t count = int64_t(matrix.panels) * matrix.groups * kPanel;
         require(size_of(scales) == count, "scales must have " + std::to_string(count) + " values");
@@ -84,7 +84,7 @@ void bind_matrix(nb::module_& m) {
         },
         nb::arg("kind"), nb::arg("outputs"), nb::arg("inputs"), "Bytes of a packed matrix [outputs, inputs].");
 
-    // The source comes as bytes: it may be unaligned, and numpy has no bfloat16 of its own.
+    // The source is passed as bytes: it may be unaligned, and numpy has no bfloat16.
     m.def(
         "pack_dense",
         [](const std::string& source_kind, Array<uint8_t> source, int inputs, const std::string& kind, int first_output,

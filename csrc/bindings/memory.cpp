@@ -11,7 +11,7 @@ void bind_memory(nb::module_& m) {
             nb::capsule owner(pages, [](void* held) noexcept { delete static_cast<ZeroPages*>(held); });
             return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(pages->data(), {size_t(bytes)}, owner);
         },
-        nb::arg("bytes"), "Zeroed memory in huge pages where the system has them, as a numpy array uint8[bytes].");
+        nb::arg("bytes"), "Zeroed memory in huge pages, if available, as a numpy array uint8[bytes].");
 }
 
 }  // namespace neso

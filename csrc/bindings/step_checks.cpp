@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMaskBits = 64;
 
-// Every sequence has tokens, and all tokens are somebody's.
+// Every sequence has at least one token, and every token belongs to a sequence.
 void check_sequences(const Step& step) {
     require(step.num_sequences > 0, "a step must have a sequence");
     const int32_t* start = step.query_start;
@@ -31,7 +31,7 @@ void check_rotary(const Decoder& decoder, const Step& step) {
     }
 }
 
-// Blocks that a sequence reads and writes, and the positions that its tokens stand at.
+// The blocks that a sequence reads and writes, and the positions of its tokens.
 void check_sequence(const Decoder& decoder, const Step& step, int sequence) {
     const auto [first, last] = decoder.blocks_read(step, sequence);
     require(last <= step.table_width, "a block table is too short");

@@ -1,4 +1,4 @@
-// The thread team by itself, for its tests.
+// Access to the thread team for its tests.
 #include <thread>
 
 #include "bindings/bindings.h"
@@ -7,9 +7,9 @@
 namespace neso {
 namespace {
 
-// How often each chunk of loops with `counts` chunks was done in `calls` calls, loop after loop. After each loop comes one
-// of a single chunk, which tells the next how many chunks it has. `alone`: the other threads are kept from the loops
-// until the caller is through with them.
+// How often each chunk of loops with `counts` chunks was executed in `calls` calls, concatenated over loops. After each
+// loop, a loop of one chunk sets the number of chunks of the next. `alone`: the other threads may enter the loops only
+// after the caller has finished them.
 std::vector<int> count_chunks(const std::vector<int>& counts, int threads, int calls, bool alone) {
     require(threads > 0, "there must be a thread");
     std::vector<size_t> first_of(1, 0);
@@ -19,14 +19,14 @@ std::vector<int> count_chunks(const std::vector<int>& counts, int threads, int c
     ThreadTeam team(threads);
     for (int call = 0; call < calls; ++call) {
         std::atomic<int> count{counts.empty() ? 0 : counts[0]};
-        std::atomic<bool> through{!alone};
+        std::atomic<bool> finished{!alone};
         team.run([&](int thread) {
-            while (thread && !through.load()) std::this_thread::yield();
+            while (thread && !finished.load()) std::this_thread::yield();
             for (size_t loop = 0; loop < counts.size(); ++loop) {
                 team.for_each(count.load(), [&](int chunk) { ++done[first_of[loop] + chunk]; });
                 team.for_each(1, [&](int) { count.store(loop + 1 < counts.size() ? counts[loop + 1] : 0); });
             }
-            through.store(true);
+            finished.store(true);
         });
     }
     return done;
@@ -37,8 +37,8 @@ std::vector<int> count_chunks(const std::vector<int>& counts, int threads, int c
 void bind_threads(nb::module_& m) {
     m.def("count_chunks", &count_chunks, nb::arg("counts"), nb::arg("threads"), nb::arg("calls") = 1,
           nb::arg("alone") = false,
-          "How often a team of threads does each chunk of loops with so many chunks, in so many calls; `alone`: while the "
-          "others are kept away from the loops.");
+          "How often a team of threads executes each chunk of loops with these counts; `alone`: the other threads enter the "
+          "loops only after the caller has finished them.");
 }
 
 }  // namespace neso

@@ -15,7 +15,7 @@ constexpr Isa kLevels[] = {Isa::amx, Isa::avx512_bf16, Isa::avx512, Isa::avx2, I
 
 #if defined(__x86_64__)
 
-// Linux gives a process the 8 KB of tile registers only when it asks. The permission holds for all threads.
+// Linux requires a process to request permission for the 8 KB of tile registers; it applies to all threads.
 bool request_tile_registers() {
 #if defined(__linux__)
     constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
@@ -27,7 +27,7 @@ bool request_tile_registers() {
 #endif
 }
 
-// GCC 12's __builtin_cpu_supports knows no AMX; leaf 7 of cpuid does.
+// GCC 12's __builtin_cpu_supports does not know AMX, so cpuid leaf 7 is read.
 bool has_amx() {
     unsigned a = 7, b = 0, c = 0, d = 0;
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));

@@ -1,4 +1,4 @@
-// Which instruction sets the kernels may use on this machine.
+// Instruction sets that kernels can use on this machine.
 #pragma once
 
 #include <string>
@@ -6,18 +6,18 @@
 
 namespace neso {
 
-// Levels that the kernels are compiled for, best last. Each contains the one before it, on x86-64.
+// Levels that kernels are compiled for, best last. On x86-64, each includes the previous one.
 enum class Isa { generic, avx2, avx512, avx512_bf16, amx };
 
 const char* isa_name(Isa isa);
 
-// Throws std::invalid_argument that lists the levels when there is none of that name, or not on this CPU.
+// Throws std::invalid_argument for an unknown level, or one that this CPU does not support.
 Isa isa_from_name(const std::string& name);
 
-// The levels that this CPU (and the operating system) can run, best first; never empty.
+// Levels that this CPU and operating system support, best first; never empty.
 std::vector<Isa> supported_isas();
 
-// The level that the environment variable NESO_ISA names, else the best.
+// The level named by the environment variable NESO_ISA, by default the best.
 Isa default_isa();
 
 }  // namespace neso

@@ -6,7 +6,7 @@
 
 namespace neso::NESO_ISA {
 
-// x * sigmoid(x). Far below zero the exponential would overflow: there the result is 0 (its limit).
+// x * sigmoid(x). For large negative x the exponential would overflow; the result is its limit, 0.
 NESO_INLINE F32 silu(F32 x) { return x / (exp(-x) + 1.0f); }
 
 // The tanh approximation of x times the normal distribution function (arXiv 1606.08415):
@@ -16,7 +16,7 @@ NESO_INLINE F32 gelu_tanh(F32 x) {
     return x / (exp(-2.0f * y) + 1.0f);
 }
 
-// x times the normal distribution function, 0.5 (1 + erf(x / sqrt(2))). The complement of erf is within 1.5e-7
+// x times the normal distribution function, 0.5 (1 + erf(x / sqrt(2))). erfc is within 1.5e-7
 // (Abramowitz and Stegun 7.1.26).
 NESO_INLINE F32 gelu(F32 x) {
     const F32 y = max(x, -x) * 0.70710678118654752f;
@@ -35,7 +35,7 @@ NESO_INLINE F32 quick_gelu(F32 x) { return x / (exp(-1.702f * x) + 1.0f); }
 
 NESO_INLINE F32 relu(F32 x) { return select(x < 0.0f, F32{}, x); }
 
-// Near zero by the polynomial of Cephes' tanhf, where 1 - 2 / (1 + exp(2 x)) would cancel.
+// Near zero, where 1 - 2 / (1 + exp(2 x)) would cancel, the polynomial of Cephes' tanhf.
 NESO_INLINE F32 tanh(F32 x) {
     const F32 z = x * x;
     F32 p = splat(-5.70498872745e-3f);
@@ -58,7 +58,7 @@ NESO_INLINE void map_vectors(const Function& function, const float* x, int count
     std::memcpy(out + i, rest, sizeof(float) * (count - i));
 }
 
-// Call `body` with the function of an activation.
+// Call `body` with the function object of an activation.
 template <typename Body>
 NESO_INLINE void with_activation(Activation activation, const Body& body) {
     switch (activation) {

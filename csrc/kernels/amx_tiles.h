@@ -1,4 +1,4 @@
-// Tile registers (Intel AMX): 16 x 16 sums of 32 products of bfloat16 each in one instruction.
+// Tile registers (Intel AMX): one instruction adds 32 bfloat16 products to each of 16 x 16 sums.
 #pragma once
 
 #include "kernels/gemm_store.h"
@@ -13,10 +13,10 @@ NESO_INLINE bf16* tile_of(const Input& input, int row, int k) {
 
 #if defined(__AMX_BF16__)
 
-// With fewer rows the tiles stay mostly empty.
-constexpr int kTileRowsWorthwhile = 5;
-constexpr int kTileBytes = 64;                  // of a row of a tile
-constexpr int kTileSums = kTileRows * kPanel;   // in a tile of sums
+// With fewer rows, tiles would be mostly empty.
+constexpr int kMinTileRows = 5;
+constexpr int kTileBytes = 64;                  // per row of a tile
+constexpr int kTileSums = kTileRows * kPanel;   // per tile of sums
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -24,7 +24,7 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Holds the tile registers; given back at the end, since a thread that owns them costs 8 KB at every switch.
+// Owns the tile registers, and releases them at the end: a thread that owns them saves 8 KB at every context switch.
 class Tiles {
    public:
     Tiles() {

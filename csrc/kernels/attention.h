@@ -1,9 +1,9 @@
-// Paged attention with a running softmax (FlashAttention, arXiv 2205.14135), prefill and decode alike.
+// Paged attention with online softmax (FlashAttention, arXiv 2205.14135), for prefill and decode.
 //
-// A task's queries (tokens x heads of a group) go over the cache in chunks of blocks:
+// The queries of a task (tokens x heads of a group) iterate over the cache in chunks of blocks:
 //
 //   scores = queries . keys        the keys of a block are a packed panel of 16 columns
-//   weights = exp(scores - max)    the running maximum; what was summed before is scaled down when it grows
+//   weights = exp(scores - max)    the running maximum; earlier sums are rescaled when it grows
 //   sums += weights . values       the values of a block are packed panels of 16 dimensions
 #pragma once
 
@@ -30,13 +30,13 @@ struct CachePanel<bf16> {
 };
 
 constexpr int kChunkSlots = 256;
-// Stands for "nothing seen yet": low, but finite, so that differences are never infinity - infinity.
-constexpr float kNothing = -1e30f;
+// Initial running maximum: low but finite, so that differences are never infinity - infinity.
+constexpr float kInitialMax = -1e30f;
 
 NESO_INLINE void store_operand(float* to, F32 v) { store(to, v); }
 NESO_INLINE void store_operand(bf16* to, F32 v) { store_bf16(to, v); }
 
-// One task: what lies in it is in the order of the computation.
+// Executes one task; members are in the order of the computation.
 template <typename T>
 class Attention {
     using Panel = typename CachePanel<T>::Panel;
@@ -84,7 +84,7 @@ class Attention {
             }
             if (shape_.softcap > 0) cap_scores(count * slots_);
             mask(block, count, key_begin, key_end);
-            for (int row = 0; row < rows_; ++row) weigh(row, count * slots_);
+            for (int row = 0; row < rows_; ++row) update_softmax(row, count * slots_);
             if (tiled()) {
                 add_values_in_tiles(block, count);
             } else {
@@ -114,16 +114,16 @@ class Attention {
         }
         std::memset(scratch_->sums.data(), 0, sizeof(float) * rows_ * dim_);
         for (int row = 0; row < rows_; ++row) {
-            scratch_->maxima.data()[row] = kNothing;
+            scratch_->maxima.data()[row] = kInitialMax;
             scratch_->totals.data()[row] = 0;
         }
     }
 
-    // Two panels at a time: with the few rows of a decode, the sums of one alone would wait for each other.
+    // Two panels at a time: with the few rows of a decode, sums of a single panel would stall on latency.
     void compute_scores(int first_block, int count) {
-        const int panels_a_block = slots_ / kPanel, panels = count * panels_a_block;
+        const int panels_per_block = slots_ / kPanel, panels = count * panels_per_block;
         const auto panel_at = [&](int panel) {
-            return keys(first_block + panel / panels_a_block) + panel % panels_a_block * kPanel * kInterleave;
+            return keys(first_block + panel / panels_per_block) + panel % panels_per_block * kPanel * kInterleave;
         };
         int panel = 0;
         for (; panel + 2 <= panels; panel += 2) {
@@ -132,7 +132,7 @@ class Attention {
         if (panel < panels) score_panels<1>(panel_at(panel), 0, panel * kPanel);
     }
 
-    // Like `dot`, but the rows of a panel are as far apart as the block has slots. The panels are `stride` apart.
+    // Like `dot`, but rows of a panel are as far apart as the block has slots, and panels `stride` apart.
     template <int Panels>
     void score_panels(const T* keys, int64_t stride, int first_slot) {
         for_row_blocks<kAttentionRows>(rows_, [&]<int Rows>(int row) NESO_INLINE_LAMBDA {
@@ -155,16 +155,16 @@ class Attention {
         }
     }
 
-    // Scores of slots that a query does not see become minus infinity.
+    // Set scores of invisible slots to minus infinity.
     void mask(int first_block, int count, int key_begin, int key_end) {
         const int begin = first_block * shape_.block_size;
         const int end = begin + count * shape_.block_size;
         const int last_position = task_.first_position + task_.num_tokens - 1;
-        // What all queries see: up to the first of them, or the root of their tree.
+        // Keys up to the first query, or the root of the tree, are visible to all queries.
         const int common = task_.tree_masks ? task_.tree_begin : task_.first_position;
-        const bool all_seen = slots_ == shape_.block_size && begin >= key_begin && end <= key_end &&
+        const bool all_visible = slots_ == shape_.block_size && begin >= key_begin && end <= key_end &&
                               end <= common + 1 && (!task_.window || begin > last_position - task_.window);
-        if (all_seen) return;
+        if (all_visible) return;
         for (int row = 0; row < rows_; ++row) {
             if (task_.tree_masks) {
                 mask_in_tree(row, begin, count, key_begin, key_end);
@@ -187,7 +187,7 @@ class Attention {
         }
     }
 
-    // The same for a token of a tree: it sees what was there before, and of the tree what its bits say.
+    // The same for a token of a tree: it sees the context, and the nodes of the tree in its bit mask.
     void mask_in_tree(int row, int begin, int count, int key_begin, int key_end) {
         const int number = task_.first_position + row / group_ - task_.tree_begin;
         const uint64_t seen = task_.tree_masks[number];
@@ -200,16 +200,16 @@ class Attention {
                 if (visible) {
                     const int node = key - task_.tree_begin;
                     visible = node < 0 || (seen >> node & 1);
-                    const int stands = visible && node >= 0 ? task_.tree_begin + task_.tree_depths[node] : key;
-                    if (task_.window && stands <= position - task_.window && key >= task_.sinks) visible = false;
+                    const int key_pos = visible && node >= 0 ? task_.tree_begin + task_.tree_depths[node] : key;
+                    if (task_.window && key_pos <= position - task_.window && key >= task_.sinks) visible = false;
                 }
                 if (!visible) scores[slot] = -__builtin_inff();
             }
         }
     }
 
-    // Scores of a row -> weights, and what was summed before scaled to the new maximum.
-    void weigh(int row, int count) {
+    // Convert the scores of a row to weights, and rescale earlier sums to the new maximum.
+    void update_softmax(int row, int count) {
         const float* scores = scratch_->scores.data() + int64_t(row) * width_;
         F32 peak = splat(scratch_->maxima.data()[row]);
         for (int i = 0; i < count; i += kLanes) peak = max(load<F32>(scores + i), peak);
@@ -328,7 +328,7 @@ class Attention {
     }
 
     static constexpr int kInterleave = 4 / sizeof(T);
-    // What fills the registers; see `kBlockRows`.
+    // Register blocking; see `kBlockRows`.
     static constexpr int kAttentionRows = kLanes == 16 ? 6 : 2, kValuePanels = kLanes == 16 ? 4 : 1;
 
     const AttentionShape& shape_;
@@ -348,7 +348,7 @@ inline void attend(const AttentionShape& shape, const char* cache, const Attenti
 
 inline void merge_parts(const float* partial, int64_t part_stride, const float* maxima, const float* sums,
                         int64_t statistic_stride, int parts, int dim, float* out) {
-    float maximum = kNothing, total = 0;
+    float maximum = kInitialMax, total = 0;
     for (int part = 0; part < parts; ++part) {
         maximum = maxima[part * statistic_stride] > maximum ? maxima[part * statistic_stride] : maximum;
     }

@@ -1,7 +1,7 @@
-// The two products of attention in tile registers, for bfloat16 caches. See Attention for what they are.
+// The two products of attention in tile registers, for bfloat16 caches; see Attention.
 //
-// Tiles 0 to 3 are sums, 4 is 16 queries of 32 dimensions, 6 the same of 16 keys; 5 is 16 rows of weights of 16 slots,
-// 7 the values of these slots.
+// Tiles 0 to 3 are sums; 4 is 16 queries of 32 dimensions, 6 is 16 keys of 32 dimensions; 5 is 16 rows of weights of 16
+// slots, 7 the values of these slots.
 #pragma once
 
 #include "kernels/amx_tiles.h"
@@ -10,7 +10,7 @@ namespace neso::NESO_ISA {
 
 #if defined(__AMX_BF16__)
 
-// Fewer queries leave most of a tile empty.
+// With fewer queries, tiles would be mostly empty.
 constexpr int kAttentionTileRows = 8;
 
 class AttentionTiles {

@@ -1,4 +1,4 @@
-// Scratch memory that grows and is never zeroed again.
+// Scratch memory that grows and is zeroed only on allocation.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace neso {
 
-// Cache lines, and the rows of a tile register.
+// The size of cache lines and of rows of a tile register.
 constexpr int64_t kAlignment = 64;
 
 template <typename T>
@@ -29,7 +29,7 @@ class Buffer {
     }
     ~Buffer() { std::free(data_); }
 
-    // Make room for `count` values; the content is lost when it grows. New memory is zero.
+    // Make room for `count` values; growing discards the content. New memory is zeroed.
     void reserve(int64_t count) {
         if (count <= count_) return;
         std::free(data_);
@@ -38,7 +38,7 @@ class Buffer {
         data_ = static_cast<T*>(std::aligned_alloc(alignment, bytes));
         if (data_ == nullptr) throw std::bad_alloc();
 #if defined(__linux__)
-        // Weights and caches are streamed: with 4 KB pages the look-ups cost more than a tenth of the bandwidth.
+        // Weights and caches are streamed: with 4 KB pages, TLB misses cost more than a tenth of the bandwidth.
         if (alignment == kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
 #endif
         std::memset(static_cast<void*>(data_), 0, bytes);
@@ -56,8 +56,8 @@ class Buffer {
     int64_t count_ = 0;
 };
 
-// Bytes from row to row of a table: an odd number of cache lines. At a power of two, all rows would compete for the
-// same few places of the caches.
+// Row stride of a table in bytes: an odd number of cache lines. With a power of two, all rows would map to the same
+// few cache sets.
 constexpr int64_t spread_stride(int64_t row_bytes) { return (row_bytes + 127) / 128 * 128 + 64; }
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }

@@ -1,14 +1,14 @@
-// The inner loop of every product: a few rows of inputs times a few packed panels, summed in registers.
+// The inner loop of every product: a few rows of inputs times a few packed panels, accumulated in registers.
 //
-// How a panel is stored is a policy: Input and Weight types, the inputs taken at once (kStep), and what one step adds
-// to the sums. Matrix products and both products of attention are made of it.
+// The format of a panel is a policy class: Input and Weight types, inputs per step (kStep), and one step of
+// accumulation. Matrix products and both products of attention use it.
 #pragma once
 
 #include "kernels/vector.h"
 
 namespace neso::NESO_ISA {
 
-// float panels [k][16], or half-precision ones.
+// float or half-precision panels [k][16].
 template <typename T>
 struct FloatPanel {
     using Input = float;
@@ -30,7 +30,7 @@ struct FloatPanel {
     }
 };
 
-// bfloat16 panels [k / 2][16][2] with float inputs, where there is no instruction for bfloat16.
+// bfloat16 panels [k / 2][16][2] with float inputs, for CPUs without bfloat16 instructions.
 struct Bf16PanelAsFloat {
     using Input = float;
     using Weight = bf16;
@@ -84,7 +84,7 @@ struct Bf16Panel {
 
 // sums[r][p] += a[r] . panel p, over `depth` inputs (a multiple of kStep).
 //
-// With Ahead, half as many bytes as those of the panels are fetched from `ahead` on meanwhile.
+// With Ahead, half as many bytes as the panels have are prefetched from `ahead`.
 template <typename Panel, int Rows, int Panels, bool Ahead = false>
 NESO_INLINE void dot(const typename Panel::Input* a, int64_t a_stride, const typename Panel::Weight* b,
                      int64_t b_stride, int depth, F32 (&sums)[Rows][Panels][kVectors], const char* ahead = nullptr) {
@@ -101,7 +101,7 @@ NESO_INLINE void dot(const typename Panel::Input* a, int64_t a_stride, const typ
     }
 }
 
-// How many rows and panels fill the registers.
+// Rows and panels that fill the registers.
 #if defined(__AVX512F__)
 constexpr int kBlockRows = 6, kBlockPanels = 4;
 #elif defined(__AVX2__)

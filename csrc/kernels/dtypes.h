@@ -1,4 +1,4 @@
-// Storage types that C++ has no arithmetic for. Kernels convert them to float.
+// Storage types without C++ arithmetic. Kernels convert them to float.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ inline float to_float(bf16 value) {
     return result;
 }
 
-// IEEE half precision by the bits: normal, subnormal, infinite.
+// IEEE half precision from its bits: normal, subnormal, infinite.
 inline float to_float(f16 value) {
     const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
     const uint32_t exponent = (value.bits >> 10) & 0x1f, mantissa = value.bits & 0x3ff;

@@ -1,4 +1,4 @@
-// Matrix products: picks the kernel for what the weights and the inputs are.
+// Matrix products: selects the kernel by the kinds of weights and inputs.
 #pragma once
 
 #include "kernels/gemm_amx_few_rows.h"
@@ -14,7 +14,7 @@ constexpr int kCachedInputBytes = 1 << 20;
 constexpr int kCachedInputBytes = 512 << 10;
 #endif
 
-// As many rows as the second-level cache keeps beside the panels: each panel is read from memory once for them.
+// Rows that fit the L2 cache together with the panels, so that each panel is read from memory once.
 inline int block_rows(const Matrix& matrix) {
     const int element = matrix.kind == WeightKind::f32 || matrix.kind == WeightKind::f16 ? 4 : 2;
     const int rows = kCachedInputBytes / (matrix.depth * element) / 32 * 32;
@@ -38,7 +38,7 @@ inline void gemm_bf16(const Input& input, const Matrix& matrix, const GemmRange&
 #endif
 }
 
-// Unpack a few panels, multiply them while they are in the cache.
+// Unpack a few panels, and multiply them while they are cached.
 inline void gemm_unpacked(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                           bool accumulate) {
     constexpr bool kBf16 = kBf16Input == InputKind::bf16;
@@ -59,7 +59,7 @@ inline void gemm_unpacked(const Input& input, const Matrix& matrix, const GemmRa
                 unpack_panel(matrix, panel + p, reinterpret_cast<float*>(to));
             }
         }
-        // The panels of `dense` begin at output 16 * panel of the matrix.
+        // The panels of `dense` start at output 16 * panel of the matrix.
         dense.outputs = matrix.outputs - panel * kPanel;
         dense.bias = matrix.bias ? matrix.bias + panel * kPanel : nullptr;
         const GemmRange part{range.first_row, range.last_row, 0, count};
@@ -78,7 +78,7 @@ inline void gemm(const Input& input, const Matrix& matrix, const GemmRange& rang
         gemm_quantized(input, matrix, range, out, stride, accumulate);
         return;
     }
-    // A thread goes through its panels in their order.
+    // A thread processes its panels in order.
     const char* after = range.last_panel < matrix.panels ? matrix.panel(range.last_panel) : nullptr;
     switch (matrix.kind) {
         case WeightKind::f32: gemm_dense<FloatPanel<float>>(input, matrix, range, out, stride, accumulate, after); return;
@@ -88,7 +88,7 @@ inline void gemm(const Input& input, const Matrix& matrix, const GemmRange& rang
     }
 }
 
-// One row of a packed matrix: an embedding that is also the output matrix is stored once.
+// One row of a packed matrix, for embeddings that are tied to lm_head.
 inline void matrix_row(const Matrix& matrix, int row, float* out) {
     const int panel = row / kPanel, lane = row % kPanel;
     const char* data = matrix.panel(panel);

@@ -1,7 +1,7 @@
 // bfloat16 products of up to 64 rows in tile registers.
 //
 // Tiles 0 to 3 are the sums of 64 rows and one panel, 4 is the panel, 5 to 7 are the rows in turn. The weights are read
-// once, in one stream, and the products hide behind it.
+// once, in one stream, and the time of the products overlaps with it.
 #pragma once
 
 #include "kernels/amx_tiles.h"
@@ -11,12 +11,11 @@ namespace neso::NESO_ISA {
 #if defined(__AMX_BF16__)
 
 constexpr int kFewRows = 4 * kTileRows;
-// How far ahead of the products the panels are brought into the second-level cache: the CPU's own prefetcher does not
-// keep up with tile loads. Measured.
+// Prefetch distance of panels into the L2 cache: the hardware prefetcher does not keep up with tile loads. Measured.
 constexpr int kPrefetchBytes = 8192;
 
-// The sums of RowTiles x 16 rows and a panel -> memory [tile][16][16]. The tiles of a row lie behind each other, those of
-// the next 16 rows `tile_stride` values on.
+// Store the sums of RowTiles x 16 rows and a panel to memory [tile][16][16]. The tiles of a row are contiguous, those of
+// the next 16 rows `tile_stride` values further.
 template <int RowTiles>
 NESO_INLINE void few_row_products(const bf16* rows, int64_t tile_stride, const bf16* panel, int depth, float* sums) {
     _tile_zero(0);
@@ -50,7 +49,7 @@ NESO_INLINE void few_row_products(const bf16* rows, int64_t tile_stride, const b
     if constexpr (RowTiles > 3) _tile_stored(3, sums + 3 * kTileSums, kTileBytes);
 }
 
-// Rows that the input lacks to a whole tile may hold anything: their sums are not stored.
+// Rows of the last tile beyond the input may contain anything: their sums are not stored.
 inline void gemm_amx_few_rows(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
                               int64_t stride, bool accumulate) {
     const Tiles tiles;
@@ -65,7 +64,7 @@ inline void gemm_amx_few_rows(const Input& input, const Matrix& matrix, const Ge
             case 3: few_row_products<3>(rows, tile_stride, weights, input.depth, sums); break;
             default: few_row_products<4>(rows, tile_stride, weights, input.depth, sums);
         }
-        // The tiles of sums lie behind each other, so that their rows do.
+        // Tiles of sums are contiguous, so their rows are too.
         store_tile(matrix, panel, sums, range.rows(), out + range.first_row * stride, stride, accumulate);
     }
 }

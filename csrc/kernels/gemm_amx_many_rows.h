@@ -1,7 +1,7 @@
 // bfloat16 products of many rows in tile registers.
 //
-// Tiles 0 to 3 are the sums of 32 rows and two panels, 4 and 5 the rows, 6 and 7 the panels. The panels are taken in
-// blocks of depth that stay in the first-level cache while all rows go over them; the sums wait in memory meanwhile.
+// Tiles 0 to 3 are the sums of 32 rows and two panels, 4 and 5 the rows, 6 and 7 the panels. Panels are split in blocks
+// of depth that stay in the L1 cache for all rows; sums are kept in memory in between.
 #pragma once
 
 #include "kernels/amx_tiles.h"
@@ -13,8 +13,8 @@ namespace neso::NESO_ISA {
 // Depth of a block: two panels of it and 32 rows take 32 KB.
 constexpr int kBlockDepth = 256;
 
-// Brings the panels that come next into the second-level cache, a few lines at each step of the products with those
-// that are there: tile loads are too far apart for the CPU to see the stream by itself.
+// Prefetches the next panels into the L2 cache, a few lines per step of the products: tile loads are too far apart for
+// the hardware prefetcher to detect the stream.
 class Prefetch {
    public:
     Prefetch(const void* begin, const void* end, int lines_a_step)
@@ -32,7 +32,7 @@ class Prefetch {
     const int lines_;
 };
 
-// sums += rows . panels over `depth`. `a2`, `b2`: the second 16 rows, the second panel, where there are.
+// sums += rows . panels over `depth`. `a2`, `b2`: the second 16 rows and the second panel, if present.
 template <bool TwoRows, bool TwoPanels>
 NESO_INLINE void tile_products(const bf16* a, const bf16* a2, const bf16* b, const bf16* b2, int depth,
                                Prefetch& prefetch) {
@@ -79,7 +79,7 @@ NESO_INLINE void end_sums(float* sums) {
     if constexpr (TwoRows && TwoPanels) _tile_stored(3, sums + 3 * kTileSums, kTileBytes);
 }
 
-// Sums of up to 32 rows from `row` on -> out.
+// Store the sums of up to 32 rows from `row` on to out.
 template <bool TwoPanels>
 NESO_INLINE void store_tiles(const Matrix& matrix, int panel, int row, int rows, const float* sums, float* out,
                              int64_t stride, bool accumulate) {
@@ -102,7 +102,7 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
     const bf16* b2 = b + matrix.panel_bytes() / 2;
     const int row_blocks = (range.rows() + kPair - 1) / kPair;
     waiting.reserve(int64_t(row_blocks) * kSums);
-    // Two panels have 32 lines for each step of depth.
+    // Two panels have 32 cache lines per step of depth.
     const char* next = matrix.panel(panel + 2 < range.last_panel ? panel + 2 : panel);
     Prefetch prefetch(next, panel + 2 < range.last_panel ? next + 2 * matrix.panel_bytes() : next,
                       (32 + row_blocks - 1) / row_blocks);
@@ -130,8 +130,8 @@ inline void gemm_tiles(const Input& input, const Matrix& matrix, const GemmRange
     }
 }
 
-// Ranges of rows begin at a multiple of 32. Rows that the input lacks to a whole tile may hold anything: their sums
-// are not stored.
+// Ranges of rows start at a multiple of 32. Rows of the last tile beyond the input may contain anything: their sums are
+// not stored.
 inline void gemm_amx_many_rows(const Input& input, const Matrix& matrix, const GemmRange& range, float* out,
                                int64_t stride, bool accumulate) {
     const Tiles tiles;

@@ -1,4 +1,4 @@
-// Inputs times dense panels, in registers.
+// Inputs times dense panels, accumulated in registers.
 #pragma once
 
 #include "kernels/dot.h"
@@ -6,14 +6,14 @@
 
 namespace neso::NESO_ISA {
 
-// With more rows, waiting for the memory takes a small share of the time.
-constexpr int kMostRowsAhead = 48;
+// With more rows, memory latency is a small part of the time.
+constexpr int kMaxPrefetchRows = 48;
 
-// Panels [first, first + Panels) lie at `weights`, `weight_stride` elements apart. All rows go over them while they
-// are in the nearest caches: with few rows the time is that of reading the weights once.
+// Panels [first, first + Panels) are at `weights`, `weight_stride` elements apart. All rows use them while they are
+// cached: with few rows, the time is that of reading the weights once.
 //
-// The first rows wait for the memory. Those after them don't, so they bring what comes `next`, half of it each: reading
-// and computing would take turns otherwise.
+// The first rows wait for memory. The following rows prefetch `next`, half of it each; otherwise reading and computing
+// would alternate.
 template <typename Panel, int Panels>
 NESO_INLINE void gemm_panels(const Input& input, const Matrix& matrix, const GemmRange& range, int first,
                              const typename Panel::Weight* weights, int64_t weight_stride, const char* next, float* out,
@@ -37,7 +37,7 @@ NESO_INLINE void gemm_panels(const Input& input, const Matrix& matrix, const Gem
     });
 }
 
-// `after`: what is likely read from memory after these panels; no more than a guess.
+// `after`: address that is likely read after these panels; only a prefetch hint.
 template <typename Panel>
 void gemm_dense(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                 bool accumulate, const char* after = nullptr) {
@@ -46,7 +46,7 @@ void gemm_dense(const Input& input, const Matrix& matrix, const GemmRange& range
     int panel = range.first_panel;
     for (; panel + kBlockPanels <= range.last_panel; panel += kBlockPanels) {
         const char* next = panel + kBlockPanels < range.last_panel ? matrix.panel(panel + kBlockPanels) : after;
-        if (range.rows() > kMostRowsAhead) next = nullptr;
+        if (range.rows() > kMaxPrefetchRows) next = nullptr;
         gemm_panels<Panel, kBlockPanels>(input, matrix, range, panel,
                                          reinterpret_cast<const Weight*>(matrix.panel(panel)), weight_stride, next, out,
                                          stride, accumulate);

@@ -1,12 +1,12 @@
-// Integer inputs times quantized panels: for batches so small that reading the weights takes the time.
+// Integer inputs times quantized panels, for batches so small that reading the weights dominates.
 //
-// Activations are integers with a scale for each group of inputs. With VNNI they are one or two planes of 8 bits: two
-// planes make 16 bits, finer than bfloat16, and cost a second instruction that hides behind the memory. Elsewhere they
+// Activations are integers with a scale per group of inputs. With VNNI they are one or two planes of 8 bits: two planes
+// make 16 bits, more precise than bfloat16, at the cost of a second instruction hidden by memory latency. Otherwise they
 // are 16-bit values. Sums of a group are exact in 32 bits: 128 * 255 * 32767 < 2^31.
 //
 //   sum_k (s c_k + o) x a_k  =  x (s sum_k c_k a_k + o sum_k a_k)        per group, x the scale of the activations
 //
-// Symmetric codes have o = -s m, m the middle code: the sums begin at -m sum_k a_k, and nothing is left to add.
+// Symmetric codes have o = -s m with the middle code m: the sums start at -m sum_k a_k, and no offset is added.
 #pragma once
 
 #include "kernels/gemm_store.h"
@@ -47,8 +47,8 @@ NESO_INLINE void add_products(I32& sums, U32 codes, const IntegerCode* a) {
 #endif
 }
 
-// Sums of a group of inputs [begin, end), for a few rows and panels. Planes: 1, or 2 where the activations have a high
-// plane `depth` codes after the low one.
+// Sums of a group of inputs [begin, end), for a few rows and panels. Planes: 1, or 2 if the activations have a high
+// plane, `depth` codes after the low one.
 template <WeightKind Kind, int Rows, int Panels, int Planes>
 NESO_INLINE void add_group(const IntegerCode* a, int64_t a_stride, int depth, const char* weights,
                            int64_t panel_bytes, int begin, int end, I32 (&sums)[Rows][Panels][Planes][kVectors]) {
@@ -74,7 +74,7 @@ NESO_INLINE void add_group(const IntegerCode* a, int64_t a_stride, int depth, co
     }
 }
 
-// Kind, Symmetric: those of the matrix, constants for the compiler.
+// Kind, Symmetric: of the matrix, as compile-time constants.
 template <WeightKind Kind, bool Symmetric, int Rows, int Panels, int Planes>
 NESO_INLINE void quantized_panels(const Input& input, const Matrix& matrix, int panel, int row, float* out,
                                   int64_t stride, bool accumulate) {

@@ -1,4 +1,4 @@
-// How sums become outputs: the bias, the residual stream, and outputs that do not fill the last panel.
+// Storing sums to outputs: bias, residual stream, and a partial last panel.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -6,7 +6,7 @@
 
 namespace neso::NESO_ISA {
 
-// One panel of sums of one row -> out[16 * panel ...].
+// Store one panel of sums of one row to out[16 * panel ...].
 NESO_INLINE void store_panel(const Matrix& matrix, int panel, const F32 (&sums)[kVectors], float* row, bool accumulate) {
     const int first = panel * kPanel;
     float* out = row + first;

@@ -1,4 +1,4 @@
-// Activations made ready for a matrix: padded, rounded to bfloat16 or to integers, permuted for act-order weights.
+// Packs activations for a matrix: padded, rounded to bfloat16 or integers, permuted for act-order weights.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ constexpr InputKind kBf16Input = InputKind::bf16;
 constexpr InputKind kBf16Input = InputKind::f32;
 #endif
 
-// Rows from which quantized panels are unpacked rather than multiplied as integers. Measured.
+// From this number of rows on, quantized panels are unpacked instead of multiplied as integers. Measured.
 #if defined(__AMX_BF16__)
 constexpr int kUnpackRows = 13, kUnpackRowsDynamic = 25;
 #elif defined(__AVX512BF16__)
@@ -27,12 +27,12 @@ inline InputKind input_kind(const Matrix& matrix, int rows) {
     if (matrix.quantized() && rows < (matrix.dynamic ? kUnpackRowsDynamic : kUnpackRows)) return InputKind::integer;
     if (matrix.kind == WeightKind::f32 || matrix.kind == WeightKind::f16) return InputKind::f32;
 #if defined(__AMX_BF16__)
-    if (rows >= kTileRowsWorthwhile) return InputKind::bf16_tiles;
+    if (rows >= kMinTileRows) return InputKind::bf16_tiles;
 #endif
     return kBf16Input;
 }
 
-// The input that gemm wants for this matrix and number of rows; its memory is to be attached.
+// Layout of gemm's input for this matrix and number of rows; the caller attaches memory.
 inline Input describe_input(const Matrix& matrix, int rows) {
     Input input;
     input.kind = input_kind(matrix, rows);
@@ -44,13 +44,13 @@ inline Input describe_input(const Matrix& matrix, int rows) {
 #endif
         input.stride = int64_t(input.depth) * input.planes;
         input.value_bytes = rows * input.stride * int64_t(sizeof(IntegerCode));
-        // As large as the groups of the weights let it be, and the sums of a group stay within 32 bits.
+        // The largest size that divides the weights' groups and keeps sums of a group within 32 bits.
         input.group_size = matrix.group_size % 128 == 0 ? 128 : matrix.group_size % 64 == 0 ? 64 : 32;
         input.num_groups = rows * (round_up(input.depth, input.group_size) / input.group_size);
         return input;
     }
     if (input.kind == InputKind::bf16_tiles) {
-        input.value_bytes = round_up(rows, 2 * kTileRows) * input.depth * 2;  // tiles are taken in pairs
+        input.value_bytes = round_up(rows, 2 * kTileRows) * input.depth * 2;  // tiles are processed in pairs
         return input;
     }
     const int element = input.kind == InputKind::f32 ? 4 : 2;
@@ -59,7 +59,7 @@ inline Input describe_input(const Matrix& matrix, int rows) {
     return input;
 }
 
-// One group of values, a multiple of 32 -> codes, their scale and their sum.
+// Quantize one group of values, a multiple of 32, to codes with a scale and their sum.
 NESO_INLINE void quantize_group(const float* values, int count, int limit, IntegerCode* codes, int64_t plane_stride,
                                 float& scale, int32_t& total) {
     F32 peak{};
@@ -68,7 +68,7 @@ NESO_INLINE void quantize_group(const float* values, int count, int limit, Integ
         peak = max(peak, max(v, -v));
     }
     const float absmax = largest(peak);
-    // NaN and infinity reach the result by the scale.
+    // NaN and infinity propagate through the scale.
     float check = 0;
     for (int i = 0; i < count; ++i) check += values[i] * 0.0f;
     scale = absmax / float(limit) + check;
@@ -105,7 +105,7 @@ inline void pack_integers(const Input& input, int row, int first, int count, con
     }
 }
 
-// values float[count] become the inputs from `first` on: a multiple of 128; count of 32, and of 128 but for the last.
+// Pack values float[count] as inputs from `first`, a multiple of 128. count is a multiple of 128, or of 32 at the end.
 inline void pack_part(const Input& input, int row, int first, int count, const float* values) {
     if (input.kind == InputKind::f32) {
         std::memcpy(input.row<float>(row) + first, values, sizeof(float) * count);

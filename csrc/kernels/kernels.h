@@ -1,4 +1,4 @@
-// The table of kernels: one for each instruction set, all with the same meaning.
+// The table of kernels: one implementation per instruction set, with the same semantics.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@ namespace neso {
 enum class Activation : uint8_t { silu, gelu, gelu_tanh, quick_gelu, relu };
 enum class CacheKind : uint8_t { f32, bf16 };
 
-// How attention is shaped, and how a cache block lies. For each block and key-value head:
+// Shape of attention, and layout of a cache block. For each block and key-value head:
 //
 //   keys     [padded_dim / I][slots][I]            I = 1 for f32, 2 for bf16
 //   values   [padded_dim / 16][slots / I][16][I]
 //
-// so that queries times keys, and weights times values, are products with packed panels like any other.
+// so that queries times keys and weights times values are ordinary products with packed panels.
 struct AttentionShape {
     CacheKind kind;
     int heads, kv_heads, head_dim;
     int block_size;
     float scale;
-    float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
+    float softcap;  // scores become softcap * tanh(score / softcap); 0: no cap
 
     int group() const { return heads / kv_heads; }
     int padded_dim() const { return int(round_up(head_dim, kDepthAlign)); }
@@ -32,7 +32,7 @@ struct AttentionShape {
     int64_t block_bytes() const { return head_bytes() * kv_heads; }
 };
 
-// Queries of one sequence and key-value head that attend together, to the keys [key_begin, key_end).
+// Queries of one sequence and key-value head that attend to the keys [key_begin, key_end).
 struct AttentionTask {
     const int32_t* block_table;
     int kv_head;
@@ -40,27 +40,27 @@ struct AttentionTask {
     int num_tokens;            // queries are num_tokens x group
     int key_begin, key_end;
     int window;                // tokens that each query sees, itself included; 0: all
-    int sinks;                 // first tokens that it sees beside them
-    bool adds_sinks;           // the sinks lie before key_begin, and are this task's
-    const float* queries;      // of the first token and the first head of the group; heads follow each other
+    int sinks;                 // first tokens that it sees in addition
+    bool adds_sinks;           // this task also attends to the sinks, which are before key_begin
+    const float* queries;      // of the first token and the first head of the group; heads are contiguous
     int64_t query_stride;      // floats from token to token
     float* out;                // the same for the result
     int64_t out_stride;
-    // Where the keys of a query are split among tasks: the unnormalized result goes to out, and these, by
-    // token and head: the maximum of the scores, and the sum of their exponentials. Else null.
+    // If the keys of a query are split among tasks, out receives the unnormalized result, and these arrays by token
+    // and head the maximum of the scores and the sum of their exponentials. Otherwise null.
     float* maxima;
     float* sums;
-    // Of a sequence whose new tokens are a tree, by number in it: depth below the first, and which are seen, as bits.
-    // Number i lies at the key tree_begin + i. Else null.
+    // If the new tokens of the sequence are a tree: for each node, its depth below the first and the bit mask of visible
+    // nodes. Node i is at key tree_begin + i. Otherwise null.
     const int32_t* tree_depths;
     const uint64_t* tree_masks;
     int tree_begin;
 };
 
-// Inputs that the matrices A of low-rank changes are padded to, with zeros.
+// Inputs of the matrices A of adapters are zero-padded to a multiple of this.
 constexpr int kLowRankBlock = 32;
 
-// The first side of a low-rank change: h[i][k] = scales[k] * (x[rows[i]] . a[k]). Ranks are even, padded with zeros.
+// Product with the matrix A of an adapter: h[i][k] = scales[k] * (x[rows[i]] . a[k]). Ranks are even, padded with zeros.
 //
 //   f32    a[rank][inputs], padded
 //   bf16   a[rank][block][16][2]: inputs j and 16 + j of each block of 32
@@ -77,7 +77,7 @@ struct ShrinkTask {
     int64_t h_stride;
 };
 
-// The second side: out[rows[i]][o] += h[i] . b[o] for the outputs [first_output, last_output).
+// Product with the matrix B: out[rows[i]][o] += h[i] . b[o] for the outputs [first_output, last_output).
 //
 //   f32    b[panel][rank][16]
 //   bf16   b[panel][rank / 2][16][2]
@@ -97,29 +97,29 @@ struct ExpandTask {
 struct Kernels {
     Isa isa;
 
-    // The input that gemm wants for this matrix and number of rows; memory is to be attached (InputStorage).
+    // Layout of gemm's input for this matrix and number of rows; the caller attaches memory (InputStorage).
     Input (*describe_input)(const Matrix& matrix, int rows);
     // values float[matrix.inputs] -> row of input.
     void (*pack_input)(const Input& input, int row, const Matrix& matrix, const float* values);
-    // values float[count] -> inputs [first, first + count) of a row; first is a multiple of 128, count too but
-    // for the last. Not for matrices with input_order.
+    // values float[count] -> inputs [first, first + count) of a row; first is a multiple of 128, and so is count,
+    // except at the end. Not for matrices with input_order.
     void (*pack_part)(const Input& input, int row, int first, int count, const float* values);
-    // Rows that should be multiplied together, so that they stay in the second-level cache; a multiple of 32.
+    // Rows that should be multiplied together to stay in the L2 cache; a multiple of 32.
     int (*block_rows)(const Matrix& matrix);
-    // out[row * stride + n] (+)= input[row] . matrix[n] + bias[n], for a part of the product.
+    // out[row * stride + n] (+)= input[row] . matrix[n] + bias[n], for a range of the product.
     void (*gemm)(const Input& input, const Matrix& matrix, const GemmRange& range, float* out, int64_t stride,
                  bool accumulate);
     // Row of the matrix as floats.
     void (*matrix_row)(const Matrix& matrix, int row, float* out);
 
-    // The sides of low-rank changes.
+    // Products with the matrices A and B of adapters.
     void (*shrink)(const ShrinkTask& task);
     void (*expand)(const ExpandTask& task);
 
-    // The first of the largest; -1 when there is a NaN.
+    // Index of the first maximum; -1 if there is a NaN.
     int (*argmax)(const float* logits, int count);
     // See softmax.h.
-    int (*weigh_logits)(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
+    int (*softmax_weights)(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
                         int32_t* ids, double* total);
 
     void (*rms_norm)(const float* x, const float* weight, float eps, int count, float* out);
@@ -142,7 +142,7 @@ struct Kernels {
                         int64_t statistic_stride, int parts, int dim, float* out);
 };
 
-// Throws std::invalid_argument when the instruction set was not compiled in.
+// Throws std::invalid_argument if the instruction set was not compiled in.
 const Kernels& kernels_for(Isa isa);
 
 }  // namespace neso

@@ -1,4 +1,4 @@
-// Writing keys and values of one token and head into their cache block, in the layout of packed panels.
+// Writes keys and values of one token and head to their cache block, in the layout of packed panels.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -15,8 +15,8 @@ void write_cache_as(const AttentionShape& shape, char* block, int slot, int kv_h
     constexpr int kInterleave = 4 / sizeof(T);
     T* keys = reinterpret_cast<T*>(block + kv_head * shape.head_bytes());
     T* values = keys + int64_t(shape.padded_dim()) * shape.slots();
-    // Attention reads whole panels and gives the slots not yet written the weight 0, which would not silence a NaN
-    // that another sequence left there.
+    // Attention reads whole panels and gives unwritten slots the weight 0, which would not hide a NaN left by another
+    // sequence.
     if (slot == 0) std::memset(static_cast<void*>(values), 0, sizeof(T) * shape.padded_dim() * shape.slots());
     const int slots = shape.slots();
     for (int d = 0; d < shape.head_dim; ++d) {

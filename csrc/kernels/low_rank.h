@@ -1,7 +1,7 @@
-// The two sides of low-rank changes of products (LoRA, arXiv 2106.09685). Layouts: see ShrinkTask and ExpandTask.
+// The two products of LoRA adapters (arXiv 2106.09685). Layouts: see ShrinkTask and ExpandTask.
 //
-// For a few rows both sides wait for the memory that A and B come from, so everything else is kept simple: inputs stay
-// floats, and bfloat16 weights become floats in registers.
+// With few rows, reading A and B from memory dominates, so the arithmetic is kept simple: inputs stay floats, and
+// bfloat16 weights are converted to floats in registers.
 #pragma once
 
 #include "kernels/dot.h"
@@ -73,7 +73,7 @@ NESO_INLINE void shrink_tile(const ShrinkTask& task, int row, int rank) {
     }
 }
 
-// Ranks come in pairs.
+// Ranks are processed in pairs.
 template <typename Weight>
 void shrink_as(const ShrinkTask& task) {
     int row = 0;
@@ -97,7 +97,7 @@ inline void shrink(const ShrinkTask& task) {
     }
 }
 
-// Adds one panel to the outputs of a row that are asked for.
+// Adds one panel to the requested outputs of a row.
 NESO_INLINE void add_panel(const ExpandTask& task, int panel, const F32 (&sums)[kVectors], float* out) {
     const int begin = panel * kPanel;
     if (begin >= task.first_output && begin + kPanel <= task.last_output) {

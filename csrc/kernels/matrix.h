@@ -1,4 +1,4 @@
-// Weights in the layout that the kernels stream, and the inputs that they are multiplied with.
+// Layouts of packed weights and of their inputs.
 #pragma once
 
 #include <cstdint>
@@ -10,24 +10,24 @@ namespace neso {
 
 enum class WeightKind : uint8_t { f32, f16, bf16, int8, int4 };
 
-// Outputs that lie next to each other: 512 bits of float, one tile register of bfloat16 or int8.
+// Outputs per panel: 512 bits of float, one tile register of bfloat16 or int8.
 constexpr int kPanel = 16;
-// Inputs are padded with zeros to a multiple of this: one tile of bfloat16, one group of quantized weights.
+// Inputs are zero-padded to a multiple of this: one tile of bfloat16, one group of quantized weights.
 constexpr int kDepthAlign = 32;
 // A tile register holds 16 rows of 32 bfloat16 values.
 constexpr int kTileRows = 16, kTileDepth = 32;
 // Groups of quantized weights are multiples of this.
 constexpr int kGroup = 32;
 
-// A weight matrix [outputs, inputs], packed. Panel p holds the outputs 16 p to 16 p + 15:
+// A packed weight matrix [outputs, inputs]. Panel p has the outputs 16 p to 16 p + 15:
 //
-//   f32, f16   [panel][k][16]                 one vector of outputs for each input
-//   bf16       [panel][k / 2][16][2]          pairs of inputs: what vdpbf16ps and tdpbf16ps multiply
-//   int8       [panel][k / 4][16][4]          unsigned codes, fours of inputs: what vpdpbusd multiplies
+//   f32, f16   [panel][k][16]                 one vector of outputs per input
+//   bf16       [panel][k / 2][16][2]          pairs of inputs, for vdpbf16ps and tdpbf16ps
+//   int8       [panel][k / 4][16][4]          unsigned codes, groups of 4 inputs, for vpdpbusd
 //   int4       [panel][k / 8][16][4]          low nibbles: inputs 8 j to 8 j + 3, high nibbles: 8 j + 4 to 8 j + 7
 //
-// A quantized weight is (scale * code + offset) * scale_factor, with a scale and an offset for each panel, group and
-// output: [panel][group][16]. No offsets: the codes are symmetric around 128 or 8.
+// A quantized weight is (scale * code + offset) * scale_factor, with a scale and an offset per panel, group and
+// output: [panel][group][16]. Without offsets, codes are symmetric around 128 or 8.
 struct Matrix {
     WeightKind kind = WeightKind::f32;
     int outputs = 0, inputs = 0;
@@ -39,7 +39,7 @@ struct Matrix {
     const f16* scales = nullptr;
     const f16* offsets = nullptr;
     float scale_factor = 1.0f;
-    bool dynamic = false;  // whether activations may be rounded to 8 bits
+    bool dynamic = false;  // whether activations are quantized to 8 bits
     const int32_t* input_order = nullptr;
 
     const float* bias = nullptr;  // [outputs]
@@ -58,12 +58,12 @@ struct Matrix {
 
 enum class InputKind : uint8_t { f32, bf16, bf16_tiles, integer };
 
-// Rows of activations, made ready for one kind of matrix. A view: the memory is an InputStorage's.
+// Rows of activations, packed for one kind of matrix. A view of memory owned by an InputStorage.
 //
 //   f32, bf16   values[rows][stride]
-//   bf16_tiles  values[rows / 16][depth / 32][16][32]: each tile register is loaded from memory without a gap
-//   integer     scale[rows][group] * codes[rows][k], codes in 16 bits (or 8, for a dynamic matrix). With VNNI they lie
-//               in two planes of 8 bits, code = 256 * high + low; of 8 bits there is the low plane only.
+//   bf16_tiles  values[rows / 16][depth / 32][16][32]: each tile register is loaded from contiguous memory
+//   integer     scale[rows][group] * codes[rows][k], codes in 16 bits (or 8, for a dynamic matrix). With VNNI they
+//               are two planes of 8 bits, code = 256 * high + low; 8-bit codes have only the low plane.
 //               sums[rows][group] are the sums of the codes of each group.
 struct Input {
     InputKind kind = InputKind::f32;
@@ -82,7 +82,7 @@ struct Input {
     }
 };
 
-// Part of a product: rows of the input, panels of the matrix; the last ones exclusive.
+// Range of a product: rows of the input and panels of the matrix, ends exclusive.
 struct GemmRange {
     int first_row, last_row, first_panel, last_panel;
 

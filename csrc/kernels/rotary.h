@@ -1,4 +1,4 @@
-// Rotary position embedding (arXiv 2104.09864), halves paired.
+// Rotary position embedding (arXiv 2104.09864), pairs (i, half + i).
 #pragma once
 
 #include "kernels/vector.h"

@@ -1,13 +1,13 @@
-// Over a row of logits: the largest, and the weights of those that may be drawn.
+// Maximum and softmax weights of a row of logits.
 #pragma once
 
 #include "kernels/vector.h"
 
 namespace neso::NESO_ISA {
 
-// The index of the largest logit, the first of equal ones; -1 when there is a NaN.
+// Index of the first maximum; -1 if there is a NaN.
 inline int argmax(const float* logits, int count) {
-    // The row is read once: then only the block of the largest is searched.
+    // The row is read once; then only the block of the maximum is searched.
     constexpr int kBlock = 512;
     float best = -__builtin_inff();
     int best_block = 0;
@@ -39,9 +39,9 @@ inline int argmax(const float* logits, int count) {
     return index;
 }
 
-// weight = exp((logit - maximum) / temperature). Those of at least `floor` go to weights and ids, which have room for
-// `count`, in order of their ids; returns how many. `total` becomes the sum of all weights.
-inline int weigh_logits(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
+// weight = exp((logit - maximum) / temperature). Weights of at least `floor` are written to weights and ids, which have
+// room for `count`, in order of ids; returns their number. `total` becomes the sum of all weights.
+inline int softmax_weights(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
                         int32_t* ids, double* total) {
     const float inverse = 1.0f / temperature;
     int kept = 0, i = 0;

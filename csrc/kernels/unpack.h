@@ -1,4 +1,4 @@
-// Quantized panels back to dense ones: for batches so large that arithmetic, not reading, takes the time.
+// Unpacks quantized panels to dense ones, for batches so large that arithmetic dominates.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -23,7 +23,7 @@ NESO_INLINE GroupScale group_scale(const Matrix& matrix, int panel, int group) {
     return found;
 }
 
-// Codes of 8 inputs of kLanes outputs, one byte each: of inputs k to k + 3, of k + 4 to k + 7; k is a multiple of 8.
+// Codes of 8 inputs of kLanes outputs, one byte each: inputs k to k + 3, and k + 4 to k + 7; k is a multiple of 8.
 struct EightCodes {
     U32 first, second;
 };
@@ -40,7 +40,7 @@ NESO_INLINE EightCodes load_codes(const char* panel, int k, int vector) {
     }
 }
 
-// Bring them into the second-level cache. The CPU's own prefetcher starts anew in each page, and a panel has few pages.
+// Prefetch codes into the L2 cache: the hardware prefetcher restarts at each page, and a panel has few pages.
 template <WeightKind Kind>
 NESO_INLINE void prefetch_codes(const char* panel, int k, int vector) {
     if constexpr (Kind == WeightKind::int8) {
@@ -56,7 +56,7 @@ NESO_INLINE void store_fours(float* to, int k, int vector, const F32 (&w)[4]) {
     for (int i = 0; i < 4; ++i) store(to + int64_t(k + i) * kPanel + vector * kLanes, w[i]);
 }
 
-// Rounded by adding half a unit: the weights are finite, and ties are rare.
+// Rounded by adding half a unit, since weights are finite and ties rare.
 NESO_INLINE void store_fours(bf16* to, int k, int vector, const F32 (&w)[4]) {
     for (int i = 0; i < 4; i += 2) {
         const U32 first = ((U32)w[i] + 0x8000u) >> 16, second = ((U32)w[i + 1] + 0x8000u) & 0xffff0000u;
@@ -64,7 +64,7 @@ NESO_INLINE void store_fours(bf16* to, int k, int vector, const F32 (&w)[4]) {
     }
 }
 
-// A quantized panel -> a dense one of floats [k][16] or bfloat16 [k / 2][16][2].
+// Unpack a quantized panel to a dense one of floats [k][16] or bfloat16 [k / 2][16][2].
 template <WeightKind Kind, typename T>
 void unpack_panel(const Matrix& matrix, int panel, T* to) {
     const char* codes = matrix.panel(panel);

@@ -1,4 +1,4 @@
-// Vectors of floats, as wide as the instruction set has them. GCC and Clang vectors: + - * and comparisons are theirs.
+// Vectors of floats of the instruction set's width, as GCC and Clang vector types with + - * and comparisons.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ typedef float F32 __attribute__((vector_size(kLanes * 4)));
 typedef int32_t I32 __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t U32 __attribute__((vector_size(kLanes * 4)));
 
-// Vectors in a panel.
+// Vectors per panel.
 constexpr int kVectors = kPanel / kLanes;
 
 template <typename V, typename T>
@@ -82,11 +82,11 @@ NESO_INLINE F32 load_f16(const f16* from) {
 NESO_INLINE F32 load_float(const float* from) { return load<F32>(from); }
 NESO_INLINE F32 load_float(const f16* from) { return load_f16(from); }
 
-// Pairs of bfloat16, one pair a lane: the first and the second of each.
+// First and second element of bfloat16 pairs, one pair per lane.
 NESO_INLINE F32 first_of_pair(U32 pairs) { return as_float(pairs << 16); }
 NESO_INLINE F32 second_of_pair(U32 pairs) { return as_float(pairs & 0xffff0000u); }
 
-// Rounded to nearest even, in the upper half of each lane; the lower half is not cleared. NaN stays NaN.
+// Round to nearest even, in the upper half of each lane; the lower half is not cleared. NaN stays NaN.
 NESO_INLINE U32 round_to_bf16(F32 v) {
     const U32 bits = (U32)v;
     const U32 rounded = bits + (0x7fffu + ((bits >> 16) & 1u));

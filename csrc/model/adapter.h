@@ -1,4 +1,4 @@
-// An adapter: low-rank changes of the products of a decoder's layers (LoRA, arXiv 2106.09685).
+// A LoRA adapter of a decoder (arXiv 2106.09685).
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,18 @@
 
 namespace neso {
 
-// The products of a layer. The outputs of one lie side by side: queries, keys and values; gate and up.
+// The products of a layer. Outputs of a fused product are concatenated: queries, keys and values; gate and up.
 enum class Product : uint8_t { qkv, output, gate_up, down };
 constexpr int kProducts = 4;
 
-// A change of the outputs [first_output, first_output + outputs) by the ranks [first_rank, first_rank + rank).
+// The ranks [first_rank, first_rank + rank) change the outputs [first_output, first_output + outputs).
 struct AdapterPart {
     int first_output, outputs;
     int first_rank, rank;
     const void* b;
 };
 
-// The changes of one product, whose first sides are stacked: they read the same inputs. Without ranks there are none.
+// The changes of one product. Their matrices A are stacked, since they read the same inputs. ranks 0: no change.
 struct AdapterProduct {
     int ranks = 0;
     int inputs = 0;

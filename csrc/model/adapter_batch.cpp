@@ -5,10 +5,10 @@
 namespace neso {
 namespace {
 
-// What a thread multiplies at a time: rows that stay in the nearest caches, ranks that are few enough to share them.
-constexpr int kRowsAtOnce = 32, kRanksAtOnce = 8;
+// Rows and ranks of one task: few enough to stay cached, and to balance threads.
+constexpr int kRowsPerTask = 32, kRanksPerTask = 8;
 
-// `slot_of`: of each row, -1 for none.
+// `slot_of`: slot of each row, -1 for none.
 void group_rows(const std::vector<int32_t>& slot_of, const std::vector<const Adapter*>& slots, AdapterRows& grouped) {
     grouped.rows.clear();
     grouped.groups.clear();
@@ -85,18 +85,18 @@ LowRankSum AdapterBatch::shrink(ThreadTeam& team, const Kernels& kernels, int la
     int ranks = 0, row_chunks = 0;
     for (const AdapterRows::Group& group : grouped.groups) {
         ranks = std::max(ranks, group.adapter->product(layer, product).ranks);
-        row_chunks += (group.end - group.begin + kRowsAtOnce - 1) / kRowsAtOnce;
+        row_chunks += (group.end - group.begin + kRowsPerTask - 1) / kRowsPerTask;
     }
     if (!ranks) return {};
-    const int rank_chunks = (ranks + kRanksAtOnce - 1) / kRanksAtOnce;
+    const int rank_chunks = (ranks + kRanksPerTask - 1) / kRanksPerTask;
     team.for_each(row_chunks * rank_chunks, [&](int chunk) {
         int rows = chunk / rank_chunks;
         auto group = grouped.groups.begin();
-        for (int chunks; rows >= (chunks = (group->end - group->begin + kRowsAtOnce - 1) / kRowsAtOnce); ++group) {
+        for (int chunks; rows >= (chunks = (group->end - group->begin + kRowsPerTask - 1) / kRowsPerTask); ++group) {
             rows -= chunks;
         }
         const AdapterProduct& changes = group->adapter->product(layer, product);
-        const int rank = chunk % rank_chunks * kRanksAtOnce, begin = group->begin + rows * kRowsAtOnce;
+        const int rank = chunk % rank_chunks * kRanksPerTask, begin = group->begin + rows * kRowsPerTask;
         if (rank >= changes.ranks) return;
         const bool f32 = group->adapter->kind == WeightKind::f32;
         const int64_t row_bytes = round_up(changes.inputs, kLowRankBlock) * (f32 ? 4 : 2);
@@ -104,10 +104,10 @@ LowRankSum AdapterBatch::shrink(ThreadTeam& team, const Kernels& kernels, int la
         task.kind = group->adapter->kind;
         task.a = static_cast<const char*>(changes.a) + rank * row_bytes;
         task.scales = changes.scales + rank;
-        task.ranks = std::min(kRanksAtOnce, changes.ranks - rank);
+        task.ranks = std::min(kRanksPerTask, changes.ranks - rank);
         task.inputs = changes.inputs;
         task.rows = grouped.rows.data() + begin;
-        task.num_rows = std::min(kRowsAtOnce, group->end - begin);
+        task.num_rows = std::min(kRowsPerTask, group->end - begin);
         task.x = x;
         task.x_stride = stride;
         task.h = h_.data() + begin * h_stride_ + rank;

@@ -1,4 +1,4 @@
-// The adapters of one step, each with its rows.
+// The adapters of one step with their rows.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace neso {
 
-// Rows that share an adapter are neighbours in `rows`; each group is a range of it.
+// `rows` is sorted by adapter; each group is a range of it.
 struct AdapterRows {
     struct Group {
         const Adapter* adapter;
@@ -20,7 +20,7 @@ struct AdapterRows {
     std::vector<Group> groups;
 };
 
-// What the adapters of a batch add to a product, whose first sides are computed. False: nothing.
+// The change of a product by the adapters of a batch, with the products with A already computed. False: no change.
 class LowRankSum {
    public:
     LowRankSum() = default;
@@ -28,13 +28,13 @@ class LowRankSum {
         : kernels_(&kernels), rows_(&rows), layer_(layer), product_(product), h_(h), h_stride_(stride) {}
 
     explicit operator bool() const { return rows_ != nullptr; }
-    // The same for a matrix whose outputs are those of the product from `first_output` on.
+    // The same for a matrix with the outputs of the product from `first_output` on.
     LowRankSum from(int first_output) const {
         LowRankSum shifted = *this;
         shifted.first_output_ = first_output;
         return shifted;
     }
-    // Add to the rows [first_row, last_row) of out, where output o of the matrix lies at out[row * stride + o].
+    // Add to the rows [first_row, last_row) of out; output o of the matrix is out[row * stride + o].
     void add(int first_row, int last_row, int first_output, int last_output, float* out, int64_t stride) const;
 
    private:
@@ -49,14 +49,14 @@ class LowRankSum {
 
 class AdapterBatch {
    public:
-    // Sort the rows of a step by adapter; `slots` are those that the step names.
+    // Sort the rows of a step by adapter.
     void plan(const Step& step, const std::vector<const Adapter*>& slots);
     bool empty() const { return all_.groups.empty(); }
-    // Whether any of them changes this product.
+    // Whether any adapter changes this product.
     bool change(int layer, Product product) const;
 
-    // Inside ThreadTeam::run, by all threads: multiply rows of floats with the first sides of a product's changes.
-    // `wanted`: the rows are those of Step::wanted_rows, not all tokens.
+    // Inside ThreadTeam::run, by all threads: multiply rows of floats with the matrices A of a product.
+    // `wanted`: the rows are Step::wanted_rows instead of all tokens.
     LowRankSum shrink(ThreadTeam& team, const Kernels& kernels, int layer, Product product, const float* x, int64_t stride,
                       bool wanted);
 

@@ -1,4 +1,4 @@
-// Which attention tasks a step has: planned once, run in every layer with the same window.
+// The attention tasks of a step: planned once, executed in every layer with the same window.
 #pragma once
 
 #include <vector>
@@ -14,20 +14,20 @@ struct PlannedTask {
     int first_token, num_tokens;   // in the flat batch
     int first_position;
     int key_begin, key_end;
-    bool adds_sinks;               // the sinks lie before key_begin, and are this task's
-    int part;                      // which of the parts that its keys are split in; -1: they are not
-    int group;                     // of parts, index into AttentionPlan::merges
+    bool adds_sinks;               // the task also attends to the sinks, which are before key_begin
+    int part;                      // index of the part if the keys are split; -1: not split
+    int group;                     // index into AttentionPlan::merges, if split
 };
 
-// Results of parts that belong together.
+// Parts whose results are merged.
 struct PlannedMerge {
     int token, kv_head, first_part, parts;
 };
 
 class AttentionPlan {
    public:
-    // `sinks`: first tokens that stay in sight of a window. `wanted`, where given, tells the tokens whose result is
-    // needed; the others may be left out.
+    // `sinks`: first tokens that stay visible in a window. `wanted`, if given, marks the tokens whose result is needed;
+    // others may be skipped.
     AttentionPlan(const AttentionShape& shape, const Step& step, int window, int sinks, int num_threads,
                   const char* wanted);
 

@@ -81,7 +81,7 @@ void Decoder::choose(float* logits, const Draw* draws, int rows, int32_t* tokens
     const auto choose_row = [&](int row, RowSampler& sampler) {
         tokens[row] = sampler.choose(kernels_, logits + int64_t(row) * shape_.vocab_size, shape_.vocab_size, draws[row]);
     };
-    if (rows == 1) {  // not worth waking the others
+    if (rows == 1) {  // too little work for several threads
         choose_row(0, samplers_[0]);
         return;
     }
@@ -98,7 +98,7 @@ void Decoder::reserve(const Step& step) {
     if (!adapters_.empty()) adapted_x_.reserve(std::max(tokens, wanted) * x_stride_);
     wanted_x_.reserve(wanted * x_stride_);
     wanted_attended_.reserve(wanted * attended_stride_);
-    // The last layer has fewer rows, which may want another kind of input.
+    // The last layer has fewer rows, which may need another input layout.
     for (const int rows : {step.num_tokens, step.num_wanted}) {
         for (const LayerWeights& layer : weights_.layers) {
             for (const Matrix* matrix : {&layer.qkv, &layer.output}) {
@@ -134,13 +134,13 @@ void Decoder::reserve_mlp(const Mlp& mlp, int rows) {
     input_.reserve(kernels_.describe_input(mlp.up, rows));
     activated_.reserve(kernels_.describe_input(mlp.down, rows));
     if (!adapters_.empty()) adapted_activated_.reserve(rows * float_stride(mlp.up.outputs));
-    if (packs_on_the_way(mlp)) return;
+    if (can_fuse_pack(mlp)) return;
     gates_.reserve(rows * float_stride(mlp.up.outputs));
     ups_.reserve(rows * float_stride(mlp.up.outputs));
 }
 
-// Whether one input serves both products, and the result can be packed in parts.
-bool Decoder::packs_on_the_way(const Mlp& mlp) {
+// Whether gate and up share one packed input, and their activated product can be packed for `down` part by part.
+bool Decoder::can_fuse_pack(const Mlp& mlp) {
     const bool alike = mlp.gate.kind == mlp.up.kind && mlp.gate.dynamic == mlp.up.dynamic &&
                        mlp.gate.input_order == mlp.up.input_order;
     return (alike || !mlp.is_gated()) && !mlp.down.input_order;
@@ -173,14 +173,14 @@ void Decoder::embed(const Step& step) {
     });
 }
 
-// The learned vector of the token's position, where the model has such.
+// Add the learned position embedding, if the model has one.
 void Decoder::add_position(int token, float* x) const {
     if (!weights_.positions) return;
     const float* row = weights_.positions + int64_t(positions_[token] + shape_.position_offset) * shape_.hidden_size;
     for (int i = 0; i < shape_.hidden_size; ++i) x[i] += row[i];
 }
 
-// Where the normed row lies: in `out`, or where it was if there is no norm.
+// Pointer to the normed row: `out`, or x if there is no norm.
 const float* Decoder::norm_row(const Norm& norm, const float* x, float* out) const {
     if (!norm.weight) return x;
     if (shape_.norm == NormKind::rms) {
@@ -191,7 +191,7 @@ const float* Decoder::norm_row(const Norm& norm, const float* x, float* out) con
     return out;
 }
 
-// The rows of x, normed, as the input of `matrix`.
+// Pack the normed rows of x as the input of `matrix`.
 Input Decoder::normed(const float* x, const Norm& norm, const Matrix& matrix, int rows) {
     const Input input = input_.attach(kernels_.describe_input(matrix, rows));
     pack_rows(team_, kernels_, input, matrix, [&](int row, float* out) -> const float* {
@@ -214,12 +214,12 @@ void Decoder::run_layer(const Step& step, int index) {
     int rows = step.num_tokens;
     float *x = x_.data(), *attended = attended_.data();
     if (is_last(index)) {
-        keep_wanted(step);
+        gather_wanted_rows(step);
         rows = step.num_wanted;
         x = wanted_x_.data();
         attended = wanted_attended_.data();
     }
-    if (shape_.parallel) {  // while x is what attention has read
+    if (shape_.parallel) {  // x is still the input of attention
         add_mlp(index, x, rows);
         add_attention(index, attended, x, rows);
     } else {
@@ -228,7 +228,7 @@ void Decoder::run_layer(const Step& step, int index) {
     }
 }
 
-// What adapters add to a product behind attention, where the last layer has the wanted rows only.
+// Adapter changes of a product after attention, where the last layer has only the requested rows.
 LowRankSum Decoder::adapted(int index, Product product, const float* x, int64_t stride) {
     return adapters_.shrink(team_, kernels_, index, product, x, stride, is_last(index));
 }
@@ -258,7 +258,7 @@ void Decoder::add_mlp(int index, float* x, int rows) {
     if (!directly) add_branch(layer.mlp_post_norm, x, rows);
 }
 
-// x += the branch's result, normed and scaled.
+// x += the branch's normed and scaled result.
 void Decoder::add_branch(const Norm& post_norm, float* x, int rows) {
     team_.for_each(rows, [&](int row) {
         float* result = branch_.data() + row * x_stride_;
@@ -275,7 +275,7 @@ void Decoder::run_mlp(int index, const Mlp& mlp, const Norm& norm, const float* 
     const int64_t stride = float_stride(width);
     const LowRankSum low_rank = adapted(index, Product::gate_up, adapted_x_.data(), x_stride_);
     float* copy = adapters_.change(index, Product::down) ? adapted_activated_.data() : nullptr;
-    if (packs_on_the_way(mlp)) {
+    if (can_fuse_pack(mlp)) {
         multiply_activated(team_, kernels_, input, mlp, shape_.activation, activated, {low_rank, copy, stride});
     } else {
         if (mlp.is_gated()) multiply(team_, kernels_, input, mlp.gate, gates_.data(), stride, false, low_rank);
@@ -322,7 +322,7 @@ void Decoder::compute_logits(const Step& step) {
     });
 }
 
-// Beyond the rows of logits, those whose hidden states are wanted as they are.
+// The rows after those of logits are requested hidden states.
 void Decoder::compute_hidden(const Step& step) {
     if (step.num_wanted == step.num_logits) return;
     team_.for_each(step.num_wanted - step.num_logits, [&](int row) {
@@ -340,7 +340,7 @@ void Decoder::row_states(const int32_t* rows, int count, float* out) const {
     }
 }
 
-void Decoder::keep_wanted(const Step& step) {
+void Decoder::gather_wanted_rows(const Step& step) {
     team_.for_each(step.num_wanted, [&](int row) {
         const int64_t token = step.wanted_rows[row];
         std::copy_n(x_.data() + token * x_stride_, shape_.hidden_size, wanted_x_.data() + row * x_stride_);

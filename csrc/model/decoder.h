@@ -1,4 +1,4 @@
-// Executes a decoder on the CPU: one call a step, all threads walk the layers together.
+// Executes a decoder on the CPU: one call per step, in which all threads iterate over the layers together.
 #pragma once
 
 #include <memory>
@@ -21,29 +21,29 @@ class Decoder {
    public:
     Decoder(const DecoderShape& shape, DecoderWeights weights, CacheKind cache_kind, Isa isa, int num_threads);
 
-    // The same weights elsewhere in memory; between two steps.
+    // Use another copy of the same weights; between two steps.
     void set_weights(DecoderWeights weights) { weights_ = std::move(weights); }
-    // First tokens of a sequence that stay in sight of layers with a window.
+    // First tokens of a sequence that stay visible in layers with a window.
     void set_sink_tokens(int count) { sink_tokens_ = count; }
     int sink_blocks() const { return int(round_up(sink_tokens_, cache_->shape().block_size)) / cache_->shape().block_size; }
-    // The adapter of a slot, for the caller to keep; null: none. Between two steps.
+    // Set the adapter of a slot, null for none; between two steps. The caller keeps it alive.
     void set_adapter(int slot, const Adapter* adapter);
     const Adapter* adapter(int slot) const {
         return slot >= 0 && slot < int(adapter_slots_.size()) ? adapter_slots_[slot] : nullptr;
     }
     int num_layers() const { return int(weights_.layers.size()); }
     const LayerWeights& layer(int index) const { return weights_.layers[index]; }
-    // Inputs and outputs of what an adapter may change; 0 where the layer has no such product.
+    // Inputs and outputs of a product that adapters can change; 0 if the layer has no such product.
     std::pair<int, int> product_shape(int index, Product product) const;
     void allocate_cache(int num_blocks, int block_size);
     int64_t cache_bytes_per_block(int block_size) const;
-    // Not reentrant; allocate_cache comes first. Ids and tables must be in range: they are the scheduler's.
+    // Not reentrant; requires allocate_cache. Ids and block tables must be valid, see check_step.
     void step(const Step& step);
 
-    // Draw a token from each row of logits [rows][vocab_size], which masks change.
+    // Sample a token from each row of logits [rows][vocab_size]; masks modify the logits.
     void choose(float* logits, const Draw* draws, int rows, int32_t* tokens);
 
-    // The final hidden states, normed, of logits rows of the last step: out float[count][hidden_size].
+    // Copy the final normed hidden states of logits rows of the last step to out float[count][hidden_size].
     void row_states(const int32_t* rows, int count, float* out) const;
 
     Isa isa() const { return kernels_.isa; }
@@ -57,8 +57,8 @@ class Decoder {
     bool has_position(int position) const {
         return !weights_.positions || position + shape_.position_offset < weights_.num_positions;
     }
-    // The range of a block table that a step reads or writes beside the sinks; blocks out of every layer's window may
-    // be gone.
+    // The range of a block table that a step reads or writes, apart from the sinks; blocks outside the window of every
+    // layer may have been freed.
     std::pair<int, int> blocks_read(const Step& step, int sequence) const;
 
    private:
@@ -67,18 +67,18 @@ class Decoder {
     void plan_attention(const Step& step);
     const AttentionPlan& plan_for(int layer) const;
     void reserve_mlp(const Mlp& mlp, int rows);
-    static bool packs_on_the_way(const Mlp& mlp);
-    // Whether the result of a branch is added to the residual stream as it is.
+    static bool can_fuse_pack(const Mlp& mlp);
+    // Whether the result of a branch is added to the residual stream unchanged.
     bool adds_directly(const Norm& post_norm) const { return !post_norm.weight && shape_.residual_scale == 1; }
     bool is_last(int layer) const { return layer + 1 == int(weights_.layers.size()); }
 
-    // What follows runs on all threads at once.
+    // The following functions run on all threads at once.
     void embed(const Step& step);
     void add_position(int token, float* x) const;
     void run_layer(const Step& step, int index);
     void write_cache(const Step& step, int index);
     void attend(int index, const Step& step);
-    void keep_wanted(const Step& step);
+    void gather_wanted_rows(const Step& step);
     const float* norm_row(const Norm& norm, const float* x, float* out) const;
     Input normed(const float* x, const Norm& norm, const Matrix& matrix, int rows);
     void add_attention(int index, const float* attended, float* x, int rows);
@@ -99,25 +99,25 @@ class Decoder {
     std::unique_ptr<KVCache> cache_;
     std::vector<const Adapter*> adapter_slots_;
     AdapterBatch adapters_;
-    std::vector<RowSampler> samplers_;  // one a thread
+    std::vector<RowSampler> samplers_;  // one per thread
     ExpertsRunner experts_;
 
-    // The plans of this step, one a window, and those of the last layer.
+    // The plans of this step, one per window, and those of the last layer.
     std::vector<AttentionPlan> plans_, last_plans_;
     std::vector<char> wanted_;
     int num_logits_rows_ = 0;
 
     InputStorage input_, activated_;
-    // Rows are [tokens][stride]; the last layer, from its attention on, has the wanted tokens only.
+    // Rows are [tokens][stride]; from its attention on, the last layer has only the requested tokens.
     const int64_t x_stride_, qkv_stride_, attended_stride_;
     Buffer<float> x_, wanted_x_;                // the residual stream
     Buffer<float> qkv_;                         // queries, keys, values
     Buffer<float> attended_, wanted_attended_;  // results of attention
-    Buffer<float> gates_, ups_;                 // where they cannot be activated on the way
-    Buffer<float> branch_;                      // the result of a branch, where it is not added as it is
-    Buffer<float> normed_, shared_;             // of sparse layers: their input, and what the shared expert gives
-    std::vector<int> positions_;                // of each token, where they are learned
-    Buffer<float> adapted_x_, adapted_activated_;  // inputs of adapters: what is packed otherwise
+    Buffer<float> gates_, ups_;                 // if activation cannot be fused into their product
+    Buffer<float> branch_;                      // the result of a branch that is not added unchanged
+    Buffer<float> normed_, shared_;             // of sparse layers: their input, and the shared expert's output
+    std::vector<int> positions_;                // of each token, if learned
+    Buffer<float> adapted_x_, adapted_activated_;  // unpacked inputs of adapters
     Buffer<float> partial_, part_maxima_, part_sums_;
 };
 

@@ -1,11 +1,11 @@
-// The part of a layer that reads and writes the cache.
+// Attention: the part of a layer that reads and writes the KV cache.
 #include <algorithm>
 
 #include "model/decoder.h"
 
 namespace neso {
 
-// In the last layer only the tokens matter whose logits are wanted.
+// In the last layer, only tokens with requested outputs are needed.
 void Decoder::plan_attention(const Step& step) {
     wanted_.assign(step.num_tokens, 0);
     for (int i = 0; i < step.num_wanted; ++i) wanted_[step.wanted_rows[i]] = 1;
@@ -33,7 +33,7 @@ const AttentionPlan& Decoder::plan_for(int layer) const {
     return *std::find_if(plans.begin(), plans.end(), [&](const auto& plan) { return plan.window() == window; });
 }
 
-// Norm and rotation of queries and keys, in place; keys and values to the cache.
+// Norm and rotate queries and keys in place; write keys and values to the cache.
 void Decoder::write_cache(const Step& step, int index) {
     const LayerWeights& layer = weights_.layers[index];
     const int dim = shape_.head_dim, block_size = cache_->shape().block_size;

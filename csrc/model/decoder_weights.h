@@ -1,4 +1,4 @@
-// A decoder as the interpreter walks it: numbers, packed matrices, and small vectors of floats.
+// Shape and weights of a decoder: numbers, packed matrices, and small vectors of floats.
 #pragma once
 
 #include <cstdint>
@@ -20,32 +20,32 @@ struct DecoderShape {
     bool norms_width;        // norms of queries and keys are over all heads together
     float attention_scale, attention_softcap;  // softcap 0: none
     float embedding_scale, residual_scale, logit_scale, logit_softcap;
-    int top_k;               // experts that each token goes to
-    bool normalized;         // whether the weights of these are divided by their sum
+    int top_k;               // experts per token
+    bool normalized;         // whether their weights are divided by their sum
     int position_offset;     // of the first row of learned positions
 
     int query_size() const { return heads * head_dim; }
     int kv_size() const { return kv_heads * head_dim; }
 };
 
-// Pointers are into memory that the owner of the weights keeps.
+// Pointers are non-owning.
 
-// weight is null where there is no such norm, bias where it has none.
+// weight is null if there is no such norm, bias if the norm has none.
 struct Norm {
     const float* weight = nullptr;
     const float* bias = nullptr;
 };
 
 struct Mlp {
-    Matrix gate;  // without data in a plain MLP: down . activation(up . x)
+    Matrix gate;  // without data in a plain MLP, down . activation(up . x)
     Matrix up, down;
 
     bool is_gated() const { return gate.data != nullptr; }
-    // What reads the input.
+    // The matrix that reads the input.
     const Matrix& first() const { return is_gated() ? gate : up; }
 };
 
-// A mixture of experts. The router has a row for each, and one more where the shared one has a gate.
+// A mixture of experts. The router has one row per expert, and one for the shared expert's gate, if there is one.
 struct Experts {
     Matrix router;
     std::vector<Mlp> experts;
@@ -62,9 +62,9 @@ struct LayerWeights {
     const float* key_norm;
     Matrix output;
     Mlp mlp;
-    Experts experts;                // instead of the MLP, if there are any
+    Experts experts;                // used instead of the MLP if not empty
     int window;                     // tokens that each token sees; 0: all
-    int rotary;                     // which of the step's tables it rotates by; -1: it does not
+    int rotary;                     // index of the step's rotary table; -1: no rotation
 
     bool is_sparse() const { return !experts.experts.empty(); }
 };
@@ -73,10 +73,10 @@ struct DecoderWeights {
     std::vector<LayerWeights> layers;
     Norm final_norm;
     Matrix lm_head;
-    // Rows of the embedding, dense; null where lm_head serves as the embedding.
+    // Dense rows of the embedding; null if tied to lm_head.
     const void* embedding;
     WeightKind embedding_kind;
-    const float* positions;         // rows [num_positions][hidden_size]; null: none are learned
+    const float* positions;         // [num_positions][hidden_size]; null: not learned
     int num_positions;
 };
 

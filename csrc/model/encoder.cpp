@@ -8,8 +8,8 @@
 namespace neso {
 namespace {
 
-constexpr int kBlock = 64;        // tokens in a block of keys
-constexpr int kTileQueries = 32;  // that attend together
+constexpr int kBlock = 64;        // tokens per block of keys
+constexpr int kTileQueries = 32;  // queries per task
 
 int64_t float_stride(int64_t count) { return spread_stride(count * 4) / 4; }
 
@@ -44,7 +44,7 @@ void Encoder::plan(const int32_t* starts, int num_sequences) {
             }
         }
     }
-    // The long ones first: who comes last should not keep the others waiting.
+    // Longest first, for load balancing.
     std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) { return a.length > b.length; });
     if (block_table_.size() < blocks_.size()) {
         block_table_.resize(blocks_.size());
@@ -71,7 +71,7 @@ float* Encoder::norm_in_place(int row, const Norm& norm) {
     return x;
 }
 
-// With the norm behind, each is taken on the way into the next product.
+// In post-norm layers, each norm is fused into the packing of the next product's input.
 void Encoder::run_layer(int index, int tokens) {
     const EncoderLayer& layer = layers_[index];
     const auto normed = [&](int row, const Norm& norm, float* out) {
@@ -128,7 +128,7 @@ void Encoder::attend() {
         AttentionTask task{};
         task.block_table = block_table_.data() + planned.first_block;
         task.kv_head = planned.head;
-        task.first_position = planned.length;  // behind all keys: every query sees every one
+        task.first_position = planned.length;  // after all keys, so every query sees all of them
         task.num_tokens = planned.num_tokens;
         task.key_begin = 0;
         task.key_end = planned.length;

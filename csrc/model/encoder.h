@@ -20,7 +20,7 @@ struct EncoderShape {
     int attention_size() const { return heads * head_dim; }
 };
 
-// Pointers are into memory that the owner of the weights keeps.
+// Pointers are non-owning.
 struct EncoderLayer {
     Norm attention_norm;
     Matrix qkv;  // queries, keys, values
@@ -34,16 +34,16 @@ class Encoder {
     Encoder(const EncoderShape& shape, std::vector<EncoderLayer> layers, CacheKind kind, Isa isa, int num_threads);
 
     int hidden_size() const { return shape_.hidden_size; }
-    // x[starts[num_sequences]][hidden_size] becomes what the last layer makes of it; the tokens of sequence s are
-    // starts[s] to starts[s + 1]. Not reentrant.
+    // Replaces x[starts[num_sequences]][hidden_size] by the last layer's output; sequence s has the tokens starts[s] to
+    // starts[s + 1]. Not reentrant.
     void run(float* x, const int32_t* starts, int num_sequences);
 
    private:
-    // Keys and values of up to kBlock tokens of a sequence, in the layout that attention reads.
+    // Keys and values of up to kBlock tokens of a sequence, in the layout of attention.
     struct Block {
         int first_token, num_tokens;
     };
-    // Queries that attend together, with one head.
+    // Queries of one head that attend in one task.
     struct Task {
         int first_token, num_tokens, head, first_block, length;
     };
@@ -51,7 +51,7 @@ class Encoder {
     void plan(const int32_t* starts, int num_sequences);
     void reserve(int tokens);
 
-    // What follows runs on all threads at once.
+    // The following functions run on all threads at once.
     void run_layer(int index, int tokens);
     void finish(float* x, int tokens);
     void write_keys();

@@ -1,4 +1,4 @@
-// A mixture of experts on a step's rows: each expert multiplies the rows that come to it, and no others.
+// Mixture of experts: each expert processes only the rows that are routed to it.
 #pragma once
 
 #include <atomic>
@@ -15,30 +15,30 @@ class ExpertsRunner {
     ExpertsRunner(ThreadTeam& team, const Kernels& kernels, const DecoderShape& shape)
         : team_(team), kernels_(kernels), shape_(shape) {}
 
-    // Before a step: memory for so many rows.
+    // Before a step: allocate memory for this many rows.
     void reserve(const Experts& experts, int rows);
 
-    // By all threads: out[rows] (+)= the weighted sum of what a row's experts give for x, and `shared_out` times its
-    // gate where there is a shared expert. x, out and shared_out have `stride` floats from row to row; `router_input`
-    // has the rows of x, packed for the router.
+    // By all threads: out[rows] (+)= the weighted sum of the experts' outputs for x, plus `shared_out` times its gate if
+    // there is a shared expert. x, out and shared_out have a row stride of `stride` floats; `router_input` holds the
+    // rows of x packed for the router.
     void run(const Experts& experts, const Input& router_input, const float* x, int rows, int64_t stride,
              const float* shared_out, float* out, bool accumulate);
 
    private:
-    // The rows that come to one expert: slots [first, first + count).
+    // The rows of one expert: slots [first, first + count).
     struct Group {
         int expert, first, count;
         Input input, activated;
-        int64_t input_at[3], activated_at[3];  // where their values, scales and sums lie
+        int64_t input_at[3], activated_at[3];  // offsets of their values, scales and sums
     };
 
     void choose(const Experts& experts, int row);
     void group_rows(const Experts& experts, int rows);
-    void place(const Input& input, int64_t (&at)[3]);
-    Input attached(Input input, const int64_t (&at)[3]);
+    void allocate(const Input& input, int64_t (&at)[3]);
+    Input with_memory(Input input, const int64_t (&at)[3]);
     void add_results(const Experts& experts, int row, int64_t stride, const float* shared_out, float* out,
                      bool accumulate);
-    // The ends of each group's chunks, and how many there are of all: asked for between the loops.
+    // The end of each group's chunks, and the total number; read between loops.
     struct GroupEnds {
         std::vector<int> ends;
         std::atomic<int> count{0};
@@ -50,7 +50,7 @@ class ExpertsRunner {
     ThreadTeam& team_;
     const Kernels& kernels_;
     const DecoderShape& shape_;
-    Buffer<float> scores_, shares_, results_;
+    Buffer<float> scores_, expert_weights_, results_;
     std::vector<int> chosen_, slots_, row_of_slot_;  // by row and place; by slot
     std::vector<int> firsts_;
     std::vector<Group> groups_;

@@ -1,4 +1,4 @@
-// The paged key-value cache: for each layer, blocks; in each block, heads. See AttentionShape for the inside.
+// The paged KV cache [layer][block][head]. See AttentionShape for the layout within a head.
 #pragma once
 
 #include <cstring>
@@ -21,7 +21,7 @@ class KVCache {
     char* layer(int index) { return pages_.data() + index * layer_bytes_; }
     char* block(int layer_index, int block_index) { return layer(layer_index) + block_index * shape_.block_bytes(); }
 
-    // Copy blocks in one layer. All sources are read before any write: one block may be a source and a target.
+    // Copy blocks in one layer. All sources are read before any write, so a block may be source and target.
     void copy_blocks(int layer_index, const Step& step) {
         std::vector<char> sources(step.num_copies * shape_.block_bytes());
         for (int i = 0; i < step.num_copies; ++i) {
@@ -34,8 +34,8 @@ class KVCache {
         }
     }
 
-    // Copy single tokens within their sequences, in one layer. The copies of a sequence are ordered so that none
-    // reads what one before has written.
+    // Copy single tokens within their sequences, in one layer. The copies of a sequence are ordered so that none reads a
+    // slot written by an earlier one.
     void copy_slots(int layer_index, const Step& step) {
         for (int i = 0; i < step.num_slot_copies; ++i) {
             const int32_t* copy = step.slot_copies + 3 * i;
@@ -52,7 +52,7 @@ class KVCache {
     }
 
    private:
-    // T has the size of a cached number; see `write_cache` for the layout.
+    // T has the size of a cached value; see `write_cache` for the layout.
     template <typename T>
     void copy_slot(const char* from_block, int from, char* to_block, int to) const {
         constexpr int kInterleave = 4 / sizeof(T);

@@ -9,7 +9,7 @@
 namespace neso {
 namespace {
 
-// Call work(first, last) for ranges of rows that end where panels end, so that no two threads share a panel.
+// Call work(first, last) for ranges of rows that end at panel boundaries, so that threads do not share panels.
 template <typename Work>
 void for_panel_ranges(int first_output, int rows, int threads, const Work& work) {
     const int first_panel = first_output / kPanel;
@@ -36,7 +36,7 @@ T load_unaligned(const void* from, int64_t index) {
     return value;
 }
 
-// Values that are equal in 16 bits are moved, not converted.
+// Values of the same 16-bit type are copied without conversion.
 inline bf16 convert(bf16 value, bf16) { return value; }
 inline f16 convert(f16 value, f16) { return value; }
 template <typename S>
@@ -48,7 +48,7 @@ bf16 convert(S value, bf16) {
     return to_bf16(to_float(value));
 }
 
-// Inputs are visited in blocks, so that the 16 rows of a panel are read and written a cache line at a time.
+// Inputs are processed in blocks, so that the 16 rows of a panel are read and written by cache lines.
 constexpr int kBlock = 64;
 
 template <typename S, typename D>

@@ -1,4 +1,4 @@
-// Matrix products shared among the threads of a team.
+// Matrix products distributed among the threads of a team.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace neso {
 
-// How a product is cut into chunks: blocks of rows that stay in the cache, times a few panels.
+// Splits a product into chunks of a block of cached rows times a few panels.
 class ProductChunks {
    public:
     ProductChunks(const Kernels& kernels, const Matrix& matrix, int rows, int threads)
@@ -26,18 +26,18 @@ class ProductChunks {
     }
 
    private:
-    // A multiple of what the kernels take at once, which is a group of inputs of the next product; enough chunks that no
-    // thread waits long for the last.
-    static constexpr int kPanelsAtOnce = 8, kMostPanels = 64, kChunksPerThread = 8;
+    // A multiple of the panels per kernel step, which is a group of inputs of the next product; enough chunks to balance
+    // threads.
+    static constexpr int kPanelsPerStep = 8, kMaxPanels = 64, kChunksPerThread = 8;
 
     int chunks_of(int panel_step) const { return (panels_ + panel_step - 1) / panel_step; }
 
-    // The largest step with which the thread that has most has least: eleven chunks for two threads are as long as twelve.
+    // The largest step that minimizes the maximum work per thread: 11 chunks on 2 threads take as long as 12.
     int best_panel_step(int threads) const {
         const auto longest = [&](int step) { return (row_chunks_ * chunks_of(step) + threads - 1) / threads * step; };
-        int best = std::clamp(int(round_up(panels_ / (threads * kChunksPerThread), kPanelsAtOnce)), kPanelsAtOnce,
-                              kMostPanels);
-        for (int step = best - kPanelsAtOnce; step > 0; step -= kPanelsAtOnce) {
+        int best = std::clamp(int(round_up(panels_ / (threads * kChunksPerThread), kPanelsPerStep)), kPanelsPerStep,
+                              kMaxPanels);
+        for (int step = best - kPanelsPerStep; step > 0; step -= kPanelsPerStep) {
             if (longest(step) < longest(best)) best = step;
         }
         return best;
@@ -46,8 +46,8 @@ class ProductChunks {
     const int rows_, panels_, row_step_, row_chunks_, panel_step_, panel_chunks_;
 };
 
-// A product of all threads of a team, where row_of(row, scratch) gives each row of the input, float[inputs], in the
-// scratch or elsewhere.
+// A product by all threads of a team. row_of(row, scratch) returns each row of the input float[inputs], in `scratch` or
+// elsewhere.
 template <typename RowOf>
 void pack_rows(ThreadTeam& team, const Kernels& kernels, const Input& input, const Matrix& matrix,
                const RowOf& row_of) {
@@ -72,17 +72,15 @@ inline void multiply(ThreadTeam& team, const Kernels& kernels, const Input& inpu
     });
 }
 
-// What adapters add to the sums of an MLP, the outputs of up behind those of gate, and where they want a copy of what is
-// activated, as floats; null: nowhere.
+// Adapter changes of gate and up (concatenated), and where to store activated floats for the adapters of down, or null.
 struct AdaptedMlp {
     LowRankSum low_rank;
     float* copy = nullptr;
     int64_t copy_stride = 0;
 };
 
-// A chunk of activation(input . gate) * (input . up), or of activation(input . up) in a plain MLP -> the input of `down`.
-// The sums, four times as large as what becomes of them, stay in the cache until they are activated and packed: they
-// never reach the memory.
+// Computes a chunk of activation(input . gate) * (input . up), or of activation(input . up) in a plain MLP, and packs it
+// as input of `down`. The sums, four times as large as the packed result, stay in the cache.
 inline void activate_chunk(const Kernels& kernels, const Input& input, const Mlp& mlp, Activation activation,
                            const GemmRange& range, const Input& result, const AdaptedMlp& adapted = {}) {
     thread_local Buffer<float> scratch;
@@ -91,7 +89,7 @@ inline void activate_chunk(const Kernels& kernels, const Input& input, const Mlp
     const int padded = int(round_up(width, kDepthAlign));
     const int64_t stride = spread_stride(int64_t(padded) * 4) / 4;
     scratch.reserve(2 * range.rows() * stride + padded);
-    // The kernels write to output 16 * panel of row `row`.
+    // Kernels write to output 16 * panel of row `row`.
     float* gates = scratch.data() - range.first_row * stride - first;
     float* ups = gates + range.rows() * stride;
     if (mlp.is_gated()) kernels.gemm(input, mlp.gate, range, gates, stride, false);

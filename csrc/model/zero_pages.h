@@ -1,4 +1,4 @@
-// Memory that reads as zero and takes no room until it is written.
+// Zeroed memory that is allocated by the system only when written.
 #pragma once
 
 #include <cstdint>

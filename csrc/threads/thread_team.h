@@ -1,13 +1,13 @@
-// A team of threads that walk the same code together (single program, multiple data).
+// A team of threads that execute the same code (single program, multiple data).
 //
-// A step of the engine is one call of `run`: every thread goes through all layers, takes its share of each loop
-// (`for_each`), and goes on when the loop is done. So a step costs one wake-up, not one for each operation.
+// An engine step is one call of `run`: every thread iterates over all layers, executes its part of each loop
+// (`for_each`), and continues when the loop is finished. A step costs one wake-up instead of one per operation.
 //
-// A thread's share are neighbours, which it takes one by one: what it reads from memory is one stream, that can be
-// fetched ahead. Who is through with its own helps the others, and a loop is done when its chunks are, whoever did them:
-// a thread that the operating system took off its core, or has not woken yet, holds up only the chunk that it has. The
-// others do the loops without it, and it walks through these when it comes back. So what is between the loops may run
-// late: it must read only what no loop writes, or atomics.
+// Each thread is assigned contiguous chunks and takes them one by one, so its memory reads are one stream that can be
+// prefetched. A thread that has finished its own chunks takes chunks of others, and a loop is finished when all its
+// chunks are. So a thread that is preempted or not yet awake delays only the chunk that it is executing: the others
+// finish the loops without it, and it skips through them when it continues. Code between loops may therefore run late:
+// it must read only atomics and data that no loop writes.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace neso {
 
 class ThreadTeam {
    public:
-    // `num_threads` with the caller of `run`.
+    // `num_threads` includes the caller of `run`.
     explicit ThreadTeam(int num_threads);
     ~ThreadTeam();
     ThreadTeam(const ThreadTeam&) = delete;
@@ -29,11 +29,11 @@ class ThreadTeam {
 
     int size() const { return num_threads_; }
 
-    // Call work(thread), as thread 0, beside the others that come in time; returns when its loops are done and nobody is
-    // in it. Not reentrant. `work` must not throw, and all that it does must be in loops.
+    // Call work(thread) on all available threads, on the caller as thread 0; returns when its loops are finished and no
+    // thread is inside. Not reentrant. `work` must not throw, and all its effects must be inside loops.
     void run(const std::function<void(int)>& work);
 
-    // Inside `run`, by all threads: do chunks 0 to count - 1 together; returns when they are done.
+    // Inside `run`, called by all threads: execute chunks 0 to count - 1 together; returns when all are finished.
     template <typename Work>
     void for_each(int count, const Work& work) {
         if (num_threads_ == 1) {
@@ -41,13 +41,13 @@ class ThreadTeam {
             return;
         }
         const uint32_t loop = current_loop_++;
-        const int chunks = std::max(count, 1);  // who does the last one opens the next loop
+        const int chunks = std::max(count, 1);  // the thread that finishes the last one opens the next loop
         int done = 0;
         for (int turn = 0; turn < num_threads_; ++turn) {
             const int owner = (current_thread_ + turn) % num_threads_;
             const int begin = int(int64_t(chunks) * owner / num_threads_);
             const int end = int(int64_t(chunks) * (owner + 1) / num_threads_);
-            for (int taken; (taken = shares_[owner].take(loop, end - begin)) >= 0; ++done) {
+            for (int taken; (taken = queues_[owner].take(loop, end - begin)) >= 0; ++done) {
                 if (begin + taken < count) work(begin + taken);
             }
         }
@@ -55,13 +55,13 @@ class ThreadTeam {
     }
 
    private:
-    // A thread's share of the open loop: that loop's number, and how many chunks of it are taken. Apart from each other, as
-    // these are written all the time.
-    class alignas(64) Share {
+    // A thread's part of the open loop: the loop's number, and how many of its chunks are taken. On separate cache lines,
+    // since they are written often.
+    class alignas(64) ChunkQueue {
        public:
         void open(uint32_t loop) { state_.store(uint64_t(loop) << 32, std::memory_order_release); }
 
-        // The next of `size` chunks; -1 if all are taken, or the loop is done.
+        // The next of `size` chunks; -1 if all are taken or the loop is finished.
         int take(uint32_t loop, int size) {
             uint64_t state = state_.load(std::memory_order_acquire);
             while (state >> 32 == loop && int(uint32_t(state)) < size) {
@@ -78,18 +78,18 @@ class ThreadTeam {
 
     void open(uint32_t loop);
     void finish(uint32_t loop, int done, int chunks);
-    void serve(int thread);
+    void worker_loop(int thread);
 
     static thread_local int current_thread_;
     static thread_local uint32_t current_loop_;
 
     const int num_threads_;
     const std::function<void(int)>* work_ = nullptr;
-    std::vector<Share> shares_;
-    alignas(64) std::atomic<int> done_{0};         // chunks of the open loop
-    alignas(64) std::atomic<uint32_t> loop_{0};    // the open loop; from 0 on in each call of run
+    std::vector<ChunkQueue> queues_;
+    alignas(64) std::atomic<int> done_{0};         // finished chunks of the open loop
+    alignas(64) std::atomic<uint32_t> loop_{0};    // number of the open loop, from 0 in each call of run
     alignas(64) std::atomic<uint32_t> call_{0};    // counts calls of run
-    alignas(64) std::atomic<uint32_t> inside_{0};  // workers in `work` or at its door, which kOpen says is open
+    alignas(64) std::atomic<uint32_t> inside_{0};  // workers inside `work`; the bit kOpen: entering is allowed
     std::atomic<bool> closing_{false};
     std::vector<std::thread> workers_;
 };

@@ -18,12 +18,10 @@ MAX_STEPS = 5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("-o", "--output-tokens", type=int, default=200, help="most tokens of one step")
+    parser.add_argument("-o", "--output-tokens", type=int, default=200, help="maximum tokens per step")
     parser.add_argument("--url", default="http://localhost:9000/v1")
-    parser.add_argument("--model", help="the first that the server has, unless given")
-    parser.add_argument(
-        "--free-answer", action="store_true", help="for models that can be trusted with facts"
-    )
+    parser.add_argument("--model", help="default: the server's first model")
+    parser.add_argument("--free-answer", action="store_true", help="do not constrain the answer")
     parser.add_argument("--verbose", action="store_true", help="show the steps")
     options = parser.parse_args()
 
@@ -53,9 +51,9 @@ def run(
     messages: list[Any] = [{"role": "user", "content": prompt}]
     reports: list[str] = []
     for step in range(1, MAX_STEPS + 1):
-        form: dict[str, Any] = {"tool_choice": "required"}
+        constraint: dict[str, Any] = {"tool_choice": "required"}
         if reports:
-            form = {} if free_answer else {"response_format": answer_form(reports)}
+            constraint = {} if free_answer else {"response_format": answer_format(reports)}
         reply = client.chat.completions.create(
             model=model,
             messages=messages,
@@ -63,7 +61,7 @@ def run(
             temperature=0,
             max_completion_tokens=max_tokens,
             parallel_tool_calls=False,
-            **form,
+            **constraint,
         )
         message = reply.choices[0].message
         if not message.tool_calls:
@@ -80,8 +78,8 @@ def run(
     return f"No answer after {MAX_STEPS} steps."
 
 
-def answer_form(reports: list[str]) -> dict[str, Any]:
-    """The form of an answer that tells what functions have returned: the model words it, but cannot invent facts."""
+def answer_format(reports: list[str]) -> dict[str, Any]:
+    """A response format for an answer with the functions' results: the model chooses only the wording."""
     return {"type": "structural_tag", "format": {"type": "regex", "pattern": " ".join(reports)}}
 
 

@@ -1,11 +1,11 @@
-"""The functions that the agent may call, and what the model is told of them."""
+"""The functions that the agent may call, and their definitions."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# A table instead of the market: the example works without the internet. The prices are of some day in the past.
+# A table, so that the example works offline. The prices are from the past.
 STOCKS = {
     "AAPL": ("Apple", 209.82),
     "AMD": ("AMD", 94.49),
@@ -30,20 +30,20 @@ FUNCTIONS = {"get_current_stock_price": get_current_stock_price}
 REPORTS = {
     "get_current_stock_price": "(The price of )?{symbol} (is|stands|trades) (now )?(at )?{result} dollars( a share)?\\."
 }
-"""By function, a regular expression for sentences that tell its result."""
+"""Per function, a regular expression for sentences with its result."""
 
 
 def describe_report(name: str, arguments: dict[str, Any], result: str) -> str:
-    """A regular expression for sentences that tell what a call has returned."""
+    """A regular expression for sentences with the result of a call."""
     facts = {key: re.escape(str(value)) for key, value in arguments.items()}
     return REPORTS[name].format(**facts, result=re.escape(result))
 
 
 def describe_tools(prompt: str) -> list[dict[str, Any]]:
-    """The functions in the form of OpenAI's API.
+    """The functions in OpenAI's format.
 
-    Guided decoding lets the model choose among symbols of the table only, and where the prompt names companies among
-    theirs: a small model does not know that Nvidia is NVDA.
+    The schema allows only symbols of the table; if the prompt names companies, only theirs, because a small model does
+    not know that Nvidia is NVDA.
     """
     named = [symbol for symbol, (company, _) in STOCKS.items() if company.lower() in prompt.lower()]
     return [

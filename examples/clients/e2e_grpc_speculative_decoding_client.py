@@ -1,6 +1,6 @@
-"""Speculative decoding by a client: it asks a draft model for tokens and has tensorrt_llm check them, round by round.
+"""Speculative decoding driven by the client: a draft model proposes tokens, tensorrt_llm verifies them.
 
-The two may be on different servers; preprocessing is asked for where the draft model is, postprocessing at the target.
+The two models may be on different servers; preprocessing runs on the draft server, postprocessing on the target server.
 
 usage: python e2e_grpc_speculative_decoding_client.py --url-target HOST:PORT -p "What is TTFT?" -o 20
 """
@@ -16,8 +16,8 @@ from tritonclient.utils import InferenceServerException
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--url-target", required=True, help="gRPC of the server with the target model")
-    parser.add_argument("--url-draft", help="of the one with the draft model; the target's by default")
+    parser.add_argument("--url-target", required=True, help="gRPC address of the target model")
+    parser.add_argument("--url-draft", help="gRPC address of the draft model; default: the target's")
     parser.add_argument("--preprocessor-model-name", default="preprocessing")
     parser.add_argument("--postprocessor-model-name", default="postprocessing")
     parser.add_argument("--draft-tensorrt-llm-model-name", default="tensorrt_llm_draft")
@@ -35,21 +35,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--return-draft-model-draft-logits",
         action="store_true",
-        help="accept by probabilities, not by equality",
+        help="accept draft tokens by probability instead of equality",
     )
     parser.add_argument("-v", "--verbose", action="store_true")
     return parser.parse_args()
 
 
 class Client:
-    """The four models, as one conversation."""
+    """Calls of the four models."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.url_draft = args.url_draft or args.url_target
 
     def ask(self, url: str, model: str, inputs: Arrays) -> dict[str, np.ndarray]:
-        """The outputs of the one response."""
+        """The outputs of a single response."""
         (result,) = Responses(url, model, tensors(inputs), request_id=self.args.request_id)
         outputs = {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
         if self.args.verbose:
@@ -59,7 +59,7 @@ class Client:
         return outputs
 
     def preprocess(self) -> Arrays:
-        """What both models are given beside the tokens."""
+        """Inputs of both models besides the tokens."""
         args = self.args
         given = {
             "QUERY": row(args.prompt.encode(), object),
@@ -74,7 +74,7 @@ class Client:
     def tokens(
         self, url: str, model: str, known: list[int], number: int, more: Arrays
     ) -> tuple[list[int], np.ndarray]:
-        """What a model says next, and its logits if they were asked for."""
+        """The next tokens of a model, and its logits if requested."""
         args = self.args
         values = {
             name: None if value is None else row(value, np.float32)
@@ -131,7 +131,7 @@ def words(given: list[str]) -> np.ndarray | None:
 
 
 def words_of(array: np.ndarray) -> list[list[int]]:
-    """The words in int32[2, length]: their tokens in a row, and where each ends, then -1."""
+    """The words as int32[2, length]: concatenated tokens, and end offsets padded with -1."""
     ends = [end for end in array[1].tolist() if end >= 0]
     return [array[0, start:end].tolist() for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -1,4 +1,4 @@
-"""Asks ensemble or tensorrt_llm_bls with text.
+"""Generates text with the model ensemble or tensorrt_llm_bls.
 
 usage: python end_to_end_grpc_client.py -p "What is machine learning?" -o 20 [--streaming]
 """
@@ -15,16 +15,16 @@ from tritonclient.utils import InferenceServerException
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("-u", "--url", default="localhost:8001", help="of gRPC")
-    parser.add_argument("-v", "--verbose", action="store_true", help="print each response as it comes")
+    parser.add_argument("-u", "--url", default="localhost:8001", help="gRPC address")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print each response when it arrives")
     parser.add_argument("--model-name", default="ensemble", help="ensemble or tensorrt_llm_bls")
     parser.add_argument("--request-id", default="")
-    what = parser.add_argument_group("what to go on with")
+    what = parser.add_argument_group("prompt")
     what.add_argument("-p", "--prompt", required=True, help="a text, or a JSON list of texts")
-    what.add_argument("--batch-inputs", action="store_true", help="several texts as one request")
+    what.add_argument("--batch-inputs", action="store_true", help="send several texts as one request")
     what.add_argument("--lora-path", help="a folder with model.lora_weights.npy and model.lora_config.npy")
     what.add_argument("--lora-task-id", type=int)
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("generation")
     how.add_argument("-o", "--output-len", type=int, default=100)
     how.add_argument("-S", "--streaming", action="store_true")
     how.add_argument("-b", "--beam-width", type=int, default=1)
@@ -48,13 +48,13 @@ def arguments() -> argparse.Namespace:
     back.add_argument(
         "--overwrite-output-text",
         action="store_true",
-        help="a response has all of the text: accumulate_tokens",
+        help="each response has the whole text so far: accumulate_tokens",
     )
     return parser.parse_args()
 
 
 def request_inputs(args: argparse.Namespace, prompt: str) -> Arrays:
-    """The tensors by name; None for those that are not given."""
+    """The input arrays by tensor name; None for omitted ones."""
     values = {
         "text_input": (prompt.encode(), object),
         "max_tokens": (args.output_len, np.int32),
@@ -93,7 +93,7 @@ def encoded(text: str | list[str] | None) -> bytes | list[bytes] | None:
 
 
 def run(args: argparse.Namespace, inputs: Arrays) -> dict[tuple[int, int], str]:
-    """The texts by row and sequence."""
+    """The texts, by row and sequence."""
     texts: dict[tuple[int, int], str] = {}
     for result in Responses(args.url, args.model_name, tensors(inputs), request_id=args.request_id):
         row_index, sequence = (result.as_numpy(name) for name in ("batch_index", "sequence_index"))

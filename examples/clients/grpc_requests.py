@@ -1,4 +1,4 @@
-"""What the clients beside this file share: named arrays as the tensors of a request, and its responses as they come."""
+"""Helpers of the clients in this folder: named arrays as input tensors, and streamed responses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 Arrays = dict[str, np.ndarray | None]
-"""By the names of tensors; None for those that are not given."""
+"""Arrays by tensor name; None for omitted tensors."""
 BATCH = 1
 
 
 def row(value: object, dtype: type) -> np.ndarray:
-    """A value, or a list of them, as a batch of one row."""
+    """A value or a list of values as a batch of one row."""
     return np.array(value, dtype).reshape(BATCH, -1)
 
 
 def tensors(arrays: Arrays) -> list[grpc.InferInput]:
-    """Those that are not None."""
+    """Input tensors of the arrays that are not None."""
     inputs = []
     for name, array in arrays.items():
         if array is not None:
@@ -31,18 +31,18 @@ def tensors(arrays: Arrays) -> list[grpc.InferInput]:
 
 
 class Responses:
-    """Of one request over a stream, which serves decoupled models and others. Raises what the server says is wrong."""
+    """The responses of requests over one gRPC stream, for any model. Raises the server's errors."""
 
     def __init__(self, url: str, model: str, inputs: list[grpc.InferInput], **options: object) -> None:
         self._results: queue.SimpleQueue[grpc.InferResult | InferenceServerException] = queue.SimpleQueue()
         self._client = grpc.InferenceServerClient(url)
         self._model = model
-        self._open = 0  # requests that have not had their last response
+        self._open = 0  # requests without a final response
         self._client.start_stream(lambda result, error: self._results.put(error or result))
         self.send(inputs, **options)
 
     def send(self, inputs: list[grpc.InferInput], **options: object) -> None:
-        """Another request on the same stream; its responses come among the others."""
+        """Send another request on the same stream; responses are interleaved."""
         self._open += 1
         try:
             self._client.async_stream_infer(self._model, inputs, enable_empty_final_response=True, **options)
@@ -50,7 +50,7 @@ class Responses:
             raise self._cause(error) from None
 
     def _cause(self, error: InferenceServerException) -> InferenceServerException:
-        """What broke the stream, which is told among the results, of the error that it is broken."""
+        """The error among the results that broke the stream; `error` itself only says that it is broken."""
         try:
             while not isinstance(found := self._results.get(timeout=1), InferenceServerException):
                 pass
@@ -59,7 +59,7 @@ class Responses:
         return found
 
     def cancel(self) -> None:
-        """The rest is not wanted."""
+        """Cancel all requests."""
         self._client.stop_stream(cancel_requests=True)
 
     def __iter__(self) -> Iterator[grpc.InferResult]:
@@ -77,7 +77,7 @@ class Responses:
 
 
 def lora_arrays(path: str | None, task_id: int | None) -> Arrays:
-    """The weights of an adapter in the folder `path`, needed the first time, and the number that it is known by."""
+    """Tensors of an adapter: its number, and with `path` its weights, which are required the first time."""
     if path and task_id is None:
         raise SystemExit("--lora-path needs --lora-task-id")
     files = {"lora_weights": "model.lora_weights.npy", "lora_config": "model.lora_config.npy"}

@@ -1,4 +1,4 @@
-"""Asks the model tensorrt_llm with token ids: the tokenizer is here, not at the server.
+"""Generates tokens with the model tensorrt_llm; the client tokenizes.
 
 usage: python inflight_batcher_llm_client.py --tokenizer-dir CHECKPOINT --request-output-len 200 [--streaming]
 """
@@ -29,22 +29,22 @@ PERF_METRICS = (
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("-u", "--url", default="localhost:8001", help="of gRPC")
+    parser.add_argument("-u", "--url", default="localhost:8001", help="gRPC address")
     parser.add_argument("--model-name", default="tensorrt_llm")
     parser.add_argument("--request-id", default="")
-    what = parser.add_argument_group("what to go on with")
+    what = parser.add_argument_group("prompt")
     what.add_argument("--text", default=TEXT)
-    what.add_argument("--tokenizer-dir", help="a checkpoint, or what has its tokenizer.json")
-    what.add_argument("--tokenizer-type", default="auto", help="without effect: the files tell")
-    what.add_argument("--input-tokens-csv", type=Path, help="token ids in place of --text")
-    what.add_argument("--draft-tokens-csv", type=Path, help="token ids that may follow")
+    what.add_argument("--tokenizer-dir", help="checkpoint, or folder with a tokenizer.json")
+    what.add_argument("--tokenizer-type", default="auto", help="no effect: the type is detected")
+    what.add_argument("--input-tokens-csv", type=Path, help="token ids instead of --text")
+    what.add_argument("--draft-tokens-csv", type=Path, help="draft token ids")
     what.add_argument(
         "--prompt-embedding-table-path", type=Path, help="virtual tokens, .npy [tasks, rows, hidden]"
     )
     what.add_argument("--prompt-task-id", type=int, default=0)
     what.add_argument("--lora-path", help="a folder with model.lora_weights.npy and model.lora_config.npy")
     what.add_argument("--lora-task-id", type=int)
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("generation")
     how.add_argument("--request-output-len", type=int, default=16)
     how.add_argument("--streaming", action="store_true")
     how.add_argument("--beam-width", type=int, default=1)
@@ -52,18 +52,18 @@ def arguments() -> argparse.Namespace:
     for name in ("temperature", "repetition-penalty", "presence-penalty", "frequency-penalty", "top-p"):
         how.add_argument(f"--{name}", type=float)
     how.add_argument("--top-k", type=int, default=1)
-    how.add_argument("--end-id", type=int, help="the tokenizer's, if there is one")
+    how.add_argument("--end-id", type=int, help="default: the tokenizer's")
     how.add_argument("--pad-id", type=int)
-    how.add_argument("--stop-after-ms", type=int, default=0, help="end the generation then")
+    how.add_argument("--stop-after-ms", type=int, default=0, help="stop generation after this time")
     how.add_argument(
-        "--stop-via-request-cancel", action="store_true", help="by cancelling, not by a stop request"
+        "--stop-via-request-cancel", action="store_true", help="stop by cancelling instead of a stop request"
     )
-    back = parser.add_argument_group("what comes back")
+    back = parser.add_argument_group("outputs")
     for name in ("log-probs", "context-logits", "generation-logits", "perf-metrics"):
         back.add_argument(f"--return-{name}", action="store_true")
     back.add_argument("--exclude-input-in-output", action="store_true")
     back.add_argument("--requested-outputs", nargs="+", default=[])
-    back.add_argument("--output-tokens-csv", type=Path, help="what is expected, for --check-output")
+    back.add_argument("--output-tokens-csv", type=Path, help="expected tokens, for --check-output")
     back.add_argument("--check-output", action="store_true")
     return parser.parse_args()
 
@@ -74,7 +74,7 @@ def read_csv(path: Path) -> list[int]:
 
 
 def request_inputs(args: argparse.Namespace, ids: list[int], tokenizer: Tokenizer | None) -> Arrays:
-    """The tensors by name; None for those that are not given."""
+    """The input arrays by tensor name; None for omitted ones."""
     end_id, pad_id = args.end_id, args.pad_id
     if tokenizer is not None and end_id is None and tokenizer.eos_token_ids:
         end_id = tokenizer.eos_token_ids[0]
@@ -111,7 +111,7 @@ def request_inputs(args: argparse.Namespace, ids: list[int], tokenizer: Tokenize
 
 
 def stop_later(args: argparse.Namespace, responses: Responses) -> None:
-    """After a while, tell the server to end the request, from a thread beside."""
+    """Stop the request after a delay, from a thread."""
     stop = {"input_ids": row([0], np.int32), "stop": row(True, bool)}
     stop |= {name: row(1, np.int32) for name in ("input_lengths", "request_output_len")}
 

@@ -1,4 +1,4 @@
-"""An answer that fits a JSON schema, through the generate endpoint."""
+"""Output that matches a JSON schema, with the generate endpoint."""
 
 from __future__ import annotations
 

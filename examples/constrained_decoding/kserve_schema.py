@@ -1,4 +1,4 @@
-"""An answer that fits a JSON schema, through KServe's protocol over gRPC with tritonclient."""
+"""Output that matches a JSON schema, with KServe over gRPC and tritonclient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
     text.set_data_from_numpy(np.array([b"Plan a trip."], np.object_))
     answers: queue.Queue = queue.Queue()
     with triton.InferenceServerClient(options.url) as client:
-        # A language model may answer in pieces, so it is asked in a stream; without `stream` there is one piece.
+        # Language models are decoupled and require a stream; without the parameter `stream` there is one response.
         client.start_stream(lambda result, error: answers.put(error or result))
         client.async_stream_infer(
             options.model,

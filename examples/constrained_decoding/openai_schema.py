@@ -1,4 +1,4 @@
-"""An answer as a pydantic model, through OpenAI's API."""
+"""Output as a pydantic model, with the OpenAI API."""
 
 from __future__ import annotations
 

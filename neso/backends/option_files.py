@@ -15,12 +15,12 @@ from neso.server.errors import InvalidArgument
 
 
 def resolve_relative(path: str | Path, *places: Path) -> Path | None:
-    """A file or directory: absolute, or relative to the first of `places` that has it; None if there is none."""
+    """An existing path: absolute, or relative to the first of `places` where it exists; None if it does not exist."""
     return next((found for place in places if (found := place / path).exists()), None)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no such file. Raises `InvalidArgument`."""
+    """The JSON object in a file; empty if the file does not exist. Raises `InvalidArgument`."""
     if not path.is_file():
         return {}
     try:
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_generation_config(source: str, *places: Path) -> str:
-    """The option `generation_config`: a path may be relative to `places`."""
+    """Resolve the option `generation_config`, whose path can be relative to `places`."""
     if source in (AUTO, NO_DEFAULTS):
         return source
     return str(resolve_relative(Path(source).expanduser(), *places) or source)
@@ -45,7 +45,7 @@ def resolve_generation_config(source: str, *places: Path) -> str:
 def log_default_sampling(
     model: str, defaults: SamplingDefaults, source: str, override: Mapping[str, Any]
 ) -> None:
-    """Say which there are; `source` and `override`: the options `generation_config`, `override_generation_config`."""
+    """Log the default sampling parameters. `source`, `override`: `generation_config`, `override_generation_config`."""
     names = {name for name in DEFAULT_NAMES if getattr(defaults, name) is not None}
     if not names:
         return

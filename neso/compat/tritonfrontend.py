@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from neso import __version__ as __version__
 from neso.compat.tritonserver.server import Server
-from neso.frontends import inprocess
+from neso.frontends import inprocess_frontends as inprocess
 from neso.frontends.frontend_options import (
     INT_MAX,
     GrpcOptions,
@@ -178,7 +178,7 @@ class FrontEnd:
     """
 
     Options: ClassVar[Any]
-    _kind: ClassVar[type[inprocess.InProcessFrontEnd[Any]]]
+    _kind: ClassVar[type[inprocess.InProcessFrontend[Any]]]
 
     def __init__(self, server: Server, options: Any = None) -> None:
         if options is None:

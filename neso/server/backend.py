@@ -116,7 +116,7 @@ class Backend(ABC):
     - batches: `execute` is implemented, so that a batcher can be used
     - concatenates: `execute` concatenates the inputs of a batch into one tensor, as `Batch` does, so that implicit
       states of different shapes cannot be in one batch
-    - heeds: configuration fields that the backend implements itself among those that the core ignores
+    - implemented_fields: configuration fields that the backend implements itself among those that the core ignores
       (`ignored_fields`), and "dynamic_batching" if it batches internally
 
     `on_reschedule(stream)`: to be called on the core's loop, before or after `done`, to execute a request of an
@@ -126,7 +126,7 @@ class Backend(ABC):
     counts_executions = False
     batches = False
     concatenates = False
-    heeds: frozenset[str] = frozenset()
+    implemented_fields: frozenset[str] = frozenset()
 
     def __init__(self, context: ModelContext) -> None:
         self.context = context

@@ -1,4 +1,4 @@
-"""The server's core: owns the models, lives on one event loop, knows no wire format."""
+"""The server core: owns the models and runs on one event loop, independent of wire formats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXTENSIONS = (
 
 
 class Core:
-    """Everything a front end may ask for. All methods belong to the event loop that `start` ran on."""
+    """The interface of the server for frontends. All methods run on the event loop of `start`."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
@@ -70,15 +70,15 @@ class Core:
         self._stopping = False
 
     async def start(self) -> None:
-        """Load the models. One that fails becomes UNAVAILABLE with the reason, and the server goes on.
+        """Load the models. A model that fails to load becomes UNAVAILABLE with a reason.
 
-        Raises `NotFound` for a repository that is no directory.
+        Raises `NotFound` for a repository that is not a directory.
         """
         await asyncio.gather(self._machine_metrics.update(), self._control.start())
         self._started = True
 
     async def stop(self) -> None:
-        """Refuse new requests, wait for those in flight (`exit_timeout`), and unload. Idempotent."""
+        """Reject new requests, wait for requests in flight (`exit_timeout`), and unload. Idempotent."""
         if self._stopping:
             return
         self._stopping = True
@@ -91,17 +91,17 @@ class Core:
         await self.tracing.close()
 
     def live(self) -> bool:
-        """Whether the server can answer at all."""
+        """Whether the server is not stopping."""
         return not self._stopping
 
     def ready(self) -> bool:
-        """Whether the server has started and, if `strict_readiness`, every model that was to be loaded is."""
+        """Whether the server has started and, with `strict_readiness`, every requested model is ready."""
         if not self._started or self._stopping:
             return False
         return not self.options.strict_readiness or self._lifecycle.all_ready()
 
     def metadata(self) -> ServerMetadata:
-        """Name, version and extensions."""
+        """Name, version and protocol extensions."""
         extensions = [*EXTENSIONS]
         if self.shared_memory.enabled:
             extensions.append("system_shared_memory")
@@ -110,9 +110,9 @@ class Core:
         return ServerMetadata(self.options.server_id, neso.__version__, tuple(extensions))
 
     def model(self, name: str, version: str = "", namespace: str = "") -> Model:
-        """The model that serves a name; version "" is the newest that is ready. Raises `ServerError`.
+        """The model of a name; version "" is the newest ready version. Raises `ServerError`.
 
-        Of models of the same name, the one in `namespace` is meant.
+        `namespace` selects one of several models with the same name.
         """
         if self._stopping:
             raise Unavailable(
@@ -121,31 +121,31 @@ class Core:
         return self._table.find(name, version, namespace)
 
     def model_ready(self, name: str, version: str = "", namespace: str = "") -> bool:
-        """Whether requests for a model are accepted; not for one that is unknown, or not loaded."""
+        """Whether a model accepts requests; False if it is unknown or not loaded."""
         try:
             return self.model(name, version, namespace).ready()
         except ServerError:
             return False
 
     async def check_model_ready(self, name: str, version: str = "", namespace: str = "") -> bool:
-        """The same, and the model itself says so, if it can be asked."""
+        """As `model_ready`, and the model itself is asked if it supports that."""
         try:
             return await self.model(name, version, namespace).check_ready()
         except ServerError:
             return False
 
     def models(self) -> list[Model]:
-        """All versions that are ready."""
+        """All ready model versions."""
         records = sorted(self._table, key=lambda record: record.id)
         return [model for record in records for model in record.models]
 
     async def render_metrics(self) -> bytes:
-        """All metrics, in Prometheus' text format."""
+        """All metrics in the Prometheus text format."""
         await self._machine_metrics.update()
         return await self.metrics.render_in_turns()
 
     def kv_cache_load(self) -> KvCacheLoad | None:
-        """How full the key-value caches of the language models are; None without any that tells."""
+        """KV-cache utilization of the language models; None if no model reports it."""
         samples = self.metrics.samples(KV_CACHE_FAMILY.name) or self.custom_metrics.samples(
             KV_CACHE_FAMILY.name
         )
@@ -154,7 +154,7 @@ class Core:
     def trace_settings(
         self, model: str = "", changes: Mapping[str, Sequence[str]] | None = None
     ) -> dict[str, str | list[str]]:
-        """The trace settings of a model, or the global ones, after `changes`. Raises `ServerError`."""
+        """Apply `changes` and return the trace settings of a model, or the global ones. Raises `ServerError`."""
         if model and not self.model_ready(model):
             raise InvalidArgument(f"Request for unknown model : {model}")
         if changes:
@@ -162,47 +162,47 @@ class Core:
         return self.tracing.settings(model)
 
     def repository_index(self, ready_only: bool = False) -> list[IndexEntry]:
-        """The models of the repositories and those that were loaded from elsewhere, with their states."""
+        """Models in the repositories and models loaded from elsewhere, with their states."""
         entries = self._control.index()
         return [entry for entry in entries if entry.state is ModelState.READY or not ready_only]
 
     async def load_model(
         self, name: str, config: str | None = None, files: dict[str, bytes] | None = None
     ) -> None:
-        """Load a model, or replace it when it is loaded and its files have changed.
+        """Load a model, or reload it if its files have changed.
 
-        `config` is JSON in place of config.pbtxt, `files` are by path, in place of the model's folder.
-        Raises `ServerError`; what was loaded before stays then.
+        `config` (JSON) replaces config.pbtxt; `files`, by path, replace the model's folder. Raises `ServerError`; the
+        previous version then stays loaded.
         """
         await self._control.load(name, config, files)
 
     async def require_model(self, name: str, namespace: str = "") -> None:
-        """Load a model that another one in `namespace` needs, unless it is loaded. Raises `ServerError`."""
+        """Load a model that another model in `namespace` depends on, unless it is loaded. Raises `ServerError`."""
         await self._control.require(name, namespace)
 
     async def unload_model(self, name: str, unload_dependents: bool = False) -> None:
-        """Unload a model once its requests in flight have ended. One that is not loaded stays so.
+        """Unload a model once its requests in flight have ended. No effect if it is not loaded.
 
-        With `unload_dependents` the models of an ensemble's steps go with it, but for those that were asked for by
-        name or that another one needs.
+        With `unload_dependents`, also unload the models of an ensemble's steps that were not loaded by name and that
+        no other model needs.
         """
         await self._control.unload(name, unload_dependents)
 
     def add_model(self, name: str, config: Any, directory: Path) -> None:
-        """Serve a folder that is in no repository. Loaded by `start` or `load_model`."""
+        """Add a model whose folder is not in a repository. Loaded by `start` or `load_model`."""
         self._control.add(name, config, directory)
 
     async def poll_repositories(self) -> None:
-        """Load and unload by what the repositories hold, now. Raises `Unavailable` in other modes than POLL."""
+        """Poll the repositories now, and load and unload accordingly. Raises `Unavailable` unless in mode POLL."""
         await self._control.poll()
 
     async def register_repository(self, uri: str | Path, mapping: dict[str, str] | None = None) -> None:
-        """Add a model repository; `mapping` has folders of it by the names that their models are to have.
+        """Add a model repository. `mapping`: model name to folder, where they differ.
 
-        Raises `Unsupported` in other modes than EXPLICIT, `AlreadyExists`, `InvalidArgument`.
+        Raises `Unsupported` unless in mode EXPLICIT, `AlreadyExists`, `InvalidArgument`.
         """
         await self._control.register(uri, mapping)
 
     async def unregister_repository(self, uri: str | Path) -> None:
-        """Forget a model repository; what is loaded stays. Raises `Unsupported`, `InvalidArgument`."""
+        """Remove a model repository; loaded models stay. Raises `Unsupported`, `InvalidArgument`."""
         await self._control.unregister(uri)

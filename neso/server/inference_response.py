@@ -179,7 +179,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.failure = self.failure or FailureReason.REJECTED
         self.fail(error)
 
-    def fail_if_cancelled_while_waiting(self) -> None:
+    def fail_on_cancel_while_queued(self) -> None:
         """Until the execution starts, end the request as soon as it is cancelled; afterwards the backend does."""
         self.request.on_cancel(self._leave_queue)
 

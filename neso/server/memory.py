@@ -1,4 +1,4 @@
-"""What the garbage collector looks at, and memory of models that were unloaded back to the system."""
+"""Garbage-collector settings of a server process, and release of memory after models were unloaded."""
 
 from __future__ import annotations
 
@@ -9,45 +9,44 @@ from typing import Any
 
 
 def release_memory() -> None:
-    """Collect what refers to itself, as the modules of Python models do, and give free pages back.
+    """Collect reference cycles (such as modules of Python models) and return free pages to the system.
 
-    Blocks, and holds the interpreter for some 10 ms.
+    Blocks and holds the GIL for about 10 ms.
     """
-    settled = gc.get_freeze_count() > 0
-    if settled:
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
         gc.unfreeze()
     gc.collect()
-    if settled:
+    if frozen:
         gc.freeze()
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 def freeze_gc() -> None:
-    """Let the garbage collector leave alone what there is now (modules and models, which stay), keep large buffers.
+    """Exclude existing objects (modules, models) from garbage collection, and keep freed large buffers in the heap.
 
-    For a process that is a server and nothing else. Without it, every so many requests wait some 20 ms while hundreds
-    of thousands of objects are looked at in vain.
+    For server processes only. Otherwise a full collection of some 100,000 long-lived objects delays requests by about
+    20 ms from time to time.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG)
+    gc.set_threshold(_GC_THRESHOLD)
     if _mallopt is not None:
-        # Else glibc gives the memory of each large tensor back, and has it zeroed again, page by page, for the next.
-        _mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
-        _mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT)
+        # By default glibc unmaps each freed large tensor, and the next one is zeroed page by page again.
+        _mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+        _mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
 
 
-# New objects before those that are left of them are looked at: requests in flight are more than the usual 700, and were
-# looked at again and again.
-_YOUNG = 5000
+# Threshold of the youngest generation; the default of 700 is below the number of objects of requests in flight.
+_GC_THRESHOLD = 5000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT = 32 << 20  # bytes; the most that glibc allows
-_MOST_KEPT = 256 << 20
+_MMAP_THRESHOLD = 32 << 20  # bytes; maximum that glibc allows
+_TRIM_THRESHOLD = 256 << 20
 
 
 def _find(function: str) -> Any:
-    """One of glibc's; others keep no free pages, or have no way to ask."""
+    """A glibc function; None on other systems."""
     if sys.platform != "linux":
         return None
     return getattr(ctypes.CDLL(None), function, None)

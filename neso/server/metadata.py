@@ -1,4 +1,4 @@
-"""What the server tells about itself and its models."""
+"""Metadata of the server and its models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class ModelState(str, Enum):
-    """Where a model version is in its life; the values are those of the model repository extension."""
+    """State of a model version, with the values of the model repository extension."""
 
     LOADING = "LOADING"
     READY = "READY"
@@ -17,7 +17,7 @@ class ModelState(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServerMetadata:
-    """Name, version and the protocol extensions that are served."""
+    """Name, version and supported protocol extensions."""
 
     name: str
     version: str
@@ -26,7 +26,7 @@ class ServerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """An input or an output. `datatype` is a KServe name; `shape` has -1 for each extent that varies."""
+    """An input or output. `datatype` is a KServe name; variable extents in `shape` are -1."""
 
     name: str
     datatype: str
@@ -35,7 +35,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What a client needs to know to write a request. `versions` are those that are ready."""
+    """Model metadata of the KServe protocol. `versions`: the ready versions."""
 
     name: str
     versions: list[str]
@@ -46,7 +46,7 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A row of the repository index. A model that was never loaded has a name only (`state` None)."""
+    """An entry of the repository index. `state` is None for a model that was never loaded."""
 
     name: str
     version: str = ""

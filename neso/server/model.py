@@ -258,7 +258,7 @@ class Model:
         if not batched and self._limited is None:
             return None
         if not self._backend.batches:
-            if "dynamic_batching" not in self._backend.heeds:
+            if "dynamic_batching" not in self._backend.implemented_fields:
                 logger.warning(
                     "model '%s': its backend batches by itself or not at all, dynamic_batching has no effect",
                     self.name,

@@ -20,22 +20,22 @@ ENTRY_POINT_GROUP = "neso.repository_agents"
 
 
 class RepositoryAgent(ABC):
-    """Made for each load of a model whose configuration names it; lives as long as what was loaded."""
+    """Base class of repository agents: created for each load of a model that uses it, kept while it is loaded."""
 
     def __init__(self, parameters: dict[str, str]) -> None:
         self.parameters = parameters
 
     @abstractmethod
     def load(self, directory: Path) -> Path:
-        """Check the model's folder and return it, or another one to load from. Runs in a thread.
+        """Check the model's folder and return it, or another folder to load from. Runs in a thread.
 
-        Another folder is the agent's to remove, once the agent itself goes (a `TemporaryDirectory` does that).
-        Raises `ServerError`: the model is not loaded, with that reason.
+        The agent owns another folder and removes it at its own end (as a `TemporaryDirectory` attribute does).
+        Raises `ServerError` to reject the model.
         """
 
 
 def run_agents(config: Any, directory: Path) -> tuple[Path, tuple[RepositoryAgent, ...]]:
-    """Send a model's folder through the agents of its configuration, in their order. Blocks. Raises `ServerError`."""
+    """Run the agents of a configuration on a model's folder, in order. Blocks. Raises `ServerError`."""
     agents: list[RepositoryAgent] = []
     for entry in config.model_repository_agents.agents:
         agent = _find_agent(entry.name)(dict(entry.parameters))
@@ -65,7 +65,7 @@ def _find_agent(name: str) -> type[RepositoryAgent]:
 
 
 class ChecksumAgent(RepositoryAgent):
-    """Parameters: `MD5:<file, relative to the model's folder>` to the file's hash, in hexadecimal."""
+    """Verifies checksums. Parameters: `MD5:<file, relative to the model's folder>` to the hexadecimal hash."""
 
     def load(self, directory: Path) -> Path:
         for key, expected in sorted(self.parameters.items()):

@@ -18,10 +18,10 @@ from neso.server.tensor import DataType, Tensor, element_count
 
 
 class Classifier:
-    """Knows the labels of one model version's outputs, and turns outputs into classes."""
+    """Converts outputs of one model version to classification results."""
 
     def __init__(self, config: Any, directory: Path) -> None:
-        """Read the labels, from files in the model's folder `directory`. Raises `InvalidArgument`."""
+        """Read the label files in the model's folder. Raises `InvalidArgument`."""
         self._batched = config.max_batch_size > 0
         self._labels = {
             output.name: _read_labels(directory, output.label_filename, config.name)
@@ -30,17 +30,16 @@ class Classifier:
         }
 
     def classify(self, outputs: list[Tensor], wanted: Mapping[str, int]) -> list[Tensor]:
-        """`outputs`, those in `wanted` as their so many classes. Raises `InvalidArgument`."""
+        """Replace each output in `wanted` by that number of its classes. Raises `InvalidArgument`."""
         return [
             self._classes(tensor, wanted[tensor.name]) if tensor.name in wanted else tensor
             for tensor in outputs
         ]
 
     def _classes(self, tensor: Tensor, count: int) -> Tensor:
-        """BYTES of shape [batch, n] (or [n] without batching), n at most the elements of one batch entry.
+        """A BYTES tensor of shape [batch, n], or [n] without batching; n is at most the size of one batch entry.
 
-        Each element is "value:index" or "value:index:label", the largest value first; of equal values, the one
-        with the smaller index.
+        Elements are "value:index" or "value:index:label", largest value first, smaller index first among equals.
         """
         check_datatype(tensor.datatype)
         batch = tensor.shape[:1] if self._batched else ()
@@ -55,7 +54,7 @@ class Classifier:
 
 
 def check_datatype(datatype: DataType) -> None:
-    """Refuse outputs that have no largest value. Raises `InvalidArgument` with Triton's wording."""
+    """Raise `InvalidArgument` (with Triton's message) for datatypes without an order."""
     if datatype in (DataType.BYTES, DataType.BOOL):
         raise InvalidArgument(
             f"class result not available for output due to unsupported type '{datatype.value}'"
@@ -63,17 +62,17 @@ def check_datatype(datatype: DataType) -> None:
 
 
 def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
-    """The indices of the `count` largest of `values` [n], in descending order. NaN counts as least."""
-    if values.dtype.kind not in "iu":  # floats: float64 holds each of them exactly
+    """Indices of the `count` largest elements of `values` [n], in descending order. NaN is the smallest."""
+    if values.dtype.kind not in "iu":  # float64 represents all float types exactly
         values = values.astype(np.float64)
         values = np.where(np.isnan(values), -np.inf, values)
-    # Backwards twice: a stable sort in ascending order, and yet the smaller index first among equals.
+    # Reversed twice, so that the stable ascending sort puts the smaller index first among equals.
     backwards = np.argsort(values[::-1], kind="stable")[::-1][:count]
     return len(values) - 1 - backwards
 
 
 def _class_text(value: Any, index: int, labels: list[str]) -> bytes:
-    """As C++'s `std::to_string`: six decimals, integers without any."""
+    """Format a value as C++'s `std::to_string` does: floats with six decimals."""
     number = str(value) if isinstance(value, np.integer) else f"{float(value):f}"
     text = f"{number}:{index}"
     label = labels[index] if index < len(labels) else ""
@@ -81,7 +80,7 @@ def _class_text(value: Any, index: int, labels: list[str]) -> bytes:
 
 
 def _read_labels(directory: Path, filename: str, model: str) -> list[str]:
-    """One label a line; an empty line is an index without label. The file must be in `directory`."""
+    """Read one label per line; an empty line is an index without a label. The file must be in `directory`."""
     if not stays_inside(filename):
         raise InvalidArgument(
             f"label file '{filename}' of model '{model}' must stay inside the model's folder"
@@ -97,7 +96,7 @@ Shape = tuple[int, ...]
 
 
 def fits(shape: Shape, dims: Shape) -> bool:
-    """Whether a shape is one of those that `dims` allow; -1 allows any extent."""
+    """Whether a shape matches `dims`, where -1 allows any extent."""
     return len(shape) == len(dims) and all(
         expected in (-1, extent) for expected, extent in zip(dims, shape, strict=True)
     )
@@ -105,9 +104,9 @@ def fits(shape: Shape, dims: Shape) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output of a model. `dims` are without the batch dimension; -1 varies.
+    """One input or output of a model. `dims` excludes the batch dimension; -1 is variable.
 
-    `reshape`: the shape that the backend sees in place of `dims`, None when it is the same.
+    `reshape`: the shape that the backend sees instead of `dims`; None if it is the same.
     """
 
     name: str
@@ -118,7 +117,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Any) -> TensorSpec:
-        """From a `ModelInput` or `ModelOutput` message."""
+        """Convert a `ModelInput` or `ModelOutput` message."""
         return cls(
             tensor.name,
             DataType.of_message(tensor),
@@ -128,41 +127,41 @@ class TensorSpec:
         )
 
     def matches(self, shape: Shape) -> bool:
-        """Whether a shape (without the batch dimension) fits `dims`."""
+        """Whether a shape (without the batch dimension) matches `dims`."""
         return fits(shape, self.dims)
 
 
 class Signature:
-    """The inputs and outputs of one model, compiled from its configuration so that checks are cheap."""
+    """The inputs and outputs of one model, compiled from its configuration for fast checks."""
 
     def __init__(self, config: Any) -> None:
         self.model = config.name
         self.max_batch_size = int(config.max_batch_size)
         self.inputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.input}
         self.outputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.output}
-        # Inputs that may differ within a batch; it has them flat, one after the other.
+        # Ragged inputs: shapes can differ within a batch, which has them flattened and concatenated.
         self.ragged = frozenset(
             tensor.name for tensor in config.input if tensor.allow_ragged_batch and self.max_batch_size
         )
         self._required = sum(not spec.optional for spec in self.inputs.values())
         self._has_optional = self._required < len(self.inputs)
-        # Inputs that may differ from request to request, and must not within a batch.
+        # Inputs of variable shape, which must be the same within a batch.
         self._variable = [
             tensor.name for tensor in config.input if -1 in tensor.dims and not tensor.allow_ragged_batch
         ]
         self._reshaped_inputs = [name for name, spec in self.inputs.items() if spec.reshape is not None]
         self._reshaped_outputs = {name for name, spec in self.outputs.items() if spec.reshape is not None}
-        self.reshapes_outputs = bool(self._reshaped_outputs)  # whether `restore` has anything to do
+        self.reshapes_outputs = bool(self._reshaped_outputs)  # whether `restore` changes anything
 
     def metadata(self, specs: dict[str, TensorSpec]) -> list[TensorMetadata]:
-        """`specs` as clients see them, with the batch dimension."""
+        """Metadata of `specs`, with the batch dimension."""
         batch = (-1,) if self.max_batch_size else ()
         return [TensorMetadata(spec.name, spec.datatype.value, batch + spec.dims) for spec in specs.values()]
 
     def check(self, request: InferenceRequest) -> int:
-        """Check the tensors of a request, reshape them for the backend; its batch size, at least 1.
+        """Check the tensors of a request and reshape them for the backend. Returns the batch size, at least 1.
 
-        Raises `InvalidArgument` with Triton's wording.
+        Raises `InvalidArgument` with Triton's messages.
         """
         batch_size = self.validate(request)
         for name in self._reshaped_inputs:
@@ -173,11 +172,11 @@ class Signature:
         return batch_size
 
     def validate(self, request: InferenceRequest) -> int:
-        """Check the tensors of a request and leave them as they are; its batch size. From any thread."""
+        """Check the tensors of a request without changing them. Returns the batch size. Thread-safe."""
         return self._check_plain(request) or self._check_each(request)
 
     def _check_plain(self, request: InferenceRequest) -> int:
-        """The batch size of a request with nothing special; 0 if it must be looked at more closely."""
+        """Fast path: the batch size of a plain valid request; 0 if the full check is needed."""
         inputs, specs = request.inputs, self.inputs
         if request.classification:
             return 0
@@ -214,7 +213,7 @@ class Signature:
         return batch_size
 
     def batches_with(self, request: InferenceRequest, other: InferenceRequest) -> bool:
-        """Whether two checked requests can be executed as one batch: the same inputs, in the same shapes."""
+        """Whether two checked requests can be executed as one batch: same inputs with the same shapes."""
         if self._has_optional and request.inputs.keys() != other.inputs.keys():
             return False
         return not self._variable or all(
@@ -224,7 +223,7 @@ class Signature:
         )
 
     def restore(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Outputs of the backend in the shapes that clients expect."""
+        """Reshape outputs of the backend to the shapes of the configuration."""
         if not self._reshaped_outputs:
             return outputs
         restored = []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Duration:
-    """How often something happened and how long it took in all."""
+    """A count of events and their total duration."""
 
     count: int = 0
     ns: int = 0
@@ -26,12 +26,12 @@ class Duration:
         return {"count": self.count, "ns": self.ns}
 
 
-# A stream may go on for days; the counters must not grow with it, nor the answers that list them.
+# Bounds the counters, and the responses that list them, for endless streams.
 MAX_RESPONSES = 10_000
 
 
 class ResponseOutcome(Enum):
-    """What became of one response; by the names of the statistics extension."""
+    """Outcome of one response, with the names of the statistics extension."""
 
     SUCCESS = "success"
     FAIL = "fail"
@@ -44,7 +44,7 @@ _COMPUTED = (ResponseOutcome.SUCCESS, ResponseOutcome.FAIL)
 
 @dataclass(slots=True)
 class ResponseDurations:
-    """Of the responses at one place. Those that are empty or cancelled have not been computed."""
+    """Durations of the responses with one index. Empty and cancelled responses have no compute durations."""
 
     compute_infer: Duration = field(default_factory=Duration)
     compute_output: Duration = field(default_factory=Duration)
@@ -58,13 +58,13 @@ class ResponseDurations:
 
 
 class ResponseStatistics:
-    """Counts the responses of a model version; place 0 is the first of each request.
+    """Response statistics of a decoupled model, by the index of the response in its request.
 
-    A response takes from when the one before it was made (the first: from when the backend began to compute)
-    until it has reached the front end. The part up to when it was made itself is `compute_infer`, the rest is
-    `compute_output`. From place `MAX_RESPONSES` on, responses are not counted.
+    The duration of a response starts when the previous one was created (the first: when the computation started) and
+    ends when the frontend gets it. The part until its own creation is `compute_infer`, the rest `compute_output`.
+    Only the first `MAX_RESPONSES` responses of a request are counted.
 
-    `first_response_ms`: milliseconds from a request to its first response, if that is measured.
+    `first_response_ms`: histogram of the time to the first response, in milliseconds, if enabled.
     """
 
     def __init__(self, first_response_ms: BucketCounts | None = None) -> None:
@@ -72,7 +72,7 @@ class ResponseStatistics:
         self._places: list[ResponseDurations] = []
 
     def record(self, timeline: Timeline, made: int, outcome: ResponseOutcome) -> None:
-        """The next response of a request has reached the front end. `made`: when, in ns of the monotonic clock."""
+        """Record the next response of a request. `made`: its creation time, in ns of the monotonic clock."""
         end = time.monotonic_ns()
         start = timeline.response_start or timeline.compute_start or timeline.queue_start
         made = min(max(made, start), end)
@@ -92,17 +92,17 @@ class ResponseStatistics:
         getattr(durations, outcome.value).add(end - start)
 
     def record_first(self, timeline: Timeline, end: int) -> None:
-        """The first response to a request has reached the front end at `end`, in ns of the monotonic clock."""
+        """Record the time to the first response, which ended at `end`, in ns of the monotonic clock."""
         if self.first_response_ms is not None:
             self.first_response_ms.observe((end - timeline.queue_start) / 1e6)
 
     def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
-        """By place, in the form of the statistics extension; {} for models that are not decoupled."""
+        """By index, as in the statistics extension; {} for models that are not decoupled."""
         return {str(place): durations.as_dict() for place, durations in enumerate(self._places)}
 
 
 class FailureReason(str, Enum):
-    """Why a request failed, as metrics tell it."""
+    """Why a request failed; values of the `reason` label in metrics."""
 
     REJECTED = "REJECTED"
     CANCELED = "CANCELED"
@@ -112,13 +112,13 @@ class FailureReason(str, Enum):
 
 @dataclass(slots=True)
 class Timeline:
-    """When a request reached its stages, in ns of the monotonic clock; 0: not yet, or not told.
+    """Start times of the stages of a request, in ns of the monotonic clock; 0 if not reached or unknown.
 
-    queue_start → compute_start → input_end → output_start → the final response. A backend sets what it knows;
-    stages that it leaves out take no time.
+    queue_start → compute_start → input_end → output_start → final response. The backend sets those it knows; the
+    others get a duration of 0.
 
-    `responses`: how many there were so far. `response_start`: when work on the next one began; a backend sets it
-    if that was before `compute_start`.
+    - responses: number of responses so far
+    - response_start: when work on the next response started; set by the backend if before `compute_start`
     """
 
     queue_start: int = field(default_factory=time.monotonic_ns)
@@ -129,7 +129,7 @@ class Timeline:
     response_start: int = 0
 
     def stages(self, end: int) -> tuple[int, int, int, int]:
-        """ns spent in the queue, in compute input, infer and output."""
+        """Durations of queue, compute input, infer and output, in ns."""
         start = self.compute_start or self.queue_start
         input_end = self.input_end or start
         output_start = self.output_start or end
@@ -138,7 +138,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class BatchStatistics:
-    """Executions of one batch size."""
+    """Durations of the executions with one batch size."""
 
     compute_input: Duration = field(default_factory=Duration)
     compute_infer: Duration = field(default_factory=Duration)
@@ -146,10 +146,10 @@ class BatchStatistics:
 
 
 class ModelStatistics:
-    """Counts what the requests of a model version did. Written on the core's loop, read from anywhere.
+    """Statistics of a model version. Written on the core's loop, read from any thread.
 
-    A request counts once it has ended. Requests that validation refused were never accepted and do not count.
-    `latencies` and `first_response_ms`: what is measured besides, if it is.
+    A request is counted when it has ended; requests that fail validation are not counted.
+    `latencies`, `first_response_ms`: optional latency metrics.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class ModelStatistics:
         self.responses = ResponseStatistics(first_response_ms)
 
     def record_success(self, timeline: Timeline, batch_size: int) -> None:
-        """A request has ended well. `batch_size` is 1 for models that do not batch."""
+        """Record a successful request. `batch_size` is 1 for models that do not batch."""
         end = time.monotonic_ns()
         queue, compute_input, infer, output = timeline.stages(end)
         self.success.add(end - timeline.queue_start)
@@ -192,7 +192,7 @@ class ModelStatistics:
             self.latencies.add_success(end, end - timeline.queue_start, (queue, compute_input, infer, output))
 
     def record_cache_hit(self, timeline: Timeline, ns: int) -> None:
-        """A request was answered by the response cache, which took `ns`: no inference, nothing computed."""
+        """Record a request answered by the response cache after a lookup of `ns`; not an inference."""
         end = time.monotonic_ns()
         total = end - timeline.queue_start
         queue = max(total - ns, 0)
@@ -204,18 +204,18 @@ class ModelStatistics:
             self.latencies.add_cache_hit(end, queue, ns)
 
     def record_cache_miss(self, ns: int) -> None:
-        """The response cache has spent `ns` on a request that it could not answer."""
+        """Record the `ns` spent on a request that was not in the response cache."""
         self.cache_miss.add(ns)
         if self.latencies is not None:
             self.latencies.cache_miss.add(ns, time.monotonic_ns())
 
     def record_failure(self, timeline: Timeline, reason: FailureReason) -> None:
-        """A request has ended badly."""
+        """Record a failed request."""
         self.fail.add(time.monotonic_ns() - timeline.queue_start)
         self.failures[reason] += 1
 
     def record_execution(self, batch_size: int, timeline: Timeline) -> None:
-        """The model was executed once for requests of `batch_size` in all."""
+        """Record one execution with a total batch size."""
         _, compute_input, infer, output = timeline.stages(time.monotonic_ns())
         self.execution_count += 1
         batch = self.batches.setdefault(batch_size, BatchStatistics())
@@ -224,7 +224,7 @@ class ModelStatistics:
         batch.compute_output.add(output)
 
     def snapshot(self) -> dict[str, Any]:
-        """The values now, in the form and by the names of the statistics extension."""
+        """Current values, with the field names of the statistics extension."""
         return {
             "name": self.name,
             "version": self.version,

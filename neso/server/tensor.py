@@ -13,7 +13,7 @@ from neso.server.errors import InvalidArgument, Unsupported
 
 try:
     import ml_dtypes
-except ImportError:  # Python models may run in an environment of their own that has numpy only
+except ImportError:  # Python models can run in an environment that has only numpy
     ml_dtypes = None  # type: ignore[assignment]
 
 
@@ -36,7 +36,7 @@ class DataType(str, Enum):
     BYTES = "BYTES"
 
     dtype: np.dtype[Any]
-    """The numpy dtype; object for BYTES (elements are `bytes`).
+    """The numpy dtype; object for BYTES, with `bytes` elements.
 
     Raises `Unsupported` for BF16 in an environment without the package ml_dtypes.
     """
@@ -48,7 +48,7 @@ class DataType(str, Enum):
 
     @property
     def itemsize(self) -> int | None:
-        """Bytes an element, None for BYTES."""
+        """Bytes per element; None for BYTES."""
         return None if self is DataType.BYTES else self.dtype.itemsize
 
     @property
@@ -58,7 +58,7 @@ class DataType(str, Enum):
 
     @classmethod
     def parse(cls, name: str, tensor: str) -> DataType:
-        """From a KServe name. Raises `InvalidArgument` that names the tensor."""
+        """Parse a KServe name. Raises `InvalidArgument` that names the tensor."""
         found = cls._value2member_map_.get(name)
         if found is None:
             raise InvalidArgument(
@@ -68,7 +68,7 @@ class DataType(str, Enum):
 
     @classmethod
     def from_config(cls, name: str) -> DataType:
-        """From a `TYPE_*` name. Raises `InvalidArgument`."""
+        """Parse a `TYPE_*` name. Raises `InvalidArgument`."""
         kserve = "BYTES" if name == "TYPE_STRING" else name.removeprefix("TYPE_")
         return cls.parse(kserve, "")
 
@@ -113,7 +113,7 @@ _FROM_NUMPY = {dtype: datatype for datatype, dtype in _NUMPY.items()}
 
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """`array` holds the elements in C order; BYTES tensors are object arrays of `bytes`. Not changed once made."""
+    """An immutable tensor. `array` is in C order; BYTES tensors are object arrays of `bytes`."""
 
     name: str
     datatype: DataType
@@ -125,14 +125,14 @@ class Tensor:
 
     @property
     def byte_size(self) -> int:
-        """Bytes on the wire, in the binary tensor format."""
+        """Size in the binary tensor format, in bytes."""
         if self.datatype is DataType.BYTES:
             return sum(4 + len(element) for element in self.array.flat)
         return int(self.array.nbytes)
 
     @classmethod
     def from_numpy(cls, name: str, array: npt.ArrayLike) -> Tensor:
-        """Wrap an array or a list; strings become UTF-8 bytes. Raises `InvalidArgument` for other dtypes."""
+        """Wrap an array or a list; strings are encoded as UTF-8. Raises `InvalidArgument` for other dtypes."""
         array = np.asarray(array)
         datatype = DataType.of_numpy(array.dtype)
         if datatype is DataType.BYTES:
@@ -143,7 +143,7 @@ class Tensor:
 
     @classmethod
     def zeros(cls, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
-        """Of zeros; BYTES elements are empty."""
+        """A tensor of zeros; BYTES elements are empty."""
         if datatype is DataType.BYTES:
             return cls(name, datatype, np.full(shape, b"", np.object_))
         return cls(name, datatype, np.zeros(shape, datatype.dtype))
@@ -161,7 +161,7 @@ class Tensor:
     ) -> Tensor:
         """Read the binary tensor format (little-endian, row-major; BYTES: uint32 length before each element).
 
-        Fixed-size types are views of `data`, not copies. Raises `InvalidArgument` when the sizes disagree.
+        Fixed-size types are views of `data`, not copies. Raises `InvalidArgument` if the size does not match the shape.
         """
         count = element_count(shape)
         if datatype is DataType.BYTES:
@@ -175,7 +175,7 @@ class Tensor:
         return cls(name, datatype, np.frombuffer(data, dtype).reshape(shape))
 
     def to_wire(self) -> bytes:
-        """The binary tensor format of `from_wire`."""
+        """The tensor in the binary tensor format (see `from_wire`)."""
         if self.datatype is not DataType.BYTES:
             return self.array.tobytes()
         parts: list[bytes] = []
@@ -185,7 +185,7 @@ class Tensor:
         return b"".join(parts)
 
     def strings(self) -> list[str]:
-        """The elements of a BYTES tensor as text, flat. Raises `InvalidArgument` if they are no UTF-8."""
+        """The elements of a BYTES tensor as a flat list of strings. Raises `InvalidArgument` if they are not UTF-8."""
         try:
             return [element.decode() for element in self.array.flat]
         except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The helpers are those of the engine's tests."""
+"""Makes the helpers of the engine's tests importable."""
 
 from __future__ import annotations
 

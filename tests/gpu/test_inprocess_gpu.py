@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, ml_dtypes.bfloat16])
-def test_there_and_back(dtype):
+def test_round_trip(dtype):
     array = np.ones((2, 3), dtype)
     moved = neso.Tensor.from_object(array).to_device("gpu:0")
     assert (moved.memory_type, moved.memory_type_id) == (neso.MemoryType.GPU, 0)

@@ -1,4 +1,4 @@
-"""The torch runner where it belongs: compiled kernels, captured graphs, products in float8."""
+"""The torch runner on a GPU: compiled kernels, captured graphs, float8 products."""
 
 from __future__ import annotations
 
@@ -79,10 +79,8 @@ class TestDeviceLogits(DeviceLogitsCases):
 
 
 @pytest.mark.parametrize(("kind", "atol"), [("float32", ATOL), ("bfloat16", 0.5)])
-def test_a_captured_decode_equals_an_uncaptured_one(
-    checkpoint_factory: Factory, kind: str, atol: float
-) -> None:
-    """Also when the graph is replayed for other sequences, and with other blocks."""
+def test_captured_decode_equals_uncaptured(checkpoint_factory: Factory, kind: str, atol: float) -> None:
+    """Also when the graph is replayed with other sequences and blocks."""
     directory = checkpoint_factory("qwen3")
     captured = with_operations(load_torch(directory, dtype=kind), KERNELS)
     uncaptured = with_operations(captured, KERNELS)
@@ -109,7 +107,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 17, 300])
 @pytest.mark.parametrize("shape", [(64, 48), (512, 256), (60, 200)], ids=str)
-def test_a_float8_product_is_that_of_what_the_codes_stand_for(
+def test_float8_product_equals_dequantized_codes(
     device: torch.device, kind: torch.dtype, bias: bool, rows: int, shape: tuple[int, int]
 ) -> None:
     weight, x = normal(*shape) * 2e-2, normal(rows, shape[1], seed=1).to(kind).to(device)
@@ -130,7 +128,7 @@ def test_a_float8_product_is_that_of_what_the_codes_stand_for(
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_bfloat16_model_is_near_transformers(checkpoint_factory: Factory, quantization: Any) -> None:
+def test_bfloat16_model_is_close_to_transformers(checkpoint_factory: Factory, quantization: Any) -> None:
     directory, tokens = (
         checkpoint_factory("qwen2", dtype="bfloat16", initializer_range=0.05),
         random_tokens(60),
@@ -155,10 +153,8 @@ PROMPT_LENGTHS = (1, 5, 16, 17, 60, 130)
     [{}, {"max_prefill_chunk": 7}, {"num_blocks": 48, "block_size": 4}],
     ids=["plain", "chunk-7", "tiny-cache"],
 )
-def test_tokens_are_those_of_transformers(
-    checkpoint_factory: Factory, arch: str, options: dict[str, int]
-) -> None:
-    """Greedy, in float32; requests join while others run."""
+def test_tokens_equal_transformers(checkpoint_factory: Factory, arch: str, options: dict[str, int]) -> None:
+    """Greedy decoding in float32, with requests that join a running batch."""
     directory = checkpoint_factory(arch)
     prompts = [random_tokens(length, 300, seed=length) for length in PROMPT_LENGTHS]
     expected = greedy(directory, prompts, MAX_TOKENS)

@@ -46,18 +46,17 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
 
 FRONT_END_PARAMETERS = ("tool_call_parser", "reasoning_parser")
-"""Parameters of a model that say how its messages are read: the engine does not know them."""
+"""Model parameters for the OpenAI frontend, which the engine does not know."""
 
 
 def engine_config(config: Any, version_directory: Path) -> EngineConfig:
-    """Options from `model.json` in the version's folder, overridden by the config's `parameters`.
+    """Engine options from `model.json` in the version's folder, overridden by `parameters` of the configuration.
 
-    With `enable_lora`, the adapters in `multi_lora.json` beside it, names and paths, are `lora_modules`. Paths of
-    adapters may be relative to the version's folder.
+    With `enable_lora`, `multi_lora.json` (names and paths) sets `lora_modules`. Relative paths start at the version's
+    folder.
 
-    The checkpoint is the option `model` (a path, relative to the version's folder, or a name on the hub), else
-    the version's folder itself; `speculative_model` and `generation_config` are found in the same way.
-    Raises `InvalidArgument`.
+    The checkpoint is the option `model` (a path or a name on the Hugging Face hub), or else the version's folder;
+    `speculative_model` and `generation_config` are resolved in the same way. Raises `InvalidArgument`.
     """
     options = read_object(version_directory / "model.json")
     options |= {

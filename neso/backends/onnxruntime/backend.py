@@ -23,7 +23,7 @@ from neso.server.tensor import DataType, Tensor
 class OnnxRuntimeBackend(TensorBackend):
     """One inference session per instance or, with the parameter `share_session_between_instances`, per device."""
 
-    heeds = frozenset({"optimization"})
+    implemented_fields = frozenset({"optimization"})
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)

@@ -1,4 +1,4 @@
-"""The backend `tensorrtllm`: TensorRT-LLM's Triton model, token ids in and out, on Neso's engine."""
+"""`TensorRtLlmBackend`: TensorRT-LLM's Triton model `tensorrt_llm` (token ids in and out) on Neso's engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neso.backends.llm.engine_backend import EngineBackend
 from neso.backends.llm.tensor_request import adapter_of_task
 from neso.backends.tensorrtllm import signature
 from neso.backends.tensorrtllm.settings import Settings, read_settings
-from neso.backends.tensorrtllm.token_request import RequestReader, TokenRequest, named_as_here
+from neso.backends.tensorrtllm.token_request import RequestReader, TokenRequest, convert_error
 from neso.backends.tensorrtllm.token_response import AnswerFormat, RequestAnswer, RowAnswer
 from neso.engine.config import EngineConfig
 from neso.generation import InvalidParameter, LoraRequest
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class TensorRtLlmBackend(EngineBackend):
-    """See `signature`. Each row of a batch is a request to the engine; a request with `stop` ends one by its id.
+    """Each batch row is a request to the engine. A request with the input `stop` stops another one by its id.
 
-    Of `dynamic_batching` it heeds the length of the queue: requests are batched while they run.
+    Of `dynamic_batching`, only `max_queue_size` is used: the engine batches requests in flight.
     """
 
-    heeds = frozenset({"dynamic_batching"})
+    implemented_fields = frozenset({"dynamic_batching"})
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -78,7 +78,7 @@ class TensorRtLlmBackend(EngineBackend):
             await self._load_adapters(self._settings.lora_prefetch_dir)
 
     async def _load_adapters(self, directory: Path) -> None:
-        """Load what `lora_prefetch_dir` holds, or nothing at all."""
+        """Load the adapters in `lora_prefetch_dir`. On an error, unload the model. Raises `InvalidArgument`."""
         try:
             for adapter in await asyncio.to_thread(lambda: list(read_adapters(directory))):
                 await self.load_lora(adapter)
@@ -90,7 +90,7 @@ class TensorRtLlmBackend(EngineBackend):
         request = stream.request
         if self._reader.stops(request):
             if not request.id:
-                raise InvalidArgument("stop: needs the id of the request that is to end")
+                raise InvalidArgument("stop: needs the id of the request to stop")
             self._running.stop(request.id)
             stream.finish()
             return
@@ -113,7 +113,7 @@ class TensorRtLlmBackend(EngineBackend):
                 raise
             answer.end()
         except InvalidParameter as error:
-            raise named_as_here(error) from None
+            raise convert_error(error) from None
 
     async def _generate_row(self, request: TokenRequest, answer: RequestAnswer, row: RowAnswer) -> None:
         async with aclosing(self.generate(request.generation)) as outputs:
@@ -122,7 +122,7 @@ class TensorRtLlmBackend(EngineBackend):
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all of it, or nothing more once some of it fails."""
+    """Run coroutines concurrently. If one fails, cancel the others."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         await asyncio.gather(*tasks)
@@ -133,27 +133,27 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 class RunningRequest:
-    """One that can be stopped: `stopped` is True then, and its task is cancelled once it has begun."""
+    """A request that can be stopped: sets `stopped` and cancels its task, if started."""
 
     def __init__(self) -> None:
         self.stopped = False
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """The current task works on it. Raises `CancelledError` if it is stopped already."""
+        """Register the current task. Raises `CancelledError` if the request was stopped before."""
         self._task = asyncio.current_task()
         if self.stopped:
             raise asyncio.CancelledError
 
     def stop(self) -> None:
-        """A task that has not begun is not cancelled: it would end without a word."""
+        """Stop the request. A task that has not started is not cancelled, because it could not send a response."""
         self.stopped = True
         if self._task is not None:
             self._task.cancel()
 
 
 class RunningRequests:
-    """Ids need not be unique: those that are alike are stopped together. Without an id a request cannot be."""
+    """Requests in flight by id. Ids need not be unique: requests with the same id are stopped together."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, set[RunningRequest]] = {}
@@ -166,20 +166,24 @@ class RunningRequests:
             self._by_id.setdefault(id, set()).add(request)
 
     def remove(self, id: str, request: RunningRequest) -> None:
-        """It has ended."""
+        """Remove an ended request."""
         requests = self._by_id.get(id, set())
         requests.discard(request)
         if not requests:
             self._by_id.pop(id, None)
 
     def stop(self, id: str) -> None:
-        """Stop the requests of this id; there may be none, they may have ended."""
+        """Stop the requests with this id, if any."""
         for request in tuple(self._by_id.get(id, ())):
             request.stop()
 
 
 def read_adapters(directory: Path) -> Iterator[LoraRequest]:
-    """Those of the folders whose names are numbers. Raises `InvalidArgument` that names the file."""
+    """Read TensorRT-LLM's prefetch directory: one folder per task id. Raises `InvalidArgument`.
+
+    DIRECTORY/7/model.lora_weights.npy    [1, rows, width]
+    DIRECTORY/7/model.lora_config.npy     [1, rows, 3]
+    """
     for folder in sorted(path for path in directory.iterdir() if path.is_dir() and path.name.isdecimal()):
         weights, config = (_read_array(folder / f"model.lora_{what}.npy") for what in ("weights", "config"))
         try:

@@ -1,4 +1,7 @@
-"""How the texts in a model's `parameters` are read. Each function raises `ValueError` that says what it expects."""
+"""TensorRT-LLM's `parameters` in config.pbtxt: parsers, and the option that each parameter sets.
+
+Parsers raise `ValueError` with the expected value as its message.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Read = Callable[[str], object]
+from neso.server.config.model_config import parse_bool
+
+Parser = Callable[[str], object]
 Paths = list[list[int]]
 
 
 def is_unset(text: str) -> bool:
-    """Whether a parameter says nothing: it is empty, or a placeholder of the template that nobody has filled."""
+    """Whether a parameter is empty, or an unfilled placeholder of TensorRT-LLM's template (`${name}`)."""
     return not text or (text.startswith("${") and text.endswith("}"))
 
 
@@ -20,15 +25,14 @@ def text(value: str) -> str:
 
 
 def boolean(value: str) -> bool:
-    if value.lower() in ("true", "1", "yes", "on"):
-        return True
-    if value.lower() in ("false", "0", "no", "off"):
-        return False
-    raise ValueError("true or false")
+    parsed = parse_bool(value)
+    if parsed is None:
+        raise ValueError("true or false")
+    return parsed
 
 
-def integer(low: int) -> Read:
-    """A whole number, at least `low`."""
+def integer(low: int) -> Parser:
+    """Parser of an integer >= `low`."""
 
     def read(value: str) -> int:
         try:
@@ -52,8 +56,8 @@ def fraction(value: str) -> float:
     return number
 
 
-def one_of(*choices: str) -> Read:
-    """One of some words; how they are spelled in the list is what they become."""
+def one_of(*choices: str) -> Parser:
+    """Parser of one of `choices`, ignoring case."""
     by_lower = {choice.lower(): choice for choice in choices}
 
     def read(value: str) -> str:
@@ -65,7 +69,7 @@ def one_of(*choices: str) -> Read:
 
 
 def integers(value: str) -> list[int]:
-    """Separated by commas."""
+    """Integers, separated by commas."""
     try:
         return [int(part) for part in value.split(",") if part.strip()]
     except ValueError:
@@ -73,7 +77,7 @@ def integers(value: str) -> list[int]:
 
 
 def window_sizes(value: str) -> int | list[int]:
-    """One number for all layers, or one for each."""
+    """One window size for all layers, or a list of sizes."""
     sizes = integers(value)
     if not sizes or min(sizes) < 1:
         raise ValueError("an integer, at least 1, or several for the layers, separated by commas")
@@ -81,7 +85,7 @@ def window_sizes(value: str) -> int | list[int]:
 
 
 def choices(value: str) -> Paths:
-    """A tree of guesses as TensorRT-LLM writes it: `{0}, {0, 0}, {0, 1}`."""
+    """A tree of draft tokens in TensorRT-LLM's notation: `{0}, {0, 0}, {0, 1}`."""
     try:
         paths = json.loads("[" + value.replace("{", "[").replace("}", "]") + "]")
     except ValueError:
@@ -97,111 +101,127 @@ def choices(value: str) -> Paths:
 BATCHING = one_of("inflight_fused_batching", "inflight_batching", "V1")
 POLICY = one_of("guaranteed_no_evict", "max_utilization")
 DECODING_MODES = ("top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "auto")
-GUIDES = one_of("xgrammar", "llguidance")
+GUIDED_DECODING_BACKENDS = one_of("xgrammar", "llguidance")
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One entry of `parameters`.
 
-    `option`: the engine's option that it becomes. `setting`: the backend heeds it itself. With neither it has no
-    effect, and `effect` says why; such a one is named in the log, unless it is `quiet`: the template always sets it.
+    - effect: description; for a parameter without effect, the reason
+    - option: the engine option that it sets
+    - setting: it is handled by the backend
+
+    A parameter with neither `option` nor `setting` has no effect, which is logged unless `quiet` (for parameters that
+    TensorRT-LLM's template always sets).
     """
 
     name: str
-    read: Read
+    parse: Parser
     effect: str
     option: str = ""
     setting: bool = False
     quiet: bool = False
 
 
-def _setting(name: str, read: Read, effect: str) -> Parameter:
-    return Parameter(name, read, effect, setting=True)
+def _setting(name: str, parse: Parser, effect: str) -> Parameter:
+    return Parameter(name, parse, effect, setting=True)
 
 
 PARAMETERS: tuple[Parameter, ...] = (
     _setting("gpt_model_path", text, "the model: an engine directory, a checkpoint or a GGUF file"),
-    Parameter("gpt_model_type", BATCHING, "batching in flight, or `V1`: static batches", "gpt_model_type"),
-    Parameter("batch_scheduler_policy", POLICY, "when requests begin", "batch_scheduler_policy"),
-    _setting("max_beam_width", integer(1), "the widest `beam_width` that a request may ask for"),
+    Parameter("gpt_model_type", BATCHING, "in-flight batching, or `V1`: static batches", "gpt_model_type"),
+    Parameter(
+        "batch_scheduler_policy", POLICY, "when waiting requests are admitted", "batch_scheduler_policy"
+    ),
+    _setting("max_beam_width", integer(1), "maximum `beam_width` of a request"),
     Parameter(
         "max_tokens_in_paged_kv_cache",
         integer(1),
-        "tokens that the KV cache holds at most",
+        "capacity of the KV cache in tokens",
         "max_tokens_in_paged_kv_cache",
     ),
     Parameter(
         "kv_cache_free_gpu_mem_fraction",
         fraction,
-        "share of the free memory that the KV cache may take, without a GPU of the machine's",
+        "fraction of the free memory for the KV cache: of the GPU, else of the machine",
         "kv_cache_free_gpu_mem_fraction",
     ),
-    _setting("kv_cache_host_memory_bytes", integer(0), "a second tier of the KV cache; needs a GPU"),
-    Parameter("enable_kv_cache_reuse", boolean, "prefixes are kept for reuse", "enable_prefix_caching"),
+    _setting("kv_cache_host_memory_bytes", integer(0), "size of the KV cache's host tier; needs a GPU"),
+    Parameter("enable_kv_cache_reuse", boolean, "prefix caching", "enable_prefix_caching"),
     Parameter(
         "max_attention_window_size",
         window_sizes,
-        "tokens that a layer sees; a list is for the layers, and begins again where it ends",
+        "sliding-window size; a list has one size per layer and is repeated if it is shorter",
         "max_attention_window_size",
     ),
-    Parameter("sink_token_length", integer(0), "first tokens that stay in sight", "sink_token_length"),
-    Parameter("max_num_tokens", integer(1), "tokens in a step", "max_num_batched_tokens"),
+    Parameter("sink_token_length", integer(0), "number of attention sink tokens", "sink_token_length"),
+    Parameter("max_num_tokens", integer(1), "maximum number of tokens in a step", "max_num_batched_tokens"),
     _setting(
-        "enable_chunked_context", boolean, "false: a prompt is split only where `max_num_tokens` needs it"
+        "enable_chunked_context", boolean, "false: prompts are only split if they exceed `max_num_tokens`"
     ),
-    Parameter("max_queue_size", integer(1), "requests that may wait; more are refused", "max_queue_size"),
-    Parameter("enable_trt_overlap", boolean, "the next step is scheduled while one runs", "enable_overlap"),
+    Parameter(
+        "max_queue_size",
+        integer(1),
+        "maximum number of waiting requests; further ones are rejected",
+        "max_queue_size",
+    ),
+    Parameter(
+        "enable_trt_overlap",
+        boolean,
+        "overlap scheduling: the next step is scheduled while one runs",
+        "enable_overlap",
+    ),
     _setting(
-        "exclude_input_in_output", boolean, "false: `output_ids` begin with the prompt, but for streams"
+        "exclude_input_in_output", boolean, "false: `output_ids` start with the prompt, except in streams"
     ),
-    _setting("decoding_mode", text, "how tokens are drawn; `redrafter`, `lookahead` and `eagle` are refused"),
-    Parameter("medusa_choices", choices, "Medusa's tree of guesses", "medusa_choices"),
-    _setting("tokenizer_dir", text, "where the tokenizer is, for guided decoding and texts"),
+    _setting("decoding_mode", text, "decoding mode; `redrafter`, `lookahead` and `eagle` are rejected"),
+    Parameter("medusa_choices", choices, "Medusa's tree of draft tokens", "medusa_choices"),
+    _setting("tokenizer_dir", text, "path of the tokenizer, for guided decoding and text"),
     Parameter(
         "lora_cache_max_adapter_size",
         integer(1),
-        "the largest rank of an adapter",
+        "maximum rank of an adapter",
         "lora_cache_max_adapter_size",
     ),
     Parameter(
         "lora_cache_host_memory_bytes",
         integer(1),
-        "memory of the adapters that are loaded",
+        "memory limit of loaded adapters",
         "lora_cache_host_memory_bytes",
     ),
-    _setting("lora_prefetch_dir", text, "adapters that are loaded at the start, by task id"),
-    _setting("encoder_model_path", text, "refused: models with an encoder are not run"),
-    _setting("num_nodes", integer(1), "more than 1 is refused"),
-    # From here on: without effect.
-    Parameter("lora_cache_optimal_adapter_size", integer(1), "there are no pages for it to size"),
+    _setting("lora_prefetch_dir", text, "directory of adapters to load with the model, by task id"),
+    _setting("encoder_model_path", text, "rejected: encoder-decoder models are not supported"),
+    _setting("num_nodes", integer(1), "values above 1 are rejected"),
+    # Parameters without effect.
+    Parameter("lora_cache_optimal_adapter_size", integer(1), "adapters are not paged"),
     Parameter("lora_cache_gpu_memory_fraction", fraction, "`lora_cache_host_memory_bytes` limits the cache"),
+    Parameter("normalize_log_probs", boolean, "log probabilities are always those of the full distribution"),
     Parameter(
-        "normalize_log_probs", boolean, "log probabilities are those of the whole distribution in any case"
+        "guided_decoding_backend", GUIDED_DECODING_BACKENDS, "grammars are always compiled by llguidance"
     ),
-    Parameter("guided_decoding_backend", GUIDES, "grammars are compiled by llguidance"),
-    Parameter("xgrammar_tokenizer_info_path", text, "grammars read the tokenizer itself"),
-    Parameter("gpu_device_ids", integers, "a model runs on the first GPU that CUDA_VISIBLE_DEVICES shows"),
-    Parameter("participant_ids", integers, "there are no ranks: one process runs a model"),
-    Parameter("executor_worker_path", text, "there are no workers of MPI", quiet=True),
-    Parameter("cancellation_check_period_ms", integer(0), "cancelling acts at once"),
-    Parameter("recv_poll_period_ms", integer(0), "requests are not polled for"),
+    Parameter("xgrammar_tokenizer_info_path", text, "grammars use the tokenizer directly"),
+    Parameter("gpu_device_ids", integers, "a model runs on the first GPU of CUDA_VISIBLE_DEVICES"),
+    Parameter("participant_ids", integers, "a model runs in one process, without MPI ranks"),
+    Parameter("executor_worker_path", text, "there are no MPI workers", quiet=True),
+    Parameter("cancellation_check_period_ms", integer(0), "cancellation takes effect immediately"),
+    Parameter("recv_poll_period_ms", integer(0), "requests are not polled"),
     Parameter("stats_check_period_ms", integer(0), "statistics are read when they are scraped"),
-    Parameter("iter_stats_max_iterations", integer(0), "statistics are counters, no records of steps"),
-    Parameter("request_stats_max_iterations", integer(0), "statistics are counters, no records of steps"),
-    Parameter("cross_kv_cache_fraction", fraction, "models with an encoder are not run"),
-    Parameter("eagle_choices", choices, "there is no EAGLE"),
-    Parameter("lookahead_window_size", integer(0), "there is no lookahead decoding"),
-    Parameter("lookahead_ngram_size", integer(0), "there is no lookahead decoding"),
-    Parameter("lookahead_verification_set_size", integer(0), "there is no lookahead decoding"),
-    Parameter("gpu_weights_percent", fraction, "weights are all on the device"),
-    Parameter("multi_block_mode", boolean, "the runner chooses its kernels"),
-    Parameter("enable_context_fmha_fp32_acc", boolean, "the runner chooses its kernels"),
-    Parameter("cuda_graph_mode", boolean, "graphs of decode steps are captured wherever they can be"),
-    Parameter("cuda_graph_cache_size", integer(0), "the runner says how many graphs it keeps"),
-    Parameter("speculative_decoding_fast_logits", boolean, "draft logits come as tensors"),
-    Parameter("kv_cache_onboard_blocks", boolean, "blocks always come back from the host"),
-    Parameter("FORCE_CPU_ONLY_INPUT_TENSORS", text, "tensors of requests are on the host", quiet=True),
+    Parameter("iter_stats_max_iterations", integer(0), "statistics are counters, not records of steps"),
+    Parameter("request_stats_max_iterations", integer(0), "statistics are counters, not records of steps"),
+    Parameter("cross_kv_cache_fraction", fraction, "encoder-decoder models are not supported"),
+    Parameter("eagle_choices", choices, "EAGLE is not supported"),
+    Parameter("lookahead_window_size", integer(0), "lookahead decoding is not supported"),
+    Parameter("lookahead_ngram_size", integer(0), "lookahead decoding is not supported"),
+    Parameter("lookahead_verification_set_size", integer(0), "lookahead decoding is not supported"),
+    Parameter("gpu_weights_percent", fraction, "all weights are on the device"),
+    Parameter("multi_block_mode", boolean, "the runner selects its kernels"),
+    Parameter("enable_context_fmha_fp32_acc", boolean, "the runner selects its kernels"),
+    Parameter("cuda_graph_mode", boolean, "CUDA graphs of decode steps are always captured if possible"),
+    Parameter("cuda_graph_cache_size", integer(0), "the runner determines the number of graphs"),
+    Parameter("speculative_decoding_fast_logits", boolean, "draft logits are passed as tensors"),
+    Parameter("kv_cache_onboard_blocks", boolean, "blocks are always loaded back from the host"),
+    Parameter("FORCE_CPU_ONLY_INPUT_TENSORS", text, "request tensors are on the host", quiet=True),
 )
 
 BY_NAME = {parameter.name: parameter for parameter in PARAMETERS}

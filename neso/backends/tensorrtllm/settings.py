@@ -1,4 +1,4 @@
-"""What a model's config.pbtxt says: to the engine, and to the backend."""
+"""Convert TensorRT-LLM's `parameters` to engine options and settings of the backend."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from neso.engine.weights.hub import ModelNotFound, resolve_model
 from neso.server.errors import InvalidArgument
 
 _TOKENIZER_FILE = "tokenizer.json"
-_INSTEAD_OF_MODE = {
-    "redrafter": "a draft model is the option speculative_model",
-    "lookahead": "guesses from the text itself are the option speculative: ngram",
-    "eagle": "a draft model is the option speculative_model, Medusa's heads are decoding_mode: medusa",
+_ALTERNATIVES = {
+    "redrafter": "for a draft model use the option speculative_model",
+    "lookahead": "for n-gram speculation use the option speculative: ngram",
+    "eagle": "for a draft model use the option speculative_model, for Medusa heads decoding_mode: medusa",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The `parameters` of one model, read. `warnings`: those that have no effect, with the reason."""
+    """Parsed `parameters` of a model. `warnings`: messages about parameters without effect."""
 
     engine: EngineConfig
     max_beam_width: int = 1
@@ -37,9 +37,9 @@ class Settings:
 
 
 def read_settings(config: Any, version_directory: Path, directory: Path) -> Settings:
-    """Raises `InvalidArgument` that names the parameter and says what is expected.
+    """Parse the `parameters` of a `ModelConfig`. Raises `InvalidArgument`.
 
-    Parameters that are none of TensorRT-LLM's may be options of the engine (`EngineConfig`); others are warned of.
+    Parameters that are not TensorRT-LLM's are options of the engine (`EngineConfig`); others cause a warning.
     """
     reader = _Reader(config, version_directory, directory)
     return reader.read()
@@ -59,12 +59,12 @@ class _Reader:
             if is_unset(value.string_value):
                 continue
             if name in BY_NAME:
-                self._take(name, value.string_value)
+                self._read_parameter(name, value.string_value)
             elif name in known:
                 self._options[name] = value.string_value
             else:
                 self._warnings.append(f"parameter '{name}' is not known, it is ignored")
-        self._refuse()
+        self._reject_unsupported()
         model = model_files(self._values.get("gpt_model_path"), *self._places)
         self._complete(model)
         try:
@@ -81,10 +81,10 @@ class _Reader:
             warnings=self._warnings,
         )
 
-    def _take(self, name: str, text: str) -> None:
+    def _read_parameter(self, name: str, text: str) -> None:
         parameter = BY_NAME[name]
         try:
-            value = parameter.read(text)
+            value = parameter.parse(text)
         except ValueError as expected:
             raise self._wrong(name, text, str(expected)) from None
         if parameter.option:
@@ -99,27 +99,26 @@ class _Reader:
             f"parameter '{name}' of model '{self._config.name}' is '{text}', expected {expected}"
         )
 
-    def _refuse(self) -> None:
-        """Refuse what cannot be run."""
+    def _reject_unsupported(self) -> None:
         mode = self._values.get("decoding_mode", "auto")
-        if mode in _INSTEAD_OF_MODE:
+        if mode in _ALTERNATIVES:
             raise InvalidArgument(
-                f"parameter 'decoding_mode' of model '{self._config.name}' is '{mode}', which is not there: "
-                f"{_INSTEAD_OF_MODE[mode]}"
+                f"parameter 'decoding_mode' of model '{self._config.name}' is '{mode}', which is not supported: "
+                f"{_ALTERNATIVES[mode]}"
             )
         if mode not in DECODING_MODES:
             raise self._wrong("decoding_mode", mode, f"one of {', '.join(DECODING_MODES)}")
         if "encoder_model_path" in self._values:
             raise InvalidArgument(
-                f"parameter 'encoder_model_path' of model '{self._config.name}': models with an encoder are not run, "
-                "leave it empty"
+                f"parameter 'encoder_model_path' of model '{self._config.name}': encoder-decoder models are not "
+                "supported, leave it empty"
             )
         nodes = self._values.get("num_nodes", 1)
         if nodes > 1:
             raise self._wrong("num_nodes", str(nodes), "1: one process runs a model")
 
     def _complete(self, model: Path) -> None:
-        """Options that follow from others, and TensorRT-LLM's defaults where they differ from the engine's."""
+        """Set options derived from others, and TensorRT-LLM's defaults where they differ from the engine's."""
         options, values = self._options, self._values
         options.setdefault("batch_scheduler_policy", "guaranteed_no_evict")
         options.setdefault("enable_lora", "auto")
@@ -138,14 +137,14 @@ class _Reader:
         self._tokenizer(model)
 
     def _limits(self) -> Mapping[str, int]:
-        """As many sequences at once as a batch may have, and room for their tokens in a step."""
+        """`max_num_seqs` from `max_batch_size`, `max_num_batched_tokens` with at least one token per sequence."""
         defaults = SchedulerConfig()
         options = {name: self._number(name) for name in _LIMITS & self._options.keys()}
         widest = max(int(self._config.max_batch_size), self._values.get("max_beam_width", 1))
         sequences = options.get("max_num_seqs", max(defaults.max_num_seqs, widest))
         tokens = options.get("max_num_batched_tokens", max(defaults.max_num_batched_tokens, sequences))
         if "max_num_batched_tokens" in options and "max_num_seqs" not in options:
-            sequences = min(sequences, tokens)  # each has a token in every step
+            sequences = min(sequences, tokens)  # each running sequence has a token in every step
         limits = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
         if self._values.get("enable_chunked_context") is False:
             limits["max_prefill_chunk"] = tokens
@@ -153,7 +152,7 @@ class _Reader:
         return {**limits, "max_queue_size": queue} if queue else limits
 
     def _number(self, name: str) -> int:
-        """An option that is a number, or is meant to be one."""
+        """An integer option. Raises `InvalidArgument`."""
         try:
             return int(str(self._options[name]))
         except ValueError:
@@ -171,7 +170,7 @@ class _Reader:
             )
 
     def _tokenizer(self, model: Path) -> None:
-        """`tokenizer_dir`, else the model's own, else none: token ids go in and come out."""
+        """Use `tokenizer_dir`, else the model's tokenizer, else none: requests and responses are token ids."""
         named = self._values.get("tokenizer_dir")
         if named is not None:
             self._options["tokenizer"] = str(self._model("tokenizer_dir", named))
@@ -179,7 +178,7 @@ class _Reader:
             self._options.setdefault("skip_tokenizer_init", "tokenizer" not in self._options)
 
     def _model(self, name: str, path: str) -> Path:
-        """A model's files by a path or a name."""
+        """Resolve a path or a name of a model."""
         try:
             return resolve_model(resolve_relative(Path(path).expanduser(), *self._places) or path)
         except ModelNotFound as error:
@@ -195,35 +194,39 @@ class _Reader:
 _LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})
 
 
-INSTEAD = "name a Hugging Face checkpoint, a GGUF file, or the directory that `neso build` makes of one"
+EXPECTED_MODEL = (
+    "name a Hugging Face checkpoint, a GGUF file, or the directory that `neso build` makes of one"
+)
 
 
 def model_files(path: str | None, version_directory: Path, model_directory: Path) -> Path:
-    """The model that `gpt_model_path` names, which the version's directory itself holds if it is unset.
+    """Resolve `gpt_model_path`; if unset, the model is in the version directory. Raises `InvalidArgument`.
 
-    Absolute, relative to the version's or the model's directory, or a name: of a shipped model, or on the hub.
-    Raises `InvalidArgument`.
+    The path is absolute, relative to the version's or the model's directory, the name of a shipped model, or a
+    Hugging Face name.
     """
     if path is None:
         found = version_directory
     else:
         found = resolve_relative(Path(path).expanduser(), version_directory, model_directory) or Path(path)
-    _refuse_foreign_engine(found)
+    _reject_trt_engine(found)
     try:
         resolved = resolve_model(found)
     except ModelNotFound as error:
         raise InvalidArgument(f"gpt_model_path: {error}") from None
     if resolved.is_dir() and not (resolved / "config.json").is_file():
         unset = "is not set, and " if path is None else ""
-        raise InvalidArgument(f"gpt_model_path: {unset}{resolved} holds no model (no config.json); {INSTEAD}")
+        raise InvalidArgument(
+            f"gpt_model_path: {unset}{resolved} holds no model (no config.json); {EXPECTED_MODEL}"
+        )
     return resolved
 
 
-def _refuse_foreign_engine(directory: Path) -> None:
-    """Engines of TensorRT, and the checkpoints that they are built from, are not read."""
+def _reject_trt_engine(directory: Path) -> None:
+    """Raises `InvalidArgument` for TensorRT engines and for checkpoints converted for TensorRT-LLM."""
     if any(directory.glob("*.engine")):
         raise InvalidArgument(
-            f"gpt_model_path: {directory} holds an engine of TensorRT, which only runs there; {INSTEAD}"
+            f"gpt_model_path: {directory} holds an engine of TensorRT, which only runs there; {EXPECTED_MODEL}"
         )
     try:
         config = json.loads((directory / "config.json").read_bytes())
@@ -231,5 +234,5 @@ def _refuse_foreign_engine(directory: Path) -> None:
         return
     if isinstance(config, dict) and ("pretrained_config" in config or "mapping" in config):
         raise InvalidArgument(
-            f"gpt_model_path: {directory} holds a model that was converted for TensorRT-LLM; {INSTEAD}"
+            f"gpt_model_path: {directory} holds a model that was converted for TensorRT-LLM; {EXPECTED_MODEL}"
         )

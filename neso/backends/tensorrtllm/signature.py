@@ -1,6 +1,7 @@
-"""The tensors of TensorRT-LLM's Triton model `tensorrt_llm`, by its config.pbtxt.
+"""Inputs and outputs of TensorRT-LLM's Triton model `tensorrt_llm`.
 
-Some inputs had other names once (`min_length`, `random_seed`, ...): both are listed, and a repository may have either.
+Some inputs had other names in older versions (`min_length`, `random_seed`, ...). Both names are listed, because a
+repository may use either.
 """
 
 from __future__ import annotations
@@ -81,13 +82,13 @@ OUTPUTS: tuple[TensorField, ...] = (
     TensorField("total_draft_tokens", "TYPE_INT32"),
     TensorField("num_input_tokens", "TYPE_INT32"),
     TensorField("num_output_tokens", "TYPE_INT32"),
-    # None of TensorRT-LLM's. Comes only where it is asked for by name, with `output_ids` that go on from other tokens.
+    # Not in TensorRT-LLM. Sent only if requested by name: the tokens before `output_ids`.
     TensorField("preceding_ids", "TYPE_INT32", (-1,)),
 )
 
 
 def complete(config: Any) -> None:
-    """Give a `ModelConfig` that lists no inputs, or no outputs, all of them; one that does keeps its own."""
+    """Add all inputs to a `ModelConfig` without inputs, and all outputs to one without outputs."""
     if not config.input:
         add_inputs(config, INPUTS)
     if not config.output:

@@ -1,4 +1,4 @@
-"""Reads requests for tokens out of the tensors of one request: each row of a batch is one."""
+"""Convert request tensors to generation requests, one per batch row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neso.server.errors import InvalidArgument
 from neso.server.inference_request import InferenceRequest
 
 NO_END = -1
-"""`end_id` of a request that only its length ends."""
+"""`end_id` of a request without an end token."""
 
 _SAMPLING = (
     *("temperature", "runtime_top_k", "runtime_top_p", "runtime_top_p_min", "runtime_top_p_decay"),
@@ -23,7 +23,7 @@ _SAMPLING = (
     *("len_penalty", "early_stopping", "beam_search_diversity_rate", "beam_width", "num_return_sequences"),
     *("min_length", "min_tokens", "random_seed", "seed"),
 )
-"""Inputs of one element that are sampling parameters; of two names of one thing the newer comes later."""
+"""Scalar inputs that are sampling parameters. Of two names of a parameter, the newer one comes later."""
 
 _NAMES = {
     "length_penalty": "len_penalty",
@@ -40,26 +40,26 @@ _NAMES = {
     "top_p_min": "runtime_top_p_min",
     "top_p_reset_ids": "runtime_top_p_reset_ids",
 }
-"""Of parameters, as the tensors are named here: for errors."""
+"""Parameter name -> tensor name, for error messages."""
 
-_REFUSED = {
+_UNSUPPORTED = {
     "encoder_input_features": "models with an encoder are not run",
     "cross_attention_mask": "models with an encoder are not run",
-    "mrope_rotary_cos_sin": "positions in three dimensions are not supported",
-    "context_phase_params": "a prompt and its answer are computed by the same engine here",
-    "lookahead_window_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
-    "lookahead_ngram_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
-    "lookahead_verification_set_size": "there is no lookahead decoding; `speculative: ngram` guesses from the text",
+    "mrope_rotary_cos_sin": "multimodal rotary embeddings (mRoPE) are not supported",
+    "context_phase_params": "disaggregated serving is not supported",
+    "lookahead_window_size": "there is no lookahead decoding; use `speculative: ngram`",
+    "lookahead_ngram_size": "there is no lookahead decoding; use `speculative: ngram`",
+    "lookahead_verification_set_size": "there is no lookahead decoding; use `speculative: ngram`",
 }
-"""Inputs that cannot be honoured."""
+"""Unsupported inputs, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRequest:
-    """One row: what to generate, and what of it the client wants.
+    """One row of a batch.
 
-    `wanted`: the names behind `return_` in the inputs that are true. `end_id`: the token that ends it and that is not
-    part of the output; `NO_END`: none.
+    - end_id: token that ends the sequence and is not part of the output; `NO_END`: none
+    - wanted: names of the true inputs `return_<name>`
     """
 
     generation: GenerationRequest
@@ -76,13 +76,13 @@ class TokenRequest:
 
     @property
     def num_responses(self) -> int:
-        """Sequences that are answered one by one; beams come together."""
+        """Number of separate responses: one per sequence; one for all beams."""
         sampling = self.generation.sampling
         return 1 if sampling.uses_beams else sampling.n
 
 
 class RequestReader:
-    """For a model with these settings; `batched`: its tensors have a batch dimension."""
+    """Reads the requests of a model. `batched`: tensors have a batch dimension."""
 
     def __init__(self, settings: Settings, *, batched: bool, decoupled: bool) -> None:
         self._settings = settings
@@ -90,7 +90,7 @@ class RequestReader:
         self._decoupled = decoupled
 
     def rows(self, request: InferenceRequest) -> list[TokenRequest]:
-        """Raises `InvalidArgument` that names what is wrong."""
+        """Read all rows of a request. Raises `InvalidArgument`."""
         first = request.inputs.get("input_ids")
         if first is None:
             raise InvalidArgument("input_ids: is missing")
@@ -103,17 +103,17 @@ class RequestReader:
         return rows
 
     def stops(self, request: InferenceRequest) -> bool:
-        """Whether a request is to end another one."""
+        """Whether a request asks to stop another one."""
         tensor = request.inputs.get("stop")
         return tensor is not None and bool(tensor.array.any())
 
     def _read(self, row: _Row) -> TokenRequest:
-        for name, reason in _REFUSED.items():
+        for name, reason in _UNSUPPORTED.items():
             if row.has(name):
                 raise InvalidArgument(f"{name}: {reason}")
         if row.scalar("skip_cross_attn_blocks", False):
             raise InvalidArgument("skip_cross_attn_blocks: models with an encoder are not run")
-        # Preprocessing gives every model one token to begin its decoder with; decoders alone have no use for it.
+        # Preprocessing sends one decoder start token for all models; decoder-only models ignore it.
         if row.has("decoder_input_ids") and row.array("decoder_input_ids").size > 1:
             raise InvalidArgument("decoder_input_ids: models with an encoder are not run")
         wanted, streaming = row.wanted(), bool(row.scalar("streaming", False))
@@ -124,7 +124,7 @@ class RequestReader:
         except InvalidParameter as error:
             if error.field == "min_tokens" and not row.has("min_tokens"):
                 raise InvalidArgument(f"min_length: {error.message}") from None
-            raise named_as_here(error) from None
+            raise convert_error(error) from None
         return TokenRequest(
             generation=GenerationRequest(
                 row.prompt(),
@@ -148,7 +148,7 @@ class RequestReader:
 
     def _sampling(self, row: _Row, end_id: int, wanted: frozenset[str]) -> dict[str, Any]:
         values: dict[str, Any] = {
-            # As TensorRT-LLM has them, where other defaults are usual elsewhere.
+            # TensorRT-LLM's defaults that differ from Neso's.
             "min_tokens": 1,
             "len_penalty": 0.0,
             "early_stopping": True,
@@ -176,7 +176,7 @@ class RequestReader:
         return values
 
     def _choose_decoding(self, values: dict[str, Any]) -> None:
-        """Beams or draws: which of top_k and top_p count, and what it means that they are not given."""
+        """Choose beam search, sampling or greedy decoding, by `decoding_mode`, `beam_width`, `top_k` and `top_p`."""
         width, mode = values.get("beam_width", 1), self._settings.decoding_mode
         if width > self._settings.max_beam_width:
             raise InvalidArgument(
@@ -191,8 +191,8 @@ class RequestReader:
         for name in ("runtime_top_p", "runtime_top_p_min"):
             if values.get(name, 1) <= 0:
                 del values[name]
-        drawn = values.get("runtime_top_k", 0) > 0 or "runtime_top_p" in values
-        if width == 1 and (mode == "beam_search" or not drawn) and values.get("temperature", 0) >= 0:
+        sampled = values.get("runtime_top_k", 0) > 0 or "runtime_top_p" in values
+        if width == 1 and (mode == "beam_search" or not sampled) and values.get("temperature", 0) >= 0:
             values["temperature"] = 0.0
 
 
@@ -200,7 +200,7 @@ _CANONICAL = {"min_length": "min_tokens", "random_seed": "seed"}
 
 
 def _check_single(rows: list[TokenRequest]) -> None:
-    """A model that is not decoupled gives one response."""
+    """Raises `InvalidArgument` for requests with several responses, for models that are not decoupled."""
     if len(rows) > 1:
         raise InvalidArgument(
             "a batch of several sequences needs a decoupled model: each is answered by itself"
@@ -216,14 +216,14 @@ def _check_single(rows: list[TokenRequest]) -> None:
         )
 
 
-def named_as_here(error: InvalidParameter) -> InvalidArgument:
-    """The error about a parameter, by the name of its tensor."""
+def convert_error(error: InvalidParameter) -> InvalidArgument:
+    """Convert an error about a parameter, with the name of its tensor."""
     return InvalidArgument(f"{_NAMES.get(error.field, error.field)}: {error.message}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The tensors of one row; `number` None: they have no batch dimension. Those without elements are not there."""
+    """The tensors of one row. `number` None: there is no batch dimension. Empty tensors count as absent."""
 
     request: InferenceRequest
     number: int | None
@@ -233,7 +233,7 @@ class _Row:
         return tensor is not None and tensor.array.size > 0
 
     def scalar(self, name: str, default: Any = None) -> Any:
-        """The one element of a tensor, as a Python value."""
+        """The single element of a tensor, as a Python value."""
         if not self.has(name):
             return default
         values = self.request.inputs[name].array
@@ -258,7 +258,7 @@ class _Row:
         return text
 
     def prompt(self) -> list[int]:
-        """The first `input_lengths` of `input_ids`: what is behind them is padding."""
+        """The first `input_lengths` tokens of `input_ids`; the rest is padding."""
         ids = self.array("input_ids").reshape(-1)
         length = self.scalar("input_lengths", len(ids))
         if not 0 < length <= len(ids):
@@ -288,14 +288,14 @@ class _Row:
 
 
 RANGES = tuple(f"retention_token_range_{what}" for what in ("starts", "ends", "priorities", "durations_ms"))
-"""Tensors of one value a range; -1 in the second: to the end of the prompt, in the last: for ever."""
+"""Tensors with one value per token range. -1 as end: end of the prompt; -1 as duration: forever."""
 _UNSET = -1
 
 
 def read_retention(
     ranges: list[npt.NDArray[Any] | None], decode_priority: int | None, decode_duration_ms: int | None
 ) -> CacheRetention | None:
-    """`ranges` are the tensors of `RANGES`, None for those that are not there.
+    """Read the KV-cache retention of a request. `ranges`: the tensors `RANGES`, None for absent ones.
 
     Raises `InvalidArgument`, `InvalidParameter`.
     """
@@ -331,9 +331,9 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def read_words(name: str, array: npt.NDArray[Any]) -> Words:
-    """The words in int32[2, N]: the tokens of all in the first row, in the second where each ends, then -1.
+    """Read a word list int32[2, N]: concatenated token ids, and the end offset of each word, then -1.
 
-    [[5, 7, 9], [1, 3, -1]] is (5,) and (7, 9). Raises `InvalidArgument`.
+    [[5, 7, 9], [1, 3, -1]] contains the words (5,) and (7, 9). Raises `InvalidArgument`.
     """
     if array.ndim != 2 or len(array) != 2:
         raise InvalidArgument(f"{name}: must have the shape [2, -1], got {list(array.shape)}")
@@ -345,8 +345,8 @@ def read_words(name: str, array: npt.NDArray[Any]) -> Words:
             break
         if not start < end <= len(tokens):
             raise InvalidArgument(
-                f"{name}: the second row must say where words end, rising, at most {len(tokens)}, and then be -1; "
-                f"got {ends}"
+                f"{name}: the second row must say where words end: ascending offsets, at most {len(tokens)}, "
+                f"then -1; got {ends}"
             )
         words.append(tuple(tokens[start:end]))
         start = end

@@ -1,4 +1,4 @@
-"""Writes the tokens of one row of a request as tensors."""
+"""Convert generated tokens to response tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.tensor import DataType, Tensor
 
 NO_TOKEN = -1
-"""Behind the shorter of several sequences, if the client names no `pad_id`."""
+"""Padding of shorter sequences, if the request has no `pad_id`."""
 NUM_PRECEDING = 8
-"""Tokens that are enough to say what the next ones add to a text."""
+"""Length of `preceding_ids`: enough context to detokenize the next tokens."""
 
 
 class AnswerFormat:
-    """What of a model decides how its tensors look.
+    """Tensor format of a model.
 
-    `batched`: there is a batch dimension, of one, around each. `logits`: their datatypes by the outputs' names.
+    - batched: tensors have a batch dimension of 1
+    - logits: datatypes of logits outputs by name
     """
 
     def __init__(self, batched: bool, block_size: int, logits: dict[str, DataType]) -> None:
@@ -36,7 +37,7 @@ class AnswerFormat:
         self._length_one = self.tensor("sequence_length", DataType.INT32, np.ones(1, np.int32))
 
     def lengths(self, lengths: list[int]) -> Tensor:
-        """`sequence_length`. In streams it is nearly always one, and then the same tensor."""
+        """The tensor `sequence_length`. The most common value in streams, [1], is cached."""
         if lengths == [1]:
             return self._length_one
         return self.tensor("sequence_length", DataType.INT32, np.array(lengths, np.int32))
@@ -48,14 +49,14 @@ class AnswerFormat:
         return self.tensor(name, datatype, np.array([value], datatype.dtype))
 
     def floats(self, name: str, array: FloatRows) -> Tensor:
-        """Logits, in the type that the configuration has for them."""
+        """A logits tensor, converted to its configured datatype."""
         datatype = self._logits.get(name, DataType.FP32)
         return self.tensor(name, datatype, array.astype(datatype.dtype, copy=False))
 
 
 @dataclass(slots=True)
 class _Gained:
-    """What a sequence has gained since its last response."""
+    """Tokens and scores of a sequence since its last response."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -64,7 +65,7 @@ class _Gained:
     answered: bool = False
 
     def add(self, delta: Completion, end_id: int) -> None:
-        """Without the token that ends the sequence: it is not part of the output."""
+        """Add a delta, without the end token."""
         tokens, count = delta.token_ids, len(delta.token_ids)
         if delta.finish_reason is FinishReason.STOP and count and tokens[-1] == end_id:
             count -= 1
@@ -78,7 +79,7 @@ class _Gained:
             self.logits.append(delta.generation_logits[:count])
 
     def clear(self) -> None:
-        """It has been sent."""
+        """Reset after a response."""
         self.tokens = []
         if self.log_probs:
             self.log_probs = []
@@ -87,33 +88,33 @@ class _Gained:
 
 
 class RowAnswer:
-    """Gathers what is generated for one row, and makes its responses.
+    """Collects the output of one row and creates its responses.
 
-    Of drawn sequences each has its own: with every step if streaming, else when it ends. Beams have one together.
-    A stream has the new tokens only; others have all, behind the prompt unless it is excluded.
+    Each sequence has its own responses: one per step if streaming, else one at the end. All beams share one response.
+    Streamed responses have the new tokens only; others have all tokens after the prompt, which may be excluded.
     """
 
     def __init__(
-        self, request: TokenRequest, format: AnswerFormat, row: int | None, *, tells_preceding: bool = False
+        self, request: TokenRequest, format: AnswerFormat, row: int | None, *, send_preceding: bool = False
     ) -> None:
-        """`row`: its number among several of a batch, else None. `tells_preceding`: what tokens came before, too."""
+        """`row`: batch index; None for a batch of one. `send_preceding`: add the output `preceding_ids`."""
         sampling = request.generation.sampling
         self._request, self._format, self._row = request, format, row
         self._beams = sampling.uses_beams
         self._streams = request.streaming and not self._beams
         self._in_front = [] if request.exclude_input or self._streams else request.prompt
         self._sequences = [_Gained() for _ in range(sampling.n)]
-        tails = tells_preceding and not self._in_front
+        tails = send_preceding and not self._in_front
         self._tails = [request.prompt[-NUM_PRECEDING:] for _ in self._sequences] if tails else None
         self._context_logits: FloatRows | None = None
         self._usage = Usage(len(request.prompt))
         self._arrived = time.monotonic_ns()
         self._scheduled = self._first = 0
         self.num_open = request.num_responses
-        """Of the sequences that are answered one by one, those that are not done."""
+        """Number of unfinished sequences."""
 
     def take(self, output: GenerationOutput) -> Iterator[list[Tensor]]:
-        """The outputs of the responses that are due now."""
+        """Add an engine output and yield the tensors of the responses that are complete."""
         self._usage = output.usage
         if not self._first:
             self._first = time.monotonic_ns()
@@ -133,7 +134,7 @@ class RowAnswer:
             yield self._respond(range(len(sequences)), ends=True)
 
     def rest(self) -> Iterator[list[Tensor]]:
-        """The last responses of what was stopped: what there is of each sequence."""
+        """Yield the final responses of a stopped request."""
         if self._beams:
             if self.num_open:
                 yield self._respond(range(len(self._sequences)), ends=True)
@@ -170,14 +171,14 @@ class RowAnswer:
         ]
 
     def _preceding(self, index: int, gained: _Gained) -> Tensor:
-        """`preceding_ids` int32[at most NUM_PRECEDING]: the tokens before these. Beams all go on from the prompt."""
+        """`preceding_ids` int32[<= NUM_PRECEDING]: the tokens before these; for beams, the end of the prompt."""
         assert self._tails is not None
         tail = self._tails[index]
         self._tails[index] = (tail + gained.tokens)[-NUM_PRECEDING:]
         return self._format.tensor("preceding_ids", DataType.INT32, np.array(tail, np.int32))
 
     def _wanted(self, gained: list[_Gained], ends: bool) -> list[Tensor]:
-        """What the inputs whose names begin with return_ ask for."""
+        """Outputs requested by inputs `return_<name>`."""
         wanted, format = self._request.wanted, self._format
         tensors = []
         if "log_probs" in wanted:
@@ -203,7 +204,7 @@ class RowAnswer:
         return tensors
 
     def _performance(self) -> list[Tensor]:
-        """Blocks of the cache, times in ns of the monotonic clock, and what became of a draft."""
+        """KV-cache blocks, times in ns of the monotonic clock, and draft token acceptance."""
         usage, size = self._usage, self._format.block_size
         blocks = -(-(usage.prompt_tokens + usage.completion_tokens) // size)
         reused = usage.cached_tokens // size
@@ -240,7 +241,7 @@ def _padded_floats(rows: list[FloatRows]) -> FloatRows:
 
 
 class RequestAnswer:
-    """Sends what its `rows` have to say; the response with which the last sequence ends is the final one."""
+    """Sends the responses of all rows of a request. The response that ends the last sequence is final."""
 
     def __init__(
         self,
@@ -253,19 +254,19 @@ class RequestAnswer:
         several = len(requests) > 1
         preceding = "preceding_ids" in stream.request.requested_outputs
         self.rows = [
-            RowAnswer(request, format, number if several else None, tells_preceding=preceding)
+            RowAnswer(request, format, number if several else None, send_preceding=preceding)
             for number, request in enumerate(requests)
         ]
         stream.begin_generation(None if several else requests[0].generation)
 
     def take(self, row: RowAnswer, output: GenerationOutput) -> None:
-        """A row has gained tokens."""
+        """Add an engine output of a row and send the complete responses."""
         self._stream.observe_generation(output)
         for tensors in row.take(output):
             self._send(tensors)
 
     def end(self) -> None:
-        """The request was stopped: answer with what there is."""
+        """Send the final responses of a stopped request."""
         for row in self.rows:
             for tensors in row.rest():
                 self._send(tensors)

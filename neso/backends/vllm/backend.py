@@ -1,4 +1,4 @@
-"""The backend itself: an engine of vLLM behind tensors, and behind the faces that front ends for text know."""
+"""`VllmBackend`: serves a vLLM engine as tensors, and through the text-generation and pooling interfaces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from neso.backends.vllm.tensors import (
 from neso.backends.vllm.text_models import VllmLanguageModel, VllmPoolingModel, text_tools, vector_of
 from neso.generation import InvalidParameter, LanguageModel, PoolingModel
 from neso.server.backend import Backend, ModelContext
-from neso.server.config.model_config import string_parameter
+from neso.server.config.model_config import parse_bool, string_parameter
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.log import request_fields
@@ -42,7 +42,7 @@ UNHEALTHY = "vLLM engine is not healthy and model will be unloaded"
 
 
 class VllmBackend(Backend):
-    """Every request is vLLM's as soon as it comes: what runs together is up to its scheduler."""
+    """Submits each request to vLLM immediately; vLLM's scheduler does the batching."""
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -51,11 +51,11 @@ class VllmBackend(Backend):
         self._adapters = Adapters(library.lora_request, enabled=False)
         self._language_model: VllmLanguageModel | None = None
         self._pooling_model: VllmPoolingModel | None = None
-        self._checks_health = _switched_on(context.config, "ENABLE_VLLM_HEALTH_CHECK")
+        self._checks_health = bool(parse_bool(string_parameter(context.config, "ENABLE_VLLM_HEALTH_CHECK")))
         self._unhealthy = False
         self._unloading: asyncio.Task[None] | None = None
-        self._types = library.sampling_fields()
-        self._form = library.structured_outputs_fields()
+        self._sampling_types = library.sampling_fields()
+        self._structured_output_fields = library.structured_outputs_fields()
 
     @classmethod
     def auto_complete(
@@ -69,9 +69,11 @@ class VllmBackend(Backend):
         files = ModelFiles.read(context.version_directory)
         arguments, ignored = await asyncio.to_thread(library.engine_arguments, files.arguments)
         if ignored:
-            logger.warning("model '%s': arguments without effect: %s", context.name, ", ".join(ignored))
+            logger.warning(
+                "model '%s': engine arguments without effect: %s", context.name, ", ".join(ignored)
+            )
         self._metrics = self._make_metrics(arguments)
-        arguments.disable_log_stats = self._metrics is None  # else they are kept for nobody
+        arguments.disable_log_stats = self._metrics is None  # statistics are only collected for metrics
         try:
             engine = await VllmEngine.start(arguments, self._metrics.record if self._metrics else None)
         except BaseException:
@@ -81,19 +83,19 @@ class VllmBackend(Backend):
         self._engine = engine
         self._adapters = Adapters(library.lora_request, files.adapters, enabled=bool(arguments.enable_lora))
         try:
-            await self._open_faces(engine, arguments)
+            await self._create_text_models(engine, arguments)
         except BaseException:
             await self.unload()
             raise
-        if gc.get_freeze_count():  # the server has settled: it leaves alone what came with vLLM, too
+        if gc.get_freeze_count():  # the server has frozen its objects; freeze vLLM's modules too
             await asyncio.to_thread(release_memory)
         logger.info(
             "model '%s' on vLLM %s in %.1f s, context %d tokens",
             *(context.name, library.VERSION, time.perf_counter() - started, engine.max_model_len),
         )
 
-    async def _open_faces(self, engine: VllmEngine, arguments: Any) -> None:
-        """What front ends for text see of the model."""
+    async def _create_text_models(self, engine: VllmEngine, arguments: Any) -> None:
+        """Create the text-generation and pooling interfaces of the model, as far as it supports them."""
         tokenizer = None if arguments.skip_tokenizer_init else await engine.tokenizer()
         source, revision = arguments.tokenizer, arguments.tokenizer_revision
         if not source:
@@ -110,9 +112,10 @@ class VllmBackend(Backend):
             self._pooling_model = VllmPoolingModel(engine, text)
 
     def _make_metrics(self, arguments: Any) -> VllmMetrics | None:
-        """None unless the configuration asks for them, as in Triton, and the engine keeps statistics."""
+        """None unless `REPORT_CUSTOM_METRICS` is set, as in Triton, and the engine collects statistics."""
         context = self.context
-        if not _switched_on(context.config, "REPORT_CUSTOM_METRICS") or arguments.disable_log_stats:
+        enabled = parse_bool(string_parameter(context.config, "REPORT_CUSTOM_METRICS"))
+        if not enabled or arguments.disable_log_stats:
             return None
         return VllmMetrics(
             context.core.metrics,
@@ -136,7 +139,7 @@ class VllmBackend(Backend):
 
     @property
     def engine(self) -> VllmEngine:
-        """The engine, once loaded."""
+        """The engine. Only available after `load`."""
         assert self._engine is not None, "the model is not loaded"
         return self._engine
 
@@ -154,11 +157,11 @@ class VllmBackend(Backend):
         self.request_tasks.start(request, self._answer(request))
 
     async def _answer(self, stream: ResponseStream) -> None:
-        """Answer one request; what goes wrong becomes the response."""
+        """Process one request. Errors are sent as a response."""
         stream.timeline.response_start = stream.timeline.queue_start
         try:
             if self._checks_health and not await self.engine.healthy():
-                self._give_up(stream)
+                self._handle_unhealthy(stream)
                 return
             request = read_request(stream.request)
             if isinstance(request, EmbeddingRequest):
@@ -175,8 +178,8 @@ class VllmBackend(Backend):
             logger.exception("model '%s' failed", self.context.name, extra=request_fields(stream))
             self._fail(stream, InternalError(f"Error generating stream: {error}"))
 
-    def _give_up(self, stream: ResponseStream) -> None:
-        """End a request whose engine is not well, and unload the model where models may be unloaded, as Triton does."""
+    def _handle_unhealthy(self, stream: ResponseStream) -> None:
+        """Fail the request and unload the model, as Triton does, if the model control mode allows it."""
         stream.fail(Unavailable(UNHEALTHY))
         self._unhealthy = True
         if self._unloading is None:
@@ -186,7 +189,9 @@ class VllmBackend(Backend):
     async def _unload_model(self) -> None:
         try:
             await self.context.core.unload_model(self.context.name)
-        except ServerError as error:  # not in this control mode: the model stays, and is not ready
+        except (
+            ServerError
+        ) as error:  # not allowed in this model control mode: the model stays, but is not ready
             logger.error("model '%s' stays loaded: %s", self.context.name, error)
 
     async def _generate(self, stream: ResponseStream, request: TextRequest) -> None:
@@ -195,7 +200,7 @@ class VllmBackend(Backend):
             raise InvalidArgument(
                 f"model '{self.context.name}' gives vectors, not text: send embedding_request"
             )
-        values = parse_sampling_values(request.values, self._types, self._form)
+        values = parse_sampling_values(request.values, self._sampling_types, self._structured_output_fields)
         params = self.engine.sampling_params(values, stream=request.stream)
         prompt: dict[str, Any] = {"prompt": request.prompt}
         if request.images:
@@ -227,7 +232,7 @@ class VllmBackend(Backend):
         stream.send(InferenceResponse(context.name, context.version, outputs=tensors), final=final)
 
     def _fail(self, stream: ResponseStream, error: ServerError, text: str = "N/A") -> None:
-        """End with an error; a text comes with it, as from Triton's backend, where a protocol carries both."""
+        """Send an error together with an output, as Triton's backend does; some protocols transmit both."""
         context = self.context
         stream.send(
             InferenceResponse(
@@ -238,8 +243,3 @@ class VllmBackend(Backend):
             ),
             final=True,
         )
-
-
-def _switched_on(config: Any, name: str) -> bool:
-    """Whether a parameter of the configuration says so."""
-    return string_parameter(config, name).strip().lower() in ("true", "yes", "1", "on")

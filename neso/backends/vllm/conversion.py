@@ -1,4 +1,4 @@
-"""From Neso's requests for text to vLLM's, and from vLLM's outputs to Neso's."""
+"""Conversion of requests and sampling parameters to vLLM's, and of vLLM's outputs to Neso's."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from neso.generation import (
 )
 
 IMAGES = "multi_modal_data"
-"""Their key in vLLM's `TextPrompt` and `TokensPrompt`."""
+"""Key of images in vLLM's `TextPrompt` and `TokensPrompt`."""
 
 _REASONS = {reason.value: reason for reason in FinishReason}
-"""vLLM has names of its own for other ends, such as a repetition that it detects: they are stops."""
+"""Other finish reasons of vLLM, such as a detected repetition, are mapped to STOP."""
 
 
 def reject_unsupported_inputs(request: GenerationRequest) -> None:
-    """Raises `InvalidParameter` for what prompts of vLLM cannot hold."""
+    """Raises `InvalidParameter` for inputs that vLLM prompts do not support."""
     for name in ("prompt_embeds", "prompt_embedding_table", "draft"):
         if getattr(request, name) is not None:
-            raise InvalidParameter(name, "models on vLLM do not take it")
+            raise InvalidParameter(name, "is not supported by models on vLLM")
 
 
 def prompt_of(token_ids: list[int], images: Sequence[Any], cache_salt: str) -> dict[str, Any]:
-    """vLLM's `TokensPrompt`. Reads images, which blocks. Raises `InvalidParameter("images", …)`."""
+    """Create vLLM's `TokensPrompt`. Blocks if there are images. Raises `InvalidParameter("images", ...)`."""
     prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
     if images:
         prompt[IMAGES] = image_data(images)
@@ -46,12 +46,12 @@ def prompt_of(token_ids: list[int], images: Sequence[Any], cache_salt: str) -> d
 
 
 def image_data(images: Sequence[Any]) -> dict[str, list[Any]]:
-    """vLLM's `multi_modal_data` of images. Blocks. Raises `InvalidParameter("images", …)`."""
+    """Create vLLM's `multi_modal_data`. Blocks. Raises `InvalidParameter("images", ...)`."""
     return {"image": [open_image(image) for image in images]}
 
 
 class OutputConverter:
-    """Makes the outputs of one request from vLLM's, whose completions are deltas."""
+    """Converts the outputs of one request. vLLM's completions must be deltas."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
@@ -59,7 +59,7 @@ class OutputConverter:
         self._first = True
 
     def of(self, output: Any) -> GenerationOutput:
-        """Neso's output of a `RequestOutput`."""
+        """Convert a `RequestOutput`."""
         deltas = [self._delta(completion) for completion in output.outputs]
         self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
         prompt_ids = output.prompt_token_ids or []
@@ -97,24 +97,24 @@ class OutputConverter:
         )
 
 
-def token_logprobs(token: int, position: Mapping[int, Any], most: int) -> TokenLogprobs:
-    """Of one position: the token there, and the `most` likely ones (-1: all)."""
+def token_logprobs(token: int, position: Mapping[int, Any], count: int) -> TokenLogprobs:
+    """Log probabilities of one position: of the token, and of the `count` most likely tokens (-1: all)."""
     own = position[token]
     ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
     top = tuple(
         (other, entry.logprob, entry.decoded_token or "")
         for other, entry in ranked
-        if most < 0 or (entry.rank is not None and entry.rank <= most)
+        if count < 0 or (entry.rank is not None and entry.rank <= count)
     )
     return TokenLogprobs(token, own.decoded_token or "", own.logprob, own.rank or 0, top)
 
 
-def _prompt_logprobs(output: Any, most: int | None) -> list[TokenLogprobs | None] | None:
-    """One entry a token of the prompt, None for the first."""
-    if output.prompt_logprobs is None or most is None:
+def _prompt_logprobs(output: Any, count: int | None) -> list[TokenLogprobs | None] | None:
+    """One entry per prompt token, None for the first."""
+    if output.prompt_logprobs is None or count is None:
         return None
     return [
-        token_logprobs(token, position, most) if position else None
+        token_logprobs(token, position, count) if position else None
         for token, position in zip(output.prompt_token_ids, output.prompt_logprobs, strict=False)
     ]
 
@@ -123,19 +123,22 @@ _STRUCTURED_OUTPUT_NAMES = ("structured_outputs", "guided_decoding")
 
 
 def parse_sampling_values(
-    values: Mapping[str, Any], types: Mapping[str, Any], form: frozenset[str]
+    values: Mapping[str, Any], types: Mapping[str, Any], structured_fields: frozenset[str]
 ) -> dict[str, Any]:
-    """vLLM's sampling parameters among JSON values or request parameters, which have neither lists nor objects.
+    """Convert JSON values or request parameters to vLLM's sampling parameters. Raises `InvalidParameter`.
 
-    `types`: names and types of the parameters. `form`: the fields of a form of the output. Strings become what the
-    parameter is; lists and objects may be JSON text. Raises `InvalidParameter`.
+    Strings are converted to the parameter's type; lists and objects may be JSON text, because request parameters
+    cannot hold them.
+
+    - types: parameter types by name
+    - structured_fields: fields of vLLM's structured outputs
     """
     converted = {}
     for name, value in values.items():
         if value is None:
             continue
         if name in _STRUCTURED_OUTPUT_NAMES:
-            converted[name] = _parse_structured_outputs(name, value, form)
+            converted[name] = _parse_structured_outputs(name, value, structured_fields)
         elif name not in types:
             raise InvalidParameter(name, "vLLM has no such sampling parameter")
         else:
@@ -148,19 +151,19 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         try:
             return msgspec.convert(orjson.loads(value), kind, strict=False)
         except (orjson.JSONDecodeError, msgspec.ValidationError):
-            pass  # a text that begins so, such as a stop string
+            pass  # a text with such a first character, e.g. a stop string
         except TypeError:
             return orjson.loads(value)
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidParameter(name, f"{error}, got {value!r}") from None
-    except TypeError:  # a type that only vLLM itself converts to
+    except TypeError:  # a type that only vLLM can convert to
         return value
 
 
 def _parse_structured_outputs(name: str, value: Any, fields: frozenset[str]) -> dict[str, Any]:
-    """What the output must fit, as an object or its JSON text."""
+    """Parse structured outputs, given as an object or its JSON text."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
@@ -201,11 +204,11 @@ _UNSUPPORTED_FIELDS = tuple(
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in (*_SAME_FIELDS, *_LIST_FIELDS, *_CONVERTED_FIELDS)
 )
-"""Names and defaults of what vLLM has no counterpart of."""
+"""Names and defaults of parameters that vLLM does not support."""
 
 
 def to_vllm_sampling(params: SamplingParams) -> dict[str, Any]:
-    """vLLM's parameters of Neso's. Raises `InvalidParameter` for those that vLLM has no counterpart of."""
+    """Convert Neso's sampling parameters to vLLM's. Raises `InvalidParameter` for unsupported ones."""
     _reject_unsupported(params)
     values = {name: getattr(params, name) for name in _SAME_FIELDS}
     for name in _LIST_FIELDS:
@@ -226,21 +229,21 @@ def to_vllm_sampling(params: SamplingParams) -> dict[str, Any]:
 def _reject_unsupported(params: SamplingParams) -> None:
     for name, default in _UNSUPPORTED_FIELDS:
         if getattr(params, name) != default:
-            raise InvalidParameter(name, "models on vLLM do not have it")
+            raise InvalidParameter(name, "is not supported by models on vLLM")
     if params.best_of is not None and params.best_of != params.n:
-        raise InvalidParameter("best_of", "models on vLLM do not have it, other than equal to n")
+        raise InvalidParameter("best_of", "is not supported by models on vLLM, unless equal to n")
     if not all(isinstance(word, str) for word in params.bad_words):
-        raise InvalidParameter("bad_words", "models on vLLM take words as text only")
+        raise InvalidParameter("bad_words", "must be texts for models on vLLM")
 
 
 def _structured_outputs_of(guided: GuidedDecoding) -> dict[str, Any]:
     if guided.kind == "json_object" or guided.json is True:
-        form: dict[str, Any] = {"json_object": True}
+        fields: dict[str, Any] = {"json_object": True}
     else:
         value = getattr(guided, guided.kind)
-        form = {guided.kind: list(value) if guided.kind == "choice" else value}
+        fields = {guided.kind: list(value) if guided.kind == "choice" else value}
     if guided.whitespace_pattern is not None:
-        form["whitespace_pattern"] = guided.whitespace_pattern
+        fields["whitespace_pattern"] = guided.whitespace_pattern
     if guided.disable_any_whitespace:
-        form["disable_any_whitespace"] = True
-    return form
+        fields["disable_any_whitespace"] = True
+    return fields

@@ -1,4 +1,4 @@
-"""vLLM's engine, which works in processes of its own, as the server sees it."""
+"""Wrapper around vLLM's engine: life cycle, requests and error conversion."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any
 
 from neso.backends.vllm import library
 from neso.backends.vllm.conversion import IMAGES
-from neso.backends.vllm.orphan_reaper import Guardian
+from neso.backends.vllm.orphan_reaper import OrphanReaper
 from neso.generation import InvalidParameter, check_prompt_length
 from neso.server.errors import InternalError, InvalidArgument, ServerError, Unavailable
 
 
-class Refused(InvalidParameter):
-    """A request that vLLM does not take, in vLLM's words; `field` is what they are about, as far as they tell."""
+class RequestRejected(InvalidParameter):
+    """A request rejected by vLLM, with its message. `field`: the parameter at fault, as far as it can be told."""
 
     def __str__(self) -> str:
         return self.message
 
 
 _FIELDS = {"input_tokens": "prompt", "input_text": "prompt", "image": "images"}
-"""What vLLM calls otherwise."""
+"""vLLM's parameter name -> Neso's, where they differ."""
 
 
 class VllmEngine:
-    """Made by `start`. Its methods belong to one event loop; each request is vLLM's from the moment it is asked for."""
+    """A running engine, created by `start`. Used on one event loop."""
 
     def __init__(self, engine: Any, tasks: frozenset[str]) -> None:
         self._engine = engine
-        self._guardian = Guardian(process.pid for process in active_children() if process.pid)
+        self._orphan_reaper = OrphanReaper(process.pid for process in active_children() if process.pid)
         self._names = itertools.count()
         self._num_requests = 0
         self.tasks = tasks
 
     @classmethod
     async def start(cls, arguments: Any, record: library.Record | None = None) -> VllmEngine:
-        """Start the engine's processes and wait until the model is loaded. Raises `InvalidArgument` with the reason."""
+        """Start the engine's processes and load the model. Raises `InvalidArgument`."""
         starting = asyncio.ensure_future(asyncio.to_thread(library.start_engine, arguments, record))
         try:
             engine = await asyncio.shield(starting)
@@ -52,7 +52,7 @@ class VllmEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
+        """Maximum number of prompt and output tokens."""
         return int(self._engine.model_config.max_model_len)
 
     @property
@@ -62,89 +62,88 @@ class VllmEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be served."""
+        """Whether the engine can serve requests."""
         return not self._engine.errored
 
     @property
     def num_requests(self) -> int:
-        """Requests in flight."""
+        """Number of requests in flight."""
         return self._num_requests
 
     async def healthy(self) -> bool:
-        """What vLLM's own check says."""
+        """Result of vLLM's health check."""
         try:
             await self._engine.check_health()
-        except Exception:  # of vLLM's, whatever it is
+        except Exception:  # vLLM raises various types
             return False
         return True
 
     async def tokenizer(self) -> Any:
-        """vLLM's tokenizer of the model, in transformers' interface."""
+        """vLLM's tokenizer of the model, with the interface of transformers."""
         return await library.tokenizer_of(self._engine)
 
     def sampling_params(self, values: Mapping[str, Any], *, stream: bool) -> Any:
-        """vLLM's `SamplingParams`; see `library.sampling_params`. Raises `Refused`."""
+        """Create vLLM's `SamplingParams`; see `library.sampling_params`. Raises `RequestRejected`."""
         try:
             return library.sampling_params(values, stream=stream)
         except Exception as error:
             if library.about_request(error):
-                raise refusal(error) from None
+                raise rejection(error) from None
             raise
 
     def generate(
         self, prompt: dict[str, Any], params: Any, *, lora: Any = None, priority: int = 0
     ) -> AsyncGenerator[Any, None]:
-        """vLLM's `RequestOutput`s. Closing the iterator early aborts the request.
+        """Yield vLLM's `RequestOutput`s. Closing the iterator early aborts the request.
 
-        `prompt` is a `TextPrompt` or a `TokensPrompt`. Raises `Refused` for what the engine does not take,
-        `PromptTooLong` for a prompt that its images make too long, `Unavailable` when the engine has ended or takes no
-        more requests, and `InternalError`.
+        `prompt`: a `TextPrompt` or `TokensPrompt`. Raises `RequestRejected`, `PromptTooLong` if the prompt with its
+        image tokens is too long, `Unavailable` if the engine has ended or its queue is full, `InternalError`.
         """
-        return self._follow(self._engine.generate, prompt, params, lora_request=lora, priority=priority)
+        return self._run(self._engine.generate, prompt, params, lora_request=lora, priority=priority)
 
     async def encode(self, prompt: dict[str, Any], params: Any, *, priority: int = 0) -> Any:
-        """vLLM's `PoolingRequestOutput`. Cancelling aborts the request; raises as `generate` does."""
+        """Return vLLM's `PoolingRequestOutput`. Cancelling aborts the request. Raises like `generate`."""
         last = None
-        followed = self._follow(self._engine.encode, prompt, params, priority=priority)
-        async with aclosing(followed) as outputs:
+        stream = self._run(self._engine.encode, prompt, params, priority=priority)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 last = output
         if last is None:
-            raise InternalError("vLLM gave no vector")
+            raise InternalError("vLLM returned no output")
         return last
 
-    async def _follow(
-        self, ask: Callable[..., Any], prompt: dict[str, Any], params: Any, **how: Any
+    async def _run(
+        self, submit: Callable[..., Any], prompt: dict[str, Any], params: Any, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """The outputs of one request; it is counted, aborted when the caller leaves, and its errors are worded."""
+        """Run one request: count it, abort it if the iterator is closed early, convert its errors."""
         name = f"neso-{next(self._names)}"
         self._num_requests += 1
         finished = False
         try:
             ready = await self._prepared(prompt)
-            async with aclosing(ask(ready, params, name, **how)) as outputs:
+            async with aclosing(submit(ready, params, name, **options)) as outputs:
                 async for output in outputs:
                     finished = output.finished
                     yield output
         except (ServerError, InvalidParameter):
             raise
         except Exception as error:
-            finished = True  # vLLM has let it go
-            raise _worded(error) from None
+            finished = True  # vLLM has released the request
+            raise _convert_error(error) from None
         finally:
             self._num_requests -= 1
             if not finished and self.alive:
                 await self._engine.abort(name)
 
     async def _prepared(self, prompt: dict[str, Any]) -> Any:
-        """See `library.prepared`. What fails here of a prompt with images is about those."""
+        """See `library.prepared`. Errors of a prompt with images are attributed to the images."""
         if IMAGES not in prompt:
             return await library.prepared(self._engine, prompt)
         try:
             ready = await library.prepared(self._engine, prompt)
         except Exception as error:
             if self.alive and library.about_images(error):
-                raise _image_refusal(error) from None
+                raise _image_rejection(error) from None
             raise
         num_tokens = library.num_prompt_tokens(ready)
         if num_tokens is not None:
@@ -152,25 +151,25 @@ class VllmEngine:
         return ready
 
     async def add_lora(self, lora: Any) -> None:
-        """Load an adapter before the first request that wants it. Raises `InvalidArgument`."""
+        """Load an adapter. Raises `InvalidArgument`."""
         try:
             await self._engine.add_lora(lora)
         except Exception as error:
             raise InvalidArgument(f"vLLM cannot load adapter '{lora.lora_name}': {_text(error)}") from None
 
     async def remove_lora(self, number: int) -> None:
-        """Forget an adapter."""
+        """Unload an adapter."""
         await self._engine.remove_lora(number)
 
     async def stop(self) -> None:
-        """End the engine's processes, which gives their memory back."""
+        """End the engine's processes."""
         engine, self._engine = self._engine, _Ended(self._engine)
         await asyncio.to_thread(engine.shutdown)
-        await asyncio.to_thread(self._guardian.dismiss)
+        await asyncio.to_thread(self._orphan_reaper.dismiss)
 
 
 class _Ended:
-    """In place of an engine that was shut down, which may go with all it holds."""
+    """Replaces an engine that was shut down, so that it can be garbage collected."""
 
     errored = True
 
@@ -178,42 +177,42 @@ class _Ended:
         self.model_config = engine.model_config
 
     async def check_health(self) -> None:
-        raise RuntimeError("was shut down")
+        raise RuntimeError("the engine was shut down")
 
 
 def _shut_down(starting: asyncio.Future[Any]) -> None:
-    """End an engine that nobody waits for any more."""
+    """Shut down an engine whose start was cancelled."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().shutdown()
 
 
-def _worded(error: Exception) -> Exception:
-    """vLLM's error as one that clients can be told."""
+def _convert_error(error: Exception) -> Exception:
+    """Convert vLLM's exception to an error that is sent to the client."""
     if library.about_dead_engine(error):
         return Unavailable("vLLM's engine has ended")
     if library.about_full_queue(error):
         return Unavailable(str(error))
     if library.about_request(error):
-        return refusal(error)
+        return rejection(error)
     return InternalError(_text(error))
 
 
-def refusal(error: BaseException) -> Refused:
-    """What vLLM says of a request."""
+def rejection(error: BaseException) -> RequestRejected:
+    """Convert vLLM's exception about a request."""
     text = str(error.args[0]) if error.args else _text(error)
-    return Refused(_field(error, text), text)
+    return RequestRejected(_field(error, text), text)
 
 
-def _image_refusal(error: Exception) -> Refused:
-    """What vLLM says of a prompt with images; where it names no parameter, they are to blame."""
-    found = refusal(error)
-    if getattr(error, "parameter", None) is None and found.field in ("prompt", "request"):
-        return Refused("images", f"vLLM cannot put the images into the prompt: {found.message}")
-    return found
+def _image_rejection(error: Exception) -> RequestRejected:
+    """Convert vLLM's exception about a prompt with images. If it names no parameter, the images are at fault."""
+    rejected = rejection(error)
+    if getattr(error, "parameter", None) is None and rejected.field in ("prompt", "request"):
+        return RequestRejected("images", f"vLLM cannot put the images into the prompt: {rejected.message}")
+    return rejected
 
 
 def _field(error: BaseException, text: str) -> str:
-    """The parameter that vLLM names, or begins with; what it says of lengths and tokens is about the prompt."""
+    """The parameter that an exception names, or that its message starts with; else "prompt" or "request"."""
     named = getattr(error, "parameter", None)
     if named is not None:
         return _FIELDS.get(named, str(named))
@@ -224,7 +223,7 @@ def _field(error: BaseException, text: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """What it says, or what its cause says: errors within the engine are wrapped into one without a text."""
+    """Message of an exception, or of its cause: the engine wraps internal errors in one without a message."""
     while not str(error) and error.__cause__ is not None:
         error = error.__cause__
     return str(error) or type(error).__name__

@@ -1,10 +1,10 @@
-"""vLLM itself: the public names that the backend uses, and what differs between its versions."""
+"""Access to the vLLM library: the names that the backend uses, and differences between vLLM versions."""
 
 from __future__ import annotations
 
 import os
 
-# A fork of a process with threads, such as this one, can hang; and nobody was asked whether usage may be reported.
+# Forking a process with threads can hang. Usage statistics need the user's consent.
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -25,16 +25,16 @@ from neso.server.errors import InvalidArgument
 VERSION: str = vllm.__version__
 
 _GONE = frozenset({"swap_space", "use_v2_block_manager", "num_scheduler_steps", "device", "worker_use_ray"})
-"""Arguments of earlier versions, in use in repositories, that have no meaning any more."""
+"""Arguments of earlier versions that are still used in repositories, but have no effect."""
 
 Record = Callable[[Any, Any, int], None]
-"""Told of each step: vLLM's `SchedulerStats` and `IterationStats`, either may be None, and the engine's number."""
+"""Called after each step with vLLM's `SchedulerStats` and `IterationStats` (or None) and the engine's number."""
 
 
 def engine_arguments(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """`AsyncEngineArgs` of what `model.json` says, and those of its names that have no effect any more.
+    """Convert `model.json` to `AsyncEngineArgs`. Also returns the names of arguments without effect.
 
-    Booleans and numbers may be written as strings. Raises `InvalidArgument`, which names what is wrong.
+    Booleans and numbers may be written as strings. Raises `InvalidArgument`.
     """
     known = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
     values: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def engine_arguments(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
     for name, value in given.items():
         if name in known:
             values[name] = _typed(name, value, _default(known[name]))
-        elif name == "disable_log_requests":  # its opposite has taken its place
+        elif name == "disable_log_requests":  # replaced by enable_log_requests
             values.setdefault("enable_log_requests", not _typed(name, value, False))
         elif name in _GONE:
             ignored.append(name)
@@ -61,7 +61,7 @@ def _default(field: Any) -> Any:
 
 
 def _typed(name: str, value: Any, default: Any) -> Any:
-    """A value as what its default is: a number, or one of vLLM's groups of settings, which JSON has as an object."""
+    """Convert a value to the type of its default: a bool or number, or a config dataclass (a JSON object)."""
     try:
         if isinstance(value, dict) and dataclasses.is_dataclass(default):
             group: Any = type(default)
@@ -74,7 +74,7 @@ def _typed(name: str, value: Any, default: Any) -> Any:
 
 
 def start_engine(arguments: Any, record: Record | None) -> Any:
-    """An `AsyncLLMEngine`, whose model is loaded then. Blocks, up to minutes. Raises what vLLM raises."""
+    """Start an `AsyncLLMEngine` and load its model. Blocks, up to minutes. Raises vLLM's exceptions."""
     loggers = None if record is None else [_stat_logger(record)]
     return AsyncLLMEngine.from_engine_args(arguments, stat_loggers=loggers)
 
@@ -82,7 +82,7 @@ def start_engine(arguments: Any, record: Record | None) -> Any:
 def _stat_logger(record: Record) -> type:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class Recorder(StatLoggerBase):  # type: ignore[misc]  # vLLM's, which is not always there
+    class Recorder(StatLoggerBase):  # type: ignore[misc]  # vLLM may not be installed
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             self._engine_index = engine_index
 
@@ -98,20 +98,20 @@ def _stat_logger(record: Record) -> type:
 
 
 async def supported_tasks(engine: Any) -> frozenset[str]:
-    """What the model can do, such as "generate" and "embed"."""
+    """Tasks that the model supports, such as "generate" and "embed"."""
     return frozenset(await engine.get_supported_tasks())
 
 
 async def tokenizer_of(engine: Any) -> Any:
-    """The engine's own tokenizer, in transformers' interface; a coroutine gave it in earlier versions."""
+    """The engine's tokenizer, with the interface of transformers. A coroutine returned it in earlier versions."""
     found = engine.get_tokenizer()
     return await found if inspect.isawaitable(found) else found
 
 
 async def prepared(engine: Any, prompt: dict[str, Any]) -> Any:
-    """A prompt, as `TextPrompt` or `TokensPrompt` has it, in the form that `generate` and `encode` like best.
+    """Preprocess a `TextPrompt` or `TokensPrompt` for `generate` and `encode`: tokenize it and process its images.
 
-    Tokenizes and reads images beside the event loop. Raises vLLM's errors about the prompt.
+    Does not block the event loop. Raises vLLM's errors about the prompt.
     """
     renderer = getattr(engine, "renderer", None)
     if renderer is None or not hasattr(renderer, "render_cmpl_async"):
@@ -121,21 +121,21 @@ async def prepared(engine: Any, prompt: dict[str, Any]) -> Any:
 
 
 def about_images(error: BaseException) -> bool:
-    """Whether an error of `prepared` says that a prompt's images do not suit it, or the model.
+    """Whether an error of `prepared` may be about the prompt's images.
 
-    Some are assertions, such as that a prompt has no place for an image.
+    Some are assertions, e.g. that the prompt has no image placeholder.
     """
     return about_request(error) or isinstance(error, (AssertionError, RuntimeError))
 
 
 def num_prompt_tokens(prepared: Any) -> int | None:
-    """Tokens of what `prepared` gave, those of its images among them; None where vLLM has yet to make them."""
+    """Number of tokens of a `prepared` prompt, including image tokens; None if it is not tokenized yet."""
     ids = prepared.get("prompt_token_ids") if isinstance(prepared, Mapping) else None
     return None if ids is None else len(ids)
 
 
 def default_sampling(model_config: Any) -> SamplingDefaults:
-    """What vLLM's own server has requests take that say nothing. Blocks. Raises `InvalidArgument`."""
+    """Default sampling parameters, as used by vLLM's server. Blocks. Raises `InvalidArgument`."""
     values = dict(model_config.get_diff_sampling_param())
     values["max_new_tokens"] = values.pop("max_tokens", None)
     source, override = model_config.generation_config, model_config.override_generation_config or {}
@@ -148,7 +148,7 @@ def default_sampling(model_config: Any) -> SamplingDefaults:
 
 
 def sampling_fields() -> dict[str, Any]:
-    """Names and types of the sampling parameters that clients may set."""
+    """Types of the sampling parameters that clients may set, by name."""
     return {
         field.name: field.type
         for field in msgspec.structs.fields(SamplingParams)
@@ -160,9 +160,9 @@ _NOT_FOR_CLIENTS = frozenset({"output_kind", "skip_clone", "output_text_buffer_l
 
 
 def sampling_params(values: Mapping[str, Any], *, stream: bool) -> Any:
-    """`SamplingParams`; with `structured_outputs` as an object or its fields. Raises vLLM's errors and `TypeError`.
+    """Create `SamplingParams`. Outputs are deltas if `stream`, else one final output.
 
-    A stream gets what is new in each output, others get one output.
+    `values["structured_outputs"]`: the fields of vLLM's type. Raises vLLM's errors and `TypeError`.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -176,7 +176,7 @@ def sampling_params(values: Mapping[str, Any], *, stream: bool) -> Any:
 
 
 def _structured_outputs() -> tuple[str, Any]:
-    """The parameter's name, and its type; both had others before 0.11."""
+    """Name and type of the parameter for structured outputs; both were different before vLLM 0.11."""
     from vllm import sampling_params as module
 
     if hasattr(module, "StructuredOutputsParams"):
@@ -185,14 +185,14 @@ def _structured_outputs() -> tuple[str, Any]:
 
 
 def structured_outputs_fields() -> frozenset[str]:
-    """What a form of the output can be made of, and how it can be told."""
+    """Fields of vLLM's structured outputs."""
     return frozenset(
         field.name for field in dataclasses.fields(_structured_outputs()[1]) if not field.name.startswith("_")
     )
 
 
 def pooling_params(task: str, *, dimensions: int | None = None, activation: bool | None = None) -> Any:
-    """`PoolingParams`. `activation` None: the model's default."""
+    """Create `PoolingParams`. `activation` None: the model's default."""
     values: dict[str, Any] = {"task": task, "dimensions": dimensions}
     if activation is not None:
         known = {field.name for field in msgspec.structs.fields(PoolingParams)}
@@ -201,25 +201,25 @@ def pooling_params(task: str, *, dimensions: int | None = None, activation: bool
 
 
 def lora_request(name: str, number: int, path: str) -> Any:
-    """`LoRARequest`; `number` must be another for each adapter."""
+    """Create a `LoRARequest`. `number` must be unique for each adapter."""
     return LoRARequest(name, number, path)
 
 
 def about_request(error: BaseException) -> bool:
-    """Whether an error of `generate` or `encode` is about what the client asked for."""
+    """Whether an error of `generate` or `encode` is the client's fault."""
     kind = getattr(_exceptions(), "VLLMClientError", None)
     return isinstance(error, (ValueError, TypeError) if kind is None else (kind, ValueError, TypeError))
 
 
 def about_dead_engine(error: BaseException) -> bool:
-    """Whether an error says that the engine has ended."""
+    """Whether an error means that the engine has ended."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     return isinstance(error, EngineDeadError)
 
 
 def about_full_queue(error: BaseException) -> bool:
-    """Whether the engine takes no more requests for now (`max_num_queued_reqs` and the like)."""
+    """Whether an error means that the engine's queue is full (e.g. by `max_num_queued_reqs`)."""
     kind = getattr(_exceptions(), "GracefulHTTPError", None)
     return kind is not None and isinstance(error, kind)
 

@@ -1,4 +1,4 @@
-"""What the version's folder of a model says of its engine: `model.json` and `multi_lora.json`."""
+"""Files in the version folder (`model.json`, `multi_lora.json`), and the registry of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from neso.models import SHIPPED_MODELS
 from neso.server.errors import InvalidArgument
 
 _PATHS = ("model", "tokenizer", "speculative_model")
-"""Arguments that name a checkpoint: on the hub, or a folder, which may be one within the version's."""
+"""Arguments that name a checkpoint: a Hugging Face name, or a path that may be relative to the version folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """`arguments`: of vLLM's engine, as the file has them. `adapters`: names and paths of LoRA adapters."""
+    """`arguments`: engine arguments of `model.json`. `adapters`: paths of LoRA adapters by name."""
 
     arguments: dict[str, Any]
     adapters: dict[str, str]
 
     @classmethod
     def read(cls, version_directory: Path) -> ModelFiles:
-        """Read the files. Without `model`, the version's folder is the checkpoint. Raises `InvalidArgument`."""
+        """Read the files. Without `model`, the version folder is the checkpoint. Raises `InvalidArgument`."""
         path = version_directory / "model.json"
         if not path.is_file() and not (version_directory / "config.json").is_file():
             raise InvalidArgument(
-                f"there is no {path.name} in the version's folder '{version_directory.name}': it holds the arguments "
-                'of vLLM\'s engine, such as {"model": "facebook/opt-125m"}'
+                f"there is no {path.name} in the version folder '{version_directory.name}', expected a JSON object "
+                'of engine arguments, such as {"model": "facebook/opt-125m"}'
             )
         arguments = read_object(path)
         arguments.setdefault("model", str(version_directory))
@@ -49,20 +49,20 @@ class ModelFiles:
 
 
 def _found(directory: Path, name: str) -> str:
-    """A path within the version's folder, if there is one; a model that ships with Neso; else what it was."""
+    """Resolve a path in the version folder, or the name of a shipped model; other names are unchanged."""
     if name and (found := resolve_relative(name, directory)) is not None:
         return str(found)
     return str(SHIPPED_MODELS.get(name, name))
 
 
 class UnknownAdapter(ValueError):
-    """There is no adapter of that name. The text is that of Triton's backend."""
+    """There is no adapter with this name. The message is that of Triton's backend."""
 
 
 class Adapters:
-    """Names, numbers and paths; `make(name, number, path)` gives vLLM's `LoRARequest`.
+    """LoRA adapters by name. `make(name, number, path)` creates vLLM's `LoRARequest`.
 
-    `enabled`: whether the engine takes any.
+    `enabled`: whether the engine supports LoRA.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Adapters:
                 self.put(name, path)
 
     def paths(self) -> dict[str, str]:
-        """Where each was loaded from."""
+        """Adapter paths by name."""
         return {name: str(lora.lora_path) for name, lora in self._loras.items()}
 
     def find(self, name: str) -> Any:
-        """vLLM's `LoRARequest` of a name. Raises `UnknownAdapter`."""
+        """Return the `LoRARequest` of an adapter. Raises `UnknownAdapter`."""
         if not self.enabled:
             raise UnknownAdapter("LoRA feature is not enabled.")
         found = self._loras.get(name)
@@ -90,12 +90,12 @@ class Adapters:
         return found
 
     def put(self, name: str, path: str) -> Any:
-        """Add one, or have a name mean another from now on; requests in flight keep theirs."""
+        """Add or replace an adapter. Requests in flight keep the old one."""
         lora = self._make(name, self._next, path)
         self._next += 1
         self._loras[name] = lora
         return lora
 
     def remove(self, name: str) -> Any:
-        """Forget one. Raises `KeyError`."""
+        """Remove an adapter. Raises `KeyError`."""
         return self._loras.pop(name)

@@ -1,4 +1,4 @@
-"""Ends vLLM's engines when the server ends without a word: by themselves they would live on, with all their memory."""
+"""Ends vLLM's engine processes if the server is killed. They would otherwise keep running, with all their memory."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-# Reads until the server says that all is well, or is gone. A process is held by a descriptor, where there are such:
-# its number may be another's by then.
+# Reads stdin until the server dismisses it, or dies (empty input). Uses pidfds where available, because a pid may have
+# been reused by then.
 _PROGRAM = """
 import os, signal, sys, time
 
-held = []
-for number in map(int, sys.argv[1:]):
+processes = []
+for pid in map(int, sys.argv[1:]):
     try:
-        held.append((number, os.pidfd_open(number) if hasattr(os, "pidfd_open") else None))
+        processes.append((pid, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None))
     except OSError:
         pass
 if not sys.stdin.buffer.read():
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        for number, descriptor in held:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid, pidfd in processes:
             try:
-                if descriptor is None:
-                    os.kill(number, sent)
+                if pidfd is None:
+                    os.kill(pid, number)
                 else:
-                    signal.pidfd_send_signal(descriptor, sent)
+                    signal.pidfd_send_signal(pidfd, number)
             except OSError:
                 pass
         time.sleep(5)
 """
 
 
-class Guardian:
-    """A small process that waits for the end of this one, and ends others then."""
+class OrphanReaper:
+    """A child process that waits for the end of this process, then terminates the processes `pids`."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        # In a session of its own: Ctrl-C in a terminal is for the server, which ends its engines itself.
+        # In a session of its own, so that Ctrl-C in a terminal does not end it before the server.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, pids)],
             stdin=subprocess.PIPE,
@@ -43,9 +43,9 @@ class Guardian:
         )
 
     def dismiss(self) -> None:
-        """The others have ended, or are somebody else's now."""
+        """End the child process without terminating the others."""
         try:
-            self._process.communicate(b"all is well", timeout=5)
+            self._process.communicate(b"dismiss", timeout=5)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""The tensors of a model on vLLM, by the names and shapes of Triton's backend."""
+"""Tensors of the vLLM backend, with the names and shapes of Triton's: signature, requests and responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REQUESTABLE_OUTPUTS = (
     "num_input_tokens",
     "num_output_tokens",
 )
-"""Outputs that an input `return_…` asks for."""
+"""Outputs that are requested by an input `return_<name>`."""
 
 INPUTS = (
     TensorField("text_input", "TYPE_STRING"),
@@ -40,7 +40,7 @@ INPUTS = (
     *(TensorField(f"return_{name}", "TYPE_BOOL", optional=True) for name in REQUESTABLE_OUTPUTS),
     TensorField("embedding_request", "TYPE_STRING", optional=True),
 )
-"""`image`: base64 of the files."""
+"""`image`: base64-encoded image files."""
 
 OUTPUTS = (
     TensorField("text_output", "TYPE_STRING", (-1,)),
@@ -50,11 +50,11 @@ OUTPUTS = (
     TensorField("num_input_tokens", "TYPE_UINT32"),
     TensorField("num_output_tokens", "TYPE_UINT32", (-1,)),
 )
-"""One element a sequence, where the extent is -1."""
+"""A dimension -1 has one element per sequence."""
 
 
 def complete_config(config: Any) -> None:
-    """Add the inputs and outputs that the `ModelConfig` does not name; make the model decoupled, without batches."""
+    """Add missing inputs and outputs to a `ModelConfig`; make it decoupled, with `max_batch_size` 0."""
     config.model_transaction_policy.decoupled = True
     config.max_batch_size = 0
     add_inputs(config, INPUTS)
@@ -66,7 +66,12 @@ STREAM_WITH_PROMPT = "When streaming, `exclude_input_in_output` = False is not a
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """`values`: sampling parameters as the client wrote them. `wanted`: outputs beside text_output."""
+    """A text-generation request.
+
+    - prepend_prompt: text_output starts with the prompt
+    - wanted: requested outputs other than text_output
+    - values: sampling parameters as sent by the client
+    """
 
     prompt: str
     images: tuple[str, ...]
@@ -79,7 +84,7 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """A text, or its token ids."""
+    """An embedding request. `prompt`: text or token ids."""
 
     prompt: str | list[int]
     dimensions: int | None
@@ -87,7 +92,7 @@ class EmbeddingRequest:
 
 
 def read_request(request: InferenceRequest) -> TextRequest | EmbeddingRequest:
-    """Raises `InvalidArgument` that names what is wrong."""
+    """Parse the inputs and parameters of a request. Raises `InvalidArgument`."""
     wanted = frozenset(
         name for name in REQUESTABLE_OUTPUTS if bool_input(request, f"return_{name}", default=False)
     )
@@ -122,7 +127,7 @@ def _read_embedding_request(request: InferenceRequest, wanted: frozenset[str]) -
         raise InvalidArgument("embedding_request: 'input' must be a string or a list of token ids")
     params = body.get("pooling_params") or {}
     dimensions = params.get("dimensions") if isinstance(params, dict) else None
-    if isinstance(dimensions, list) and len(dimensions) == 1:  # as Triton's OpenAI front end writes it
+    if isinstance(dimensions, list) and len(dimensions) == 1:  # sent by Triton's OpenAI frontend
         dimensions = dimensions[0]
     if dimensions is not None and type(dimensions) is not int:
         raise InvalidArgument("embedding_request: 'dimensions' must be an integer")
@@ -130,21 +135,20 @@ def _read_embedding_request(request: InferenceRequest, wanted: frozenset[str]) -
 
 
 def _sampling_values(request: InferenceRequest) -> dict[str, Any]:
-    """The `sampling_parameters` tensor (a JSON object) if there is one, else the request's parameters."""
+    """The tensor `sampling_parameters` (a JSON object) if present, else the request's parameters."""
     if "sampling_parameters" in request.inputs:
         return json_input(request, "sampling_parameters")
     return dict(request.parameters)
 
 
-_LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say; the same number as in vLLM's server."""
+_MIN_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON cannot represent. Same value as in vLLM's server."""
 
 
 class ResponseTensors:
-    """The responses to one request, of `n` sequences; each tensor has an element for each.
+    """Creates the response tensors of one request with `n` sequences; each tensor has one element per sequence.
 
-    An output of a stream tells only of sequences that have gone on: the others' texts are empty, and they have no new
-    tokens.
+    In a streamed response, sequences without new tokens have an empty text and no tokens.
     """
 
     def __init__(self, request: TextRequest, n: int) -> None:
@@ -154,7 +158,7 @@ class ResponseTensors:
         self._cumulative = [0.0] * n
 
     def of(self, output: Any) -> list[Tensor]:
-        """`text_output` and what was asked for, of a `RequestOutput`."""
+        """Tensors of a `RequestOutput`: `text_output` and the requested outputs."""
         wanted, n = self._request.wanted, self._n
         new = {completion.index: completion for completion in output.outputs}
         prefix = self._request.prompt if self._request.prepend_prompt else ""
@@ -167,7 +171,7 @@ class ResponseTensors:
             if completion.cumulative_logprob is not None:
                 self._cumulative[i] = completion.cumulative_logprob
         if "finish_reason" in wanted:
-            # As in Triton, where a sequence that has not ended has the reason "None".
+            # As in Triton, the reason of an unfinished sequence is the text "None".
             tensors.append(Tensor.from_strings("finish_reason", list(map(str, self._finish_reasons))))
         if "cumulative_logprob" in wanted:
             values = np.array(self._cumulative, np.float32)
@@ -184,7 +188,7 @@ class ResponseTensors:
 
 
 def embedding_tensors(values: Sequence[float], num_tokens: int, wanted: frozenset[str]) -> list[Tensor]:
-    """A vector, as JSON text in `text_output`."""
+    """Response tensors of an embedding: JSON text in `text_output`."""
     tensors = [Tensor.from_strings("text_output", [orjson.dumps(list(values)).decode()])]
     if "num_input_tokens" in wanted:
         tensors.append(_counts("num_input_tokens", [num_tokens]))
@@ -198,13 +202,13 @@ def _counts(name: str, counts: list[int]) -> Tensor:
 
 
 def _as_json(logprobs: Sequence[Mapping[int, Any]] | None) -> str:
-    """One object a position: token id → log probability, rank and text, of the sampled token and the top ones."""
+    """JSON array with an object per position: token id -> logprob, rank and text, for the sampled and top tokens."""
     if logprobs is None:
         return "null"
     positions = [
         {
             str(token): {
-                "logprob": max(entry.logprob, _LOWEST),
+                "logprob": max(entry.logprob, _MIN_LOGPROB),
                 "rank": entry.rank,
                 "decoded_token": entry.decoded_token,
             }

@@ -1,4 +1,4 @@
-"""A model on vLLM as front ends for language models see it."""
+"""Text-generation and pooling interfaces of a vLLM engine, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from neso.server.errors import NotFound
 
 
 class VllmLanguageModel:
-    """`LanguageModel` and `SupportsLora` of `neso.generation`."""
+    """Implements `LanguageModel` and `SupportsLora` of `neso.generation`."""
 
     def __init__(
         self, engine: VllmEngine, text: TokenizerLike, adapters: Adapters, default_sampling: SamplingDefaults
@@ -82,7 +82,7 @@ class VllmLanguageModel:
         if lora is None:
             return None
         if lora.tensors is not None or lora.path is not None:
-            raise InvalidParameter("lora_name", "requests to models on vLLM cannot bring adapters along")
+            raise InvalidParameter("lora_name", "adapters in requests are not supported by models on vLLM")
         try:
             return self._adapters.find(lora.name)
         except UnknownAdapter as error:
@@ -92,7 +92,7 @@ class VllmLanguageModel:
 
     @property
     def allows_runtime_lora(self) -> bool:
-        """What vLLM's own server goes by."""
+        """Set by vLLM's environment variable `VLLM_ALLOW_RUNTIME_LORA_UPDATING`."""
         switch = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "")
         return self._adapters.enabled and switch.strip().lower() in ("1", "true")
 
@@ -126,7 +126,7 @@ class VllmLanguageModel:
 
 
 class VllmPoolingModel:
-    """`PoolingModel` of `neso.generation`."""
+    """Implements `PoolingModel` of `neso.generation`."""
 
     def __init__(self, engine: VllmEngine, text: TokenizerLike) -> None:
         self._engine = engine
@@ -150,9 +150,9 @@ class VllmPoolingModel:
         """See `PoolingModel.pool`."""
         params = request.params
         if params.pooling is not None:
-            raise InvalidParameter("pooling", "of models on vLLM is what their files say")
+            raise InvalidParameter("pooling", "cannot be set for models on vLLM")
         if params.task not in self._engine.tasks:
-            raise InvalidParameter("task", f"this model does not {params.task}")
+            raise InvalidParameter("task", f"this model does not support '{params.task}'")
         token_ids = await self._token_ids(request)
         activation = params.activation if params.task == "classify" else params.normalize
         output = await self._engine.encode(
@@ -165,7 +165,7 @@ class VllmPoolingModel:
     async def _token_ids(self, request: PoolingRequest) -> list[int]:
         prompt = request.prompt
         if isinstance(prompt, tuple):
-            raise InvalidParameter("prompt", "models on vLLM take no pairs of texts here")
+            raise InvalidParameter("prompt", "text pairs are not supported by models on vLLM")
         if isinstance(prompt, str):
             prompt = await encode_text(self.text, prompt, add_special_tokens=request.add_special_tokens)
         if not prompt:
@@ -182,19 +182,19 @@ class VllmPoolingModel:
 
 
 def _pooling_kind(pooler: Any) -> PoolingKind:
-    """How vectors of tokens become one, as far as vLLM says; its field had another name in earlier versions."""
+    """The model's pooling type. The field had another name in earlier versions of vLLM."""
     named = getattr(pooler, "seq_pooling_type", None) or getattr(pooler, "pooling_type", None)
     kinds: dict[str, PoolingKind] = {"MEAN": "mean", "CLS": "cls"}
     return kinds.get(str(named).upper(), "last")
 
 
 def vector_of(output: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """float32[D] of a `PoolingRequestOutput`."""
+    """The vector of a `PoolingRequestOutput`: float32[D]."""
     return np.asarray(output.outputs.data.float().cpu().numpy(), np.float32).reshape(-1)
 
 
 def text_tools(model: str, revision: str | None, tokenizer: Any) -> TokenizerLike:
-    """Neso's tokenizer of a checkpoint, where it has files that that reads; else vLLM's `tokenizer`. Blocks."""
+    """Neso's tokenizer of a checkpoint if it can be loaded; else a wrapper of vLLM's `tokenizer`. Blocks."""
     try:
         return Tokenizer.from_model(resolve_model(model, revision))
     except (TokenizerError, CheckpointError, ModelNotFound):
@@ -202,14 +202,14 @@ def text_tools(model: str, revision: str | None, tokenizer: Any) -> TokenizerLik
 
 
 class TransformersText:
-    """`TokenizerLike` over a tokenizer with transformers' interface."""
+    """Implements `TokenizerLike` with a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can be used."""
+        """Whether there is a chat template."""
         return bool(self.chat_template_source)
 
     @property
@@ -246,5 +246,5 @@ class TransformersText:
                     **variables,
                 )
             )
-        except Exception as error:  # templates raise what they like
-            raise InvalidParameter("messages", f"the chat template refuses them: {error}") from None
+        except Exception as error:  # templates may raise any exception
+            raise InvalidParameter("messages", f"the chat template rejected them: {error}") from None

@@ -26,6 +26,8 @@ from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.source import CheckpointError, TensorSource
 
+logger = logging.getLogger(__name__)
+
 ATTENTION_NAME = "neso_paged"
 """Value of `attn_implementation`; transformers creates no mask for it."""
 
@@ -127,8 +129,6 @@ class HeadProbe:
         return torch.zeros(*queries.shape[:2], values.shape[2], dtype=values.dtype, device=values.device)
 
 
-logger = logging.getLogger(__name__)
-
 # Unsupported: frequencies would depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _KNOWN_LAYERS = ("full_attention", "sliding_attention")
@@ -157,7 +157,8 @@ class TransformersRunner(DeviceRunner):
             raise UnsupportedOption("models run by transformers cannot be quantized here")
         if options.max_attention_window_size is not None or options.sink_token_length:
             raise UnsupportedOption(
-                "models run by transformers do not support max_attention_window_size and sink_token_length"
+                "models run by transformers have windows of their own; max_attention_window_size and "
+                "sink_token_length are not supported"
             )
         if not isinstance(source, Checkpoint):
             raise UnsupportedModel(

@@ -23,14 +23,14 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: no valid JSON: {error}") from error
+        raise CheckpointError(f"{path}: invalid JSON: {error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The content of a JSON file, which must be an object. Raises `CheckpointError`."""
     content = read_json(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: no JSON object")
+        raise CheckpointError(f"{path}: not a JSON object")
     return content
 
 

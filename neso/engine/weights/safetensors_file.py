@@ -78,7 +78,7 @@ class SafetensorsFile(MappedTensors[TensorEntry]):
         if length > min(_MAX_HEADER_BYTES, len(buffer) - _LENGTH_BYTES):
             raise CheckpointError(
                 f"{self.path}: the header claims {length} bytes, in a file of {len(buffer)} bytes; "
-                "it is truncated or no safetensors file"
+                "it is truncated or not a safetensors file"
             )
         return length
 
@@ -86,15 +86,15 @@ class SafetensorsFile(MappedTensors[TensorEntry]):
         try:
             fields = json.loads(header.decode(), object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path}: the header is no valid JSON: {error}") from error
+            raise CheckpointError(f"{self.path}: the header is invalid JSON: {error}") from error
         if not isinstance(fields, dict):
-            raise CheckpointError(f"{self.path}: the header is no JSON object")
+            raise CheckpointError(f"{self.path}: the header is not a JSON object")
         fields.pop("__metadata__", None)
         return {name: self._parse_entry(name, value) for name, value in fields.items()}
 
     def _parse_entry(self, name: str, value: Any) -> TensorEntry:
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.path}: tensor {name!r}: the header entry is no JSON object")
+            raise CheckpointError(f"{self.path}: tensor {name!r}: the header entry is not a JSON object")
         dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise CheckpointError(f"{self.path}: tensor {name!r}: unknown dtype {dtype!r}")

@@ -223,7 +223,7 @@ def _read_member(
         raise InvalidArgument(f"input '{name}' already exists in request")
     data = value if type(value) is list else [value]
     if data and type(data[0]) is list:
-        raise _no_shape(spec)  # only scalars and flat arrays: the model's config determines the shape
+        raise _shape_error(spec)  # only scalars and flat arrays: the model's config determines the shape
     shape = _shape(spec, len(data))
     inference.inputs[name] = read_tensor(name, DataType(spec.datatype), shape, data)
 
@@ -234,17 +234,17 @@ def _shape(spec: TensorMetadata, count: int) -> tuple[int, ...]:
     for extent in shape:
         if extent != -1:
             if extent == 0 or count % extent:
-                raise _no_shape(spec)
+                raise _shape_error(spec)
             count //= extent
     for i in reversed(range(len(shape))):
         if shape[i] == -1:
             shape[i], count = count, 1
     if count != 1:
-        raise _no_shape(spec)
+        raise _shape_error(spec)
     return tuple(shape)
 
 
-def _no_shape(spec: TensorMetadata) -> InvalidArgument:
+def _shape_error(spec: TensorMetadata) -> InvalidArgument:
     return InvalidArgument(f"The schema can not convert input '{spec.name}' to tensor with proper shape")
 
 

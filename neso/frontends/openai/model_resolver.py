@@ -85,7 +85,7 @@ class ResolvedPoolingModel:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of `model`. `lora_name`: what the model calls it."""
+    """A LoRA adapter of `model`. `lora_name`: its name in the model."""
 
     model: Model
     name: str
@@ -134,7 +134,7 @@ class ModelResolver:
         model = self._find(name)
         pooling_model = model.pooling_model
         if pooling_model is None or pooling_model.pooling is None:
-            raise invalid("model", f"The model '{name}' gives no embeddings or scores.")
+            raise invalid("model", f"The model '{name}' does not support embeddings or scores.")
         return ResolvedPoolingModel(model, pooling_model)
 
     def find_text_model(self, name: str) -> Model:

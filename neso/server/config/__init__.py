@@ -1,1 +1,1 @@
-"""What a model's `config.pbtxt` says: completed, checked, read."""
+"""Model configurations (`config.pbtxt`)."""

@@ -19,8 +19,8 @@ _FIELDS = ("optimization", "cc_model_filenames", "model_operations", "runtime")
 _FIELDS_OF_INSTANCE_GROUP = ("host_policy", "secondary_devices")
 
 
-def ignored_fields(config: Any, heeded: Set[str] = frozenset()) -> list[str]:
-    """Those that the configuration sets, but for those that the backend heeds."""
+def ignored_fields(config: Any, implemented: Set[str] = frozenset()) -> list[str]:
+    """Configuration fields that are set and have no effect; `implemented` are implemented by the backend."""
     names = [field.name for field, _ in config.ListFields() if field.name in _FIELDS]
     for group in config.instance_group:
         names += [
@@ -28,13 +28,13 @@ def ignored_fields(config: Any, heeded: Set[str] = frozenset()) -> list[str]:
             for field, _ in group.ListFields()
             if field.name in _FIELDS_OF_INSTANCE_GROUP
         ]
-    return [name for name in dict.fromkeys(names) if name not in heeded]
+    return [name for name in dict.fromkeys(names) if name not in implemented]
 
 
 def string_parameter(config: Any, name: str, default: str = "") -> str:
-    """The text of a parameter of a `ModelConfig` message; `default` where it is not set."""
+    """The string value of a parameter of a `ModelConfig` message; `default` if it is not set."""
     parameters = config.parameters
-    # In a map of messages, looking a name up would put it in.
+    # A lookup in a map of messages would insert the name.
     return str(parameters[name].string_value) if name in parameters else default
 
 
@@ -73,7 +73,7 @@ _PLATFORM_OF_BACKEND = {"onnxruntime": "onnxruntime_onnx", "pytorch": "pytorch_l
 
 
 def read_config(directory: Path, custom_name: str = "") -> ModelConfig | None:
-    """Parse the model's `configs/<custom_name>.pbtxt` or else its config.pbtxt, None without one.
+    """Parse the model's `configs/<custom_name>.pbtxt`, or else its config.pbtxt; None if there is neither.
 
     Raises `InvalidArgument` with line and column.
     """
@@ -123,14 +123,14 @@ def _check_enums(message: Any, path: str = "") -> Any:
 
 
 def config_to_json(config: ModelConfig) -> str:
-    """The configuration as JSON, by the names of the protocol buffer fields."""
+    """The configuration as JSON, with the protobuf field names."""
     return json.dumps(config_to_dict(config))
 
 
 def config_to_dict(message: Any) -> dict[str, Any]:
-    """A message as a dictionary, by field names, with its defaults; 64-bit integers stay integers.
+    """A message as a dictionary with field names and default values.
 
-    (The JSON mapping of protocol buffers would make them strings, which no client of Triton expects.)
+    64-bit integers stay integers, as clients of Triton expect; the JSON mapping of protobuf would make them strings.
     """
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -156,12 +156,12 @@ def _plain(field: FieldDescriptor, value: Any) -> Any:
 
 
 def is_ensemble(config: ModelConfig) -> bool:
-    """Whether the model is made of others."""
+    """Whether the model is an ensemble."""
     return bool(config.platform == "ensemble")
 
 
 def complete_config(config: ModelConfig, name: str, version_directory: Path) -> None:
-    """Fill in what follows without the backend: name, backend, file name, policy, instance group."""
+    """Fill in defaults that do not depend on the backend: name, backend, file name, version policy, instance groups."""
     if not config.name:
         config.name = name
     if not config.backend and not is_ensemble(config):
@@ -191,7 +191,7 @@ def complete_config(config: ModelConfig, name: str, version_directory: Path) -> 
 
 
 def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
-    """By platform, file name, the files that there are, or the name of the model; "" if nothing tells."""
+    """Infer the backend from platform, file name, existing files or model name; "" if unknown."""
     if config.platform:
         return _BACKEND_OF_PLATFORM.get(config.platform, "")
     if config.default_model_filename:
@@ -203,13 +203,13 @@ def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
 
 
 def _find_file(backend: str, version_directory: Path) -> str:
-    """The file of the model, by the names that its backend uses; the first of them if none is there."""
+    """The model file, with one of the backend's file names; the first name if none exists."""
     names = [filename for filename, of in _BACKEND_OF_FILE.items() if of == backend]
     return next((name for name in names if (version_directory / name).exists()), names[0] if names else "")
 
 
 def check_config(config: ModelConfig, name: str) -> None:
-    """Refuse what makes no sense, or what no scheduler here can serve. Raises `ServerError`."""
+    """Check that the configuration is consistent and supported. Raises `ServerError`."""
     if config.name != name:
         raise InvalidArgument(
             f"unexpected directory name '{name}' for model '{config.name}', "
@@ -236,7 +236,7 @@ def check_config(config: ModelConfig, name: str) -> None:
 
 
 def differ_in_instances_only(old: ModelConfig, new: ModelConfig) -> bool:
-    """Whether two completed configurations are the same but for their instance groups and version policies."""
+    """Whether two completed configurations differ at most in instance groups and version policies."""
     copies = []
     for config in (old, new):
         copy = ModelConfig()

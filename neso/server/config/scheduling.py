@@ -16,7 +16,7 @@ _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def available_gpus() -> list[int]:
-    """The numbers that CUDA gives the GPUs of this machine, as the driver and CUDA_VISIBLE_DEVICES tell."""
+    """CUDA device numbers of this machine, according to the driver and CUDA_VISIBLE_DEVICES."""
     count = len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -29,10 +29,10 @@ def available_gpus() -> list[int]:
 class InstanceSpec:
     """One instance of a model.
 
-    - name: that of its group, and its number in it
+    - name: name of its group and index in it
     - kind: "CPU", "GPU", "MODEL" or "AUTO"
-    - device: number of the GPU; 0 for other kinds
-    - passive: loaded, but never given a request
+    - device: GPU number; 0 for other kinds
+    - passive: loaded, but does not get requests
     - group: its `ModelInstanceGroup` message
     """
 
@@ -44,9 +44,9 @@ class InstanceSpec:
 
 
 def instances_of(config: Any) -> list[InstanceSpec]:
-    """`count` instances of each group, on each of its GPUs; those that are passive last.
+    """`count` instances of each group on each of its GPUs, passive instances last.
 
-    So the instances that a scheduler knows are the first ones, by the same numbers.
+    So the indices of active instances are those that schedulers use.
     """
     specs = []
     for group in config.instance_group:
@@ -61,7 +61,7 @@ def instances_of(config: Any) -> list[InstanceSpec]:
 
 
 def check_scheduling(config: Any) -> None:
-    """Raises `InvalidArgument` for what makes no sense."""
+    """Check batching, sequence and instance options. Raises `InvalidArgument`."""
     _check_instance_groups(config)
     try:
         _check_batch_tensors(config)

@@ -1,4 +1,4 @@
-"""The server in the process that uses it: a synchronous and an asynchronous face of the core."""
+"""The in-process API of the server, synchronous and asynchronous."""
 
 from neso.server.inprocess.model import Model, Models
 from neso.server.inprocess.requests import (

@@ -1,6 +1,6 @@
-"""DLPack for what numpy alone leaves out: bfloat16, and where a tensor lies that numpy cannot read.
+"""DLPack features that numpy lacks: bfloat16, and the memory location of tensors on other devices.
 
-Only the leading part of DLPack's C structures is described here; numpy and torch own the memory and free it.
+Declares only the leading part of DLPack's C structures; numpy and torch own and free the memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BFLOAT, _UINT = 4, 1  # DLDataTypeCode
 
 
 class DLDeviceType(IntEnum):
-    """Devices by DLPack's numbers; those that can be told apart here."""
+    """The supported DLPack device types."""
 
     kDLCPU = 1
     kDLCUDA = 2
@@ -51,7 +51,7 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-# Where the tensor begins in what a capsule of that name points to.
+# Offset of the DLTensor in the structure of a capsule, by capsule name.
 _OFFSETS = {b"dltensor": 0, b"dltensor_versioned": 32}
 
 _get_name = ctypes.pythonapi.PyCapsule_GetName
@@ -62,7 +62,7 @@ _get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where the elements of a tensor are, and how many bytes they take."""
+    """Memory location and size of a tensor."""
 
     data_ptr: int
     device_type: int
@@ -72,7 +72,7 @@ class Memory:
 
 
 def describe(owner: Any) -> Memory:
-    """Where the memory of an object with DLPack is, on any device. Raises `InvalidArgument`."""
+    """The memory location of a DLPack object on any device. Raises `InvalidArgument`."""
     with _refusals("the object"):
         capsule = _capsule(owner)
         tensor = _tensor(capsule)
@@ -99,11 +99,11 @@ def is_on_host(owner: Any) -> bool:
 
 
 def to_numpy(owner: Any, what: str = "the object") -> npt.NDArray[Any]:
-    """An array that shares the memory of an object on the host. Raises `InvalidArgument`, which says `what`."""
+    """An array that shares the memory of a host object. Raises `InvalidArgument` that mentions `what`."""
     try:
         return np.from_dlpack(owner)
     except (RuntimeError, BufferError, TypeError, AttributeError):
-        pass  # maybe it is bfloat16
+        pass  # may be bfloat16
     with _refusals(what):
         relabelled = _Relabelled(owner)
         array = np.from_dlpack(relabelled)
@@ -111,7 +111,7 @@ def to_numpy(owner: Any, what: str = "the object") -> npt.NDArray[Any]:
 
 
 def export(array: npt.NDArray[Any], **options: Any) -> Any:
-    """The capsule of an array; `options` are those of `__dlpack__`."""
+    """The DLPack capsule of an array; `options` as for `__dlpack__`."""
     if array.dtype != BFLOAT16:
         return array.__dlpack__(**options)
     capsule = array.view(np.uint16).__dlpack__(**options)
@@ -120,7 +120,7 @@ def export(array: npt.NDArray[Any], **options: Any) -> Any:
 
 
 class _Relabelled:
-    """An object whose bfloat16 elements pass for unsigned integers, which numpy reads."""
+    """Exports bfloat16 elements as uint16, which numpy can read."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -145,11 +145,11 @@ def _capsule(owner: Any, **options: Any) -> Any:
     except TypeError:
         if not options:
             raise
-        return owner.__dlpack__()  # made before the protocol had options
+        return owner.__dlpack__()  # implements the protocol without options
 
 
 def _tensor(capsule: Any) -> _DLTensor:
-    """The structure that a capsule points to, which lives as long as that."""
+    """The structure of a capsule, valid while the capsule exists."""
     name = _get_name(capsule)
     if name not in _OFFSETS:
         raise BufferError("the DLPack capsule was used already")

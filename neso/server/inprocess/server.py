@@ -1,4 +1,4 @@
-"""The in-process server: a core on an event loop in a thread of its own."""
+"""The in-process server: a core on an event loop in a separate thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeoutError  # another class before Python 3.11
+from concurrent.futures import TimeoutError as FutureTimeoutError  # a different class before Python 3.11
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +23,11 @@ from neso.server.metrics.custom import MetricKind
 from neso.server.options import ServerOptions
 
 
-class FrontEnd(Protocol):
-    """Serves clients on a server's loop."""
+class Frontend(Protocol):
+    """A frontend that runs on the server's event loop."""
 
     async def stop(self, grace: float) -> None:
-        """Let requests in flight end within `grace` seconds, then close."""
+        """Wait up to `grace` seconds for requests in flight, then close."""
 
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ Result = TypeVar("Result")
 
 
 class Server:
-    """Serves models to this process, and through front ends (`neso.KServeHttp` and others) to clients.
+    """Serves models in this process, and to clients through frontends such as `neso.KServeHttp`.
 
-    Takes an `Options`, or its fields as keywords. A context manager: starts, waits for the models, and stops.
+    Takes `Options`, or its fields as keywords. As a context manager it starts, waits for the models, and stops.
     """
 
     def __init__(self, options: ServerOptions | None = None, **fields: Any) -> None:
@@ -50,21 +50,21 @@ class Server:
         self.core = Core(options)
         self.loop = _new_event_loop()
         self._thread = threading.Thread(target=self._run, name="neso-server", daemon=True)
-        self._gate = threading.Lock()  # no work reaches the loop after stop has closed it
-        self._open = False
+        self._lock = threading.Lock()  # no work is submitted to the loop after `stop`
+        self._running = False
         self._starting: Future[None] | None = None
-        self._front_ends: list[FrontEnd] = []
-        self.in_flight: set[InFlightRequest] = set()  # belongs to the loop
+        self._frontends: list[Frontend] = []
+        self.in_flight: set[InFlightRequest] = set()  # used on the loop only
 
     def start(self, wait_until_ready: bool = False, timeout: float | None = None) -> Server:
-        """Start to load the models; `wait_until_ready`: until each has been loaded or has failed.
+        """Start to load the models; `wait_until_ready` waits until each is loaded or has failed.
 
-        Raises `NotFound` for a repository that is no directory, `TimeoutError` after `timeout` seconds.
+        Raises `NotFound` for a repository that is not a directory, `TimeoutError` after `timeout` seconds.
         """
         if self._starting is not None:
             raise Unavailable("an in-process server can be started once")
         self._thread.start()
-        self._open = True
+        self._running = True
         self._starting = asyncio.run_coroutine_threadsafe(self.core.start(), self.loop)
         if wait_until_ready:
             try:
@@ -78,9 +78,9 @@ class Server:
         return self
 
     def stop(self) -> None:
-        """Let requests in flight end (up to `exit_timeout`), unload the models, end the thread. Idempotent."""
-        with self._gate:
-            was_open, self._open = self._open, False
+        """Wait for requests in flight (up to `exit_timeout`), unload the models, end the thread. Idempotent."""
+        with self._lock:
+            was_open, self._running = self._running, False
         if not was_open:
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._thread.join()
@@ -97,35 +97,35 @@ class Server:
         self.stop()
 
     def live(self) -> bool:
-        """Whether the server answers."""
-        return self._open and self.core.live()
+        """Whether the server is running."""
+        return self._running and self.core.live()
 
     def ready(self) -> bool:
-        """Whether the models that were to be loaded can be used."""
-        return self._open and self.core.ready()
+        """Whether the requested models are ready."""
+        return self._running and self.core.ready()
 
     def metadata(self) -> ServerMetadata:
-        """Name, version and extensions."""
+        """Name, version and protocol extensions."""
         return self.call(lambda core: core.metadata())
 
     def metrics(self) -> str:
-        """All metrics, in Prometheus' text format."""
+        """All metrics in the Prometheus text format."""
         return self.wait_for(self.core.render_metrics()).decode()
 
     def metric_family(self, name: str, description: str, kind: MetricKind) -> MetricFamily:
-        """A family of metrics that `metrics` shows, made by the first who asks; lives while somebody holds it.
+        """A custom metric family, created by the first call; it exists as long as a reference to it.
 
-        Raises `InvalidArgument` for a bad name, `AlreadyExists` where the name has another kind.
+        Raises `InvalidArgument` for an invalid name, `AlreadyExists` if the name has another kind.
         """
         return self.core.custom_metrics.family(name, description, kind)
 
     def model(self, name: str, version: str | int = "") -> Model:
-        """A model that is loaded; version "" is the newest. Raises `ServerError` if there is none."""
+        """A loaded model; version "" is the newest. Raises `ServerError` if it is not loaded."""
         self.call(lambda core: core.model(name, str(version)))
         return Model(self, name, str(version))
 
     def models(self, ready_only: bool = False) -> Models:
-        """The models of the repositories by name and version, and what is known of their state."""
+        """The models of the repositories by name and version, with their states."""
         return Models(self, self.index(ready_only))
 
     def index(self, ready_only: bool = False) -> list[IndexEntry]:
@@ -138,40 +138,40 @@ class Server:
         return Model(self, name)
 
     def unload(self, model: str | Model, unload_dependents: bool = False) -> None:
-        """Unload a model when its requests in flight have ended, in model control mode `explicit`."""
+        """Unload a model after its requests in flight, in model control mode `explicit`."""
         name = model.name if isinstance(model, Model) else model
         self.wait_for(self.core.unload_model(name, unload_dependents))
 
     def register_model_repository(
         self, path: str | PathLike[str], name_mapping: dict[str, str] | None = None
     ) -> None:
-        """Add a model repository, in model control mode `explicit`: a directory, or a URI.
+        """Add a model repository (directory or URI), in model control mode `explicit`.
 
-        `name_mapping` has the names of models by folder, where they are to have others. Raises `ServerError`.
+        `name_mapping`: folder to model name, where they differ. Raises `ServerError`.
         """
         folders = {name: folder for folder, name in (name_mapping or {}).items()}
         self.wait_for(self.core.register_repository(_uri(path), folders))
 
     def unregister_model_repository(self, path: str | PathLike[str]) -> None:
-        """Forget a model repository; models that are loaded stay. Raises `ServerError`."""
+        """Remove a model repository; loaded models stay. Raises `ServerError`."""
         self.wait_for(self.core.unregister_repository(_uri(path)))
 
     def poll_model_repository(self) -> None:
-        """Load and unload by what the repositories hold, now, in model control mode `poll`."""
+        """Poll the repositories now, in model control mode `poll`."""
         self.wait_for(self.core.poll_repositories())
 
-    def attach(self, front_end: FrontEnd) -> None:
-        """Have a front end that was started on the loop stopped before the server is."""
-        self._front_ends.append(front_end)
+    def attach(self, frontend: Frontend) -> None:
+        """Register a frontend, which is stopped before the server."""
+        self._frontends.append(frontend)
 
-    def detach(self, front_end: FrontEnd) -> None:
-        """Forget a front end; one that is not attached stays so."""
-        if front_end in self._front_ends:
-            self._front_ends.remove(front_end)
+    def detach(self, frontend: Frontend) -> None:
+        """Remove a frontend; no effect if it is not registered."""
+        if frontend in self._frontends:
+            self._frontends.remove(frontend)
 
     def running_core(self) -> Core:
-        """The core. Raises `Unavailable` when the server does not run."""
-        if not self._open:
+        """The core. Raises `Unavailable` if the server is not running."""
+        if not self._running:
             raise Unavailable("the server is not running")
         return self.core
 
@@ -184,14 +184,14 @@ class Server:
         return self.wait_for(asked())
 
     def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the server's loop and wait for it. Raises `Unavailable` when that has stopped."""
+        """Run a coroutine on the server's loop and wait for it. Raises `Unavailable` if the server has stopped."""
         try:
             self.check_may_wait()
         except RuntimeError:
             work.close()
             raise
-        with self._gate:
-            if not self._open:
+        with self._lock:
+            if not self._running:
                 work.close()
                 raise Unavailable("the server is not running")
             result = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -201,14 +201,14 @@ class Server:
             raise Unavailable("the server has stopped") from None
 
     def check_may_wait(self) -> None:
-        """Raises `RuntimeError` in the server's own thread, which would wait for itself for ever."""
+        """Raises `RuntimeError` in the server's thread, which would deadlock."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("the server's own thread must not wait for itself")
 
     def post(self, callback: Callable[[], None]) -> None:
-        """Run a callback on the server's loop, some time soon. Raises `Unavailable` when that has stopped."""
-        with self._gate:
-            if not self._open:
+        """Schedule a callback on the server's loop. Raises `Unavailable` if the server has stopped."""
+        with self._lock:
+            if not self._running:
                 raise Unavailable("the server is not running")
             self.loop.call_soon_threadsafe(callback)
 
@@ -223,7 +223,7 @@ class Server:
             if self._starting is not None and not self._starting.done():
                 self._starting.cancel()
             grace = self.options.exit_timeout
-            stopped = (front_end.stop(grace) for front_end in self._front_ends)
+            stopped = (frontend.stop(grace) for frontend in self._frontends)
             for error in await asyncio.gather(*stopped, return_exceptions=True):
                 if error is not None:
                     logger.error("a front end did not stop cleanly", exc_info=error)
@@ -248,6 +248,6 @@ def _uri(path: str | PathLike[str]) -> str | Path:
 def _new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # not made for Windows
+    except ImportError:  # not available on Windows
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()

@@ -18,7 +18,7 @@ from neso.server.tensor import Tensor as ServerTensor
 
 
 class MemoryType(IntEnum):
-    """Kinds of memory by Triton's numbers."""
+    """Memory types with Triton's numbers."""
 
     CPU = 0
     CPU_PINNED = 1
@@ -36,7 +36,7 @@ _OF_DLPACK = {
 
 
 def memory_type(device_type: int) -> MemoryType:
-    """Of a device by DLPack's number. Raises `InvalidArgument` for devices that are not served."""
+    """The memory type of a DLPack device type. Raises `InvalidArgument` for unsupported devices."""
     found = _OF_DLPACK.get(device_type)  # type: ignore[call-overload]
     if found is None:
         raise InvalidArgument(f"DLPack device type {int(device_type)} is not supported")
@@ -44,7 +44,7 @@ def memory_type(device_type: int) -> MemoryType:
 
 
 def parse_device(device: Device) -> tuple[MemoryType, int]:
-    """Kind of memory and number of the device. Raises `InvalidArgument`."""
+    """Memory type and device number. Raises `InvalidArgument`."""
     kind: Any = device
     index: Any = 0
     if isinstance(device, str):
@@ -64,7 +64,7 @@ def parse_device(device: Device) -> tuple[MemoryType, int]:
 
 @dataclass
 class MemoryBuffer:
-    """Memory of a tensor: `size` bytes from address `data_ptr` on. Whoever holds `owner` holds the memory."""
+    """Memory of a tensor: `size` bytes at address `data_ptr`, valid while `owner` exists."""
 
     data_ptr: int
     memory_type: MemoryType
@@ -74,7 +74,7 @@ class MemoryBuffer:
 
     @classmethod
     def from_dlpack(cls, owner: Any) -> MemoryBuffer:
-        """The memory of an object with DLPack, on any device. Raises `InvalidArgument`."""
+        """The memory of a DLPack object on any device. Raises `InvalidArgument`."""
         found = dlpack.describe(owner)
         if not found.contiguous:
             raise InvalidArgument("only contiguous memory is supported")
@@ -82,20 +82,25 @@ class MemoryBuffer:
 
 
 def wrap_gpu(owner: Any) -> Any:
-    """A `torch.Tensor` that shares the memory of an object with DLPack. Raises `ServerError`."""
+    """A `torch.Tensor` that shares the memory of a DLPack object. Raises `ServerError`."""
     torch = _torch()
     try:
         return torch.from_dlpack(owner).contiguous()
-    except (RuntimeError, BufferError, TypeError, AssertionError) as error:  # the last: no CUDA in it
+    except (
+        RuntimeError,
+        BufferError,
+        TypeError,
+        AssertionError,
+    ) as error:  # AssertionError: torch without CUDA
         raise InvalidArgument(f"the object cannot be read through DLPack: {error}") from None
 
 
 def upload_to_gpu(array: npt.NDArray[Any], index: int) -> Any:
-    """A copy of an array on a GPU. Raises `Unsupported` when there is none."""
+    """A copy of an array on a GPU. Raises `Unsupported` without that GPU."""
     torch = _torch()
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise Unsupported(f"there is no GPU {index} to move a tensor to")
-    # torch takes arrays that it may write to only; it does not write.
+    # torch requires writable arrays, but does not write.
     source = array.view(np.uint16) if array.dtype == dlpack.BFLOAT16 else array
     with torch.cuda.device(index):
         moved = torch.from_numpy(source if source.flags.writeable else source.copy()).cuda()
@@ -124,10 +129,10 @@ AnyTensor = TypeVar("AnyTensor", bound="Tensor")
 
 
 class Tensor:
-    """An input or an output. `numpy.asarray(tensor)` and DLPack (`torch.from_dlpack(tensor)`) share its memory.
+    """An input or output. `numpy.asarray(tensor)` and DLPack (`torch.from_dlpack(tensor)`) share its memory.
 
-    On the host it is a numpy array; elements of BYTES tensors are `bytes` objects. In the memory of a GPU it is a
-    `torch.Tensor`. Inputs need no name, they get that under which they are sent.
+    Host tensors are numpy arrays, with `bytes` elements for BYTES; GPU tensors are `torch.Tensor`s. Inputs get their
+    name from the request.
     """
 
     __slots__ = ("_gpu", "_host", "_wire")
@@ -139,9 +144,9 @@ class Tensor:
 
     @classmethod
     def from_object(cls: type[AnyTensor], value: Any, datatype: DataType | None = None) -> AnyTensor:
-        """From an array, an object with DLPack, a list or a scalar; the last two become `datatype` if it is given.
+        """Create from an array, a DLPack object, a list or a scalar; lists and scalars become `datatype` if given.
 
-        Shares memory where it can. Raises `InvalidArgument`.
+        Shares memory if possible. Raises `InvalidArgument`.
         """
         if not isinstance(value, Tensor | np.ndarray) and hasattr(value, "__dlpack__"):
             return cls.from_dlpack(value)
@@ -149,7 +154,7 @@ class Tensor:
 
     @classmethod
     def from_dlpack(cls: type[AnyTensor], owner: Any) -> AnyTensor:
-        """From an object with DLPack, in whose memory it stays, on the host or on a GPU. Raises `ServerError`."""
+        """Create from a DLPack object on the host or a GPU, sharing its memory. Raises `ServerError`."""
         if not hasattr(owner, "__dlpack__"):
             raise InvalidArgument(f"{type(owner).__name__} has no __dlpack__")
         if dlpack.is_on_host(owner):
@@ -158,16 +163,16 @@ class Tensor:
 
     @classmethod
     def from_string_array(cls: type[AnyTensor], strings: Any) -> AnyTensor:
-        """A BYTES tensor from text: a list, nested lists or an array. Raises `InvalidArgument`."""
+        """Create a BYTES tensor from strings: a list, nested lists or an array. Raises `InvalidArgument`."""
         return cls.from_bytes_array(strings)
 
     @classmethod
     def from_bytes_array(cls: type[AnyTensor], elements: Any) -> AnyTensor:
-        """A BYTES tensor from text or bytes: a list, nested lists or an array. Raises `InvalidArgument`."""
+        """Create a BYTES tensor from strings or bytes: a list, nested lists or an array. Raises `InvalidArgument`."""
         try:
             array = np.asarray(elements)
             if array.dtype.kind in "SU":
-                array = np.array(elements, np.object_)  # fixed widths would strip trailing zeros
+                array = np.array(elements, np.object_)  # fixed-width dtypes strip trailing zeros
         except ValueError as error:
             raise InvalidArgument(f"the elements cannot be made into a tensor: {error}") from None
         if array.dtype.kind != "O" and array.size:
@@ -176,7 +181,7 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """Of an output; "" otherwise."""
+        """Name of an output; "" otherwise."""
         return "" if self._host is None else self._host.name
 
     @property
@@ -198,17 +203,17 @@ class Tensor:
 
     @property
     def data_ptr(self) -> int:
-        """The address of the first element, valid while the tensor lives. For BYTES see `memory_buffer`."""
+        """Address of the first element, valid while the tensor exists. For BYTES see `memory_buffer`."""
         return self.memory_buffer.data_ptr
 
     @property
     def size(self) -> int:
-        """Bytes; those of the binary tensor format for BYTES."""
+        """Size in bytes; for BYTES in the binary tensor format."""
         return self.memory_buffer.size if self._host is None else self._host.byte_size
 
     @property
     def memory_buffer(self) -> MemoryBuffer:
-        """The memory. For BYTES a copy in the binary tensor format, which the tensor keeps."""
+        """The memory of the tensor; for BYTES a cached copy in the binary tensor format."""
         if self._host is None:
             return MemoryBuffer.from_dlpack(self._gpu)
         array = self._host.array
@@ -219,11 +224,11 @@ class Tensor:
         return MemoryBuffer(array.ctypes.data, MemoryType.CPU, 0, array.nbytes, array)
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The elements: the tensor's own memory, or a copy of that on a GPU."""
+        """The elements; a copy for GPU tensors."""
         return self.to_server().array
 
     def to_string_array(self) -> npt.NDArray[np.object_]:
-        """The elements of a BYTES tensor as text. Raises `InvalidArgument` for other tensors."""
+        """The elements of a BYTES tensor as strings. Raises `InvalidArgument` for other tensors."""
         self._need_bytes()
         texts = np.empty(self.shape, np.object_)
         texts.reshape(-1)[:] = self.to_server().strings()
@@ -235,13 +240,13 @@ class Tensor:
         return self.to_server().array
 
     def to_host(self: AnyTensor) -> AnyTensor:
-        """The same tensor if it is on the host, else a copy there."""
+        """This tensor if it is on the host, else a copy on the host."""
         return self.to_device(MemoryType.CPU)
 
     def to_device(self: AnyTensor, device: Device) -> AnyTensor:
-        """The same tensor if it is there, else a copy. Raises `InvalidArgument`, `Unsupported` without such a GPU.
+        """This tensor if it is on the device, else a copy. Raises `InvalidArgument`, `Unsupported` without that GPU.
 
-        BYTES tensors stay on the host: their elements are Python objects.
+        BYTES tensors stay on the host.
         """
         kind, index = parse_device(device)
         if kind is not MemoryType.GPU:
@@ -253,14 +258,14 @@ class Tensor:
         return self._on_gpu(upload_to_gpu(self.numpy(), index))
 
     def to_server(self) -> ServerTensor:
-        """The tensor as the core knows it, on the host."""
+        """Convert to a tensor of the core, on the host."""
         if self._host is not None:
             return self._host
         return ServerTensor("", self.datatype, download_from_gpu(self._gpu))
 
     @classmethod
     def _wrap(cls: type[AnyTensor], tensor: ServerTensor) -> AnyTensor:
-        """For subclasses too, whose constructors take other things."""
+        """Also for subclasses with other constructors."""
         made = cls.__new__(cls)
         made._host, made._gpu, made._wire = tensor, None, None
         return made
@@ -295,9 +300,9 @@ class Tensor:
 
 
 def make_input(name: str, value: Any, datatype: DataType | None) -> ServerTensor:
-    """A tensor from an array, a DLPack object, a list or a scalar; what lies on a GPU is copied to the host.
+    """Create an input tensor from an array, a DLPack object, a list or a scalar; GPU memory is copied to the host.
 
-    Lists and scalars become the model's `datatype`, arrays keep theirs. Raises `ServerError`.
+    Lists and scalars become the model's `datatype`; arrays keep theirs. Raises `ServerError`.
     """
     if isinstance(value, np.ndarray | np.generic):
         return ServerTensor.from_numpy(name, value)
@@ -334,5 +339,5 @@ def _fits(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     if given.kind in "iu":
         return wanted.kind != "b"
     if given.kind == "f":
-        return wanted.kind in "fV"  # ml_dtypes' bfloat16 is of kind V
+        return wanted.kind in "fV"  # ml_dtypes' bfloat16 has kind V
     return given == wanted

@@ -1,1 +1,1 @@
-"""From a repository to models that serve: loading, unloading, and the table of what is there."""
+"""Loading and unloading of models, and the table of models."""

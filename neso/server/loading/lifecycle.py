@@ -1,4 +1,4 @@
-"""Models come and go: load, replace, unload."""
+"""Model lifecycle: load, reload, unload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.server.backend import ModelContext
 from neso.server.config.model_config import differ_in_instances_only, is_ensemble
 from neso.server.errors import InternalError, ServerError
 from neso.server.loading.loader import ModelPlan, plan_model, warm_up
-from neso.server.loading.model_table import UNLOADED, LoadOrder, ModelRecord, ModelTable, VersionSlot
+from neso.server.loading.model_table import UNLOADED, LoadLocks, ModelRecord, ModelTable, VersionSlot
 from neso.server.memory import release_memory
 from neso.server.metadata import ModelState
 from neso.server.metrics.latency import ModelLatencies, first_response_histogram
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class ModelLifecycle:
-    """Changes the models of the table. Loads and unloads of one name queue up, those of several run at once."""
+    """Loads and unloads models of the table: one operation per name at a time, different names concurrently."""
 
     def __init__(self, core: Core, table: ModelTable) -> None:
         self._core = core
         self._table = table
         self._retiring: set[asyncio.Task[None]] = set()
-        self._order = LoadOrder(core.options.model_load_thread_count)
+        self._locks = LoadLocks(core.options.model_load_thread_count)
         self._clock = itertools.count(1)
         self._ending = False
 
     def all_ready(self) -> bool:
-        """Whether every version that is meant to be loaded can serve."""
+        """Whether every version that should be loaded is ready."""
         return all(
             slot.model.ready() if slot.model is not None else slot.unloaded
             for record in self._table
@@ -50,36 +50,36 @@ class ModelLifecycle:
         )
 
     async def load(self, source: ModelSource, *, explicit: bool = False) -> None:
-        """Load the versions that the policy selects, or replace those that are others now.
+        """Load the versions selected by the version policy, or reload the changed ones.
 
-        Nothing is done for a model that serves just what the source holds. Versions that are loaded already serve
-        until the new ones are ready, and stay when those fail. Raises `ServerError` with the reason.
+        No effect if the loaded versions are those of the source. Loaded versions serve until the new ones are ready,
+        and stay loaded if these fail. Raises `ServerError` with the reason.
         """
-        async with self._order.loading(source.id):
+        async with self._locks.loading(source.id):
             record = self._table.record(source)
             record.explicit |= explicit
             if not record.holds(source):
                 await self._load(record, source)
 
     async def require(self, source: ModelSource) -> None:
-        """Load a model unless it is loaded; waits for a load that is under way. Raises `ServerError`."""
-        async with self._order.loading(source.id):
+        """Load a model unless it is loaded; waits for a load in progress. Raises `ServerError`."""
+        async with self._locks.loading(source.id):
             record = self._table.record(source)
             if not record.models:
                 await self._load(record, source)
 
     async def refresh_ensembles(self) -> None:
-        """Load ensembles again whose steps have changed; those that cannot run any more are unloaded.
+        """Reload ensembles whose steps have changed, and unload ensembles that can no longer run.
 
-        To be called after loads and unloads. Does nothing in the load of another model, whose own end does it.
+        Called after loads and unloads. No effect during the load of another model, which calls it at its own end.
         """
-        if self._order.inside_a_load:
+        if self._locks.in_load:
             return
         while stale := self._table.stale_ensembles():
             await asyncio.gather(*(self._refresh(record) for record in stale))
 
     async def _refresh(self, record: ModelRecord) -> None:
-        async with self._order.loading(record.id):
+        async with self._locks.loading(record.id):
             if record not in self._table.stale_ensembles():
                 return
             source, record.checked = record.wanted, next(self._clock)
@@ -114,23 +114,23 @@ class ModelLifecycle:
                 record.slots = {}
             raise
         except ServerError:
-            if not serving:  # else it may have to go, as its steps have changed
+            if not serving:  # a serving ensemble may have to be unloaded, as its steps have changed
                 record.checked = next(self._clock)
             raise
-        record.checked = next(self._clock)  # not when it began: it may have had its own steps loaded
+        record.checked = next(self._clock)  # not the start of the load, which may have loaded its own steps
         self._swap(record, source, old, fresh)
         self._raise_failures(record.name, fresh)
 
     def fail(self, name: str, reason: str) -> bool:
-        """Note that a model cannot even be found. False if that is known."""
+        """Record that a model cannot be found. False if that was recorded before."""
         record = self._table.record(ModelSource(name, Path()))
         known = any(slot.reason == reason for slot in record.slots.values())
         record.slots = {0: VersionSlot(ModelState.UNAVAILABLE, reason)}
         return not known
 
     async def unload(self, id: str, timeout: float | None) -> None:
-        """Stop serving all versions of a model, when the requests in flight have ended."""
-        async with self._order.lock(id):
+        """Unload all versions of a model once their requests in flight have ended."""
+        async with self._locks.lock(id):
             record = self._table.get(id)
             if record is None:
                 return
@@ -139,8 +139,8 @@ class ModelLifecycle:
                 await asyncio.to_thread(release_memory)
 
     async def forget(self, id: str) -> None:
-        """There is no such model any more; to be called after an unload."""
-        async with self._order.lock(id):
+        """Remove a model from the table after it was unloaded."""
+        async with self._locks.lock(id):
             record = self._table.get(id)
             if record is not None and record.unloaded:
                 self._table.drop(id)
@@ -158,7 +158,7 @@ class ModelLifecycle:
         return bool(models)
 
     async def unload_all(self, timeout: float | None) -> None:
-        """Unload everything, models that were replaced included. The end: no more is to be loaded."""
+        """Unload all models, including replaced ones, at the end of the server."""
         self._ending = True
         await asyncio.gather(*(self.unload(record.id, timeout) for record in self._table), *self._retiring)
 
@@ -190,7 +190,7 @@ class ModelLifecycle:
     async def _load_version(
         self, record: ModelRecord, plan: ModelPlan, version: int, slots: dict[int, VersionSlot]
     ) -> None:
-        """Make a version, or keep the one that serves where it is what the plan wants."""
+        """Load a version, or keep the serving one if it matches the plan."""
         started, slot = time.monotonic(), slots[version]
         serving = self._reusable(record, plan, version)
         try:
@@ -198,7 +198,7 @@ class ModelLifecycle:
                 slots[version] = slot = record.slots[version]
                 slot.config = plan.config
                 return
-            async with self._order.place(record.id):
+            async with self._locks.slot(record.id):
                 model = await self._try_to_make(plan, version)
         except Exception as error:
             slot.state = ModelState.UNAVAILABLE
@@ -211,7 +211,7 @@ class ModelLifecycle:
 
     @staticmethod
     def _reusable(record: ModelRecord, plan: ModelPlan, version: int) -> Model | None:
-        """The model that serves, if neither its files nor more of its configuration than the instances are others."""
+        """The serving model, if at most the instance groups of its configuration have changed."""
         slot, source = record.slots.get(version), record.source
         if slot is None or slot.model is None or source is None or is_ensemble(plan.config):
             return None
@@ -229,7 +229,7 @@ class ModelLifecycle:
                 if attempt > self._core.options.model_load_retry_count:
                     raise
                 logger.warning("model '%s' failed to load, trying again: %s", plan.source.name, error)
-        raise AssertionError  # never: the loop has no end
+        raise AssertionError  # unreachable
 
     async def _make(self, plan: ModelPlan, version: int) -> Model:
         limited = self._admit(plan)
@@ -241,7 +241,7 @@ class ModelLifecycle:
             raise
 
     def _admit(self, plan: ModelPlan) -> LimitedInstances | None:
-        """The instances as the rate limiter sees them. Raises `InvalidArgument` for what they never get."""
+        """Register the instances with the rate limiter. Raises `InvalidArgument` for unsatisfiable resources."""
         limiter = self._core.rate_limiter
         if limiter is None:
             return None
@@ -293,7 +293,7 @@ class ModelLifecycle:
         old: dict[int, VersionSlot],
         fresh: dict[int, VersionSlot],
     ) -> None:
-        """Let requests go to the fresh models from now on, and the old ones end in peace."""
+        """Route requests to the new models, and unload the old ones when they are idle."""
         ready = [str(version) for version, slot in fresh.items() if slot.model is not None]
         for slot in fresh.values():
             if slot.model is not None:
@@ -347,7 +347,7 @@ def _plan(source: ModelSource, options: ServerOptions) -> ModelPlan:
 
 
 def _server_error(error: Exception, name: str) -> ServerError:
-    """What a backend raised, as an error with a message for the client; a surprise goes to the log as well."""
+    """Convert an exception of a backend to a `ServerError`; unexpected exceptions are logged."""
     if isinstance(error, ServerError):
         return error
     logger.error("failed to load model '%s'", name, exc_info=error)

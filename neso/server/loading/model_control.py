@@ -1,4 +1,4 @@
-"""Which models are to be loaded: at start, by request, or by what the repositories hold."""
+"""Model control modes: loads at start, by request, or by polling the repositories."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOPPING = "Server is stopping, no model is loaded any more"
 
 
 class ModelControl:
-    """Has the lifecycle load and unload, as the model control mode says. Belongs to the core's loop."""
+    """Loads and unloads models according to the model control mode. Runs on the core's loop."""
 
     def __init__(self, options: ServerOptions, table: ModelTable, lifecycle: ModelLifecycle) -> None:
         self._options = options
@@ -40,7 +40,7 @@ class ModelControl:
         self._stopping = False
 
     async def start(self) -> None:
-        """Load the models of the start, and begin to poll. Raises `NotFound` for a repository that is not there."""
+        """Load the startup models and start polling. Raises `NotFound` for a missing repository."""
         await asyncio.to_thread(self._repositories.check)
         explicit = self._options.model_control_mode is ModelControlMode.EXPLICIT
         if explicit and self._options.startup_models != ("*",):
@@ -51,7 +51,7 @@ class ModelControl:
             self._polling = asyncio.get_running_loop().create_task(self._poll_forever())
 
     async def stop(self) -> None:
-        """End loads that are under way, and begin no more."""
+        """Cancel loads in progress and reject new ones."""
         self._stopping = True
         tasks = {*self._loads, *((self._polling,) if self._polling is not None else ())}
         for task in tasks:
@@ -60,12 +60,12 @@ class ModelControl:
             await asyncio.wait(tasks)
 
     def add(self, name: str, config: Any, directory: Path) -> None:
-        """A model that is in no repository, loaded at start or by request. Raises `InvalidArgument`."""
+        """Add a model that is in no repository; it is loaded at start or by request. Raises `InvalidArgument`."""
         check_model_name(name)
         self._added[name] = ModelSource(name, Path(directory), fingerprint=Fingerprint(), config=config)
 
     def index(self) -> list[IndexEntry]:
-        """The models of the repositories and those that were loaded from elsewhere, with their states."""
+        """Models in the repositories and models loaded from elsewhere, with their states."""
         entries = [(record.name, record.entries()) for record in self._table]
         known = {name for name, _ in entries}
         untouched = {*self._repositories.names(), *self._added} - known
@@ -73,39 +73,39 @@ class ModelControl:
         return [entry for _, rows in sorted(entries, key=lambda named: named[0]) for entry in rows]
 
     async def load(self, name: str, config: str | None = None, files: dict[str, bytes] | None = None) -> None:
-        """Load a model by request, with the models of an ensemble's steps. Raises `ServerError`."""
+        """Load a model by request, including the steps of an ensemble. Raises `ServerError`."""
         self._check_control()
         check_model_name(name)
         sources = await asyncio.to_thread(self._requested, name, config, files)
         await self._in_task(self._load(sources), name)
 
     async def require(self, name: str, namespace: str) -> None:
-        """Load a model that another one needs, unless it is loaded. Raises `ServerError`."""
+        """Load a model that another model depends on, unless it is loaded. Raises `ServerError`."""
         source = await asyncio.to_thread(self._find_one, name, namespace)
         await self._lifecycle.require(source)
 
     async def unload(self, name: str, unload_dependents: bool) -> None:
-        """Unload a model by request, and the ensembles that it is a step of; one that is not loaded stays so.
+        """Unload a model by request, and the ensembles that use it. No effect if it is not loaded.
 
-        With `unload_dependents` the models of an ensemble's steps go with it, but for those that were asked for by
-        name or that another one needs.
+        With `unload_dependents`, also unload the models of an ensemble's steps that were not loaded by name and that
+        no other model needs.
         """
         self._check_control()
         await asyncio.shield(asyncio.ensure_future(self._unload(name, unload_dependents)))
 
     async def poll(self) -> None:
-        """Look at the repositories now. Raises `Unavailable` in other modes than POLL."""
+        """Poll the repositories now. Raises `Unavailable` unless in mode POLL."""
         if self._options.model_control_mode is not ModelControlMode.POLL:
             raise Unavailable("polling is disabled")
         await self._follow_repositories()
 
     async def register(self, uri: str | Path, mapping: dict[str, str] | None) -> None:
-        """Add a repository. Raises `Unsupported` in other modes than EXPLICIT, `AlreadyExists`, `InvalidArgument`."""
+        """Add a repository. Raises `Unsupported` unless in mode EXPLICIT, `AlreadyExists`, `InvalidArgument`."""
         self._check_registration("registration")
         await asyncio.to_thread(self._repositories.register, uri, mapping)
 
     async def unregister(self, uri: str | Path) -> None:
-        """Forget a repository. Raises `Unsupported` in other modes than EXPLICIT, `InvalidArgument`."""
+        """Remove a repository. Raises `Unsupported` unless in mode EXPLICIT, `InvalidArgument`."""
         self._check_registration("unregistration")
         self._repositories.unregister(uri)
 
@@ -129,7 +129,7 @@ class ModelControl:
         return self._added.get(name) or self._repositories.find_one(name, namespace)
 
     def _steps(self, sources: list[ModelSource]) -> list[ModelSource]:
-        """The steps of ensembles, and theirs: they may have changed as well. Those that cannot be read are left out."""
+        """The steps of ensembles, recursively, since they may have changed too. Unreadable ones are left out."""
         found: dict[str, ModelSource] = {source.id: source for source in sources}
         pending = list(sources)
         while pending:
@@ -139,7 +139,7 @@ class ModelControl:
                 names = {step.model_name for step in config.ensemble_scheduling.step} if config else set()
                 steps = [self._find_one(name, source.namespace) for name in sorted(names)]
             except ServerError:
-                continue  # its load tells
+                continue  # reported by its load
             fresh = [step for step in steps if step.id not in found]
             found.update((step.id, step) for step in fresh)
             pending += fresh
@@ -147,7 +147,7 @@ class ModelControl:
 
     async def _load(self, sources: list[ModelSource]) -> None:
         steps = await asyncio.to_thread(self._steps, sources)
-        # Why a step fails is told by the ensemble that needs it.
+        # The ensemble reports why a step fails.
         await self._all(self._lifecycle.load(step) for step in steps if not self._is_overridden(step))
         results = await self._all(self._lifecycle.load(source, explicit=True) for source in sources)
         await self._lifecycle.refresh_ensembles()
@@ -180,7 +180,7 @@ class ModelControl:
         if self._options.model_control_mode is not ModelControlMode.EXPLICIT:
             raise Unsupported(f"repository {what} is not allowed if model control mode is not EXPLICIT")
 
-    # -- at start, and by what the repositories hold ------------------------------------------------------------
+    # -- at start and by polling --------------------------------------------------------------------------------
 
     async def _load_named(self, names: Iterable[str]) -> None:
         sources: list[ModelSource] = list(self._added.values())
@@ -200,7 +200,7 @@ class ModelControl:
                 logger.exception("failed to poll the model repositories")
 
     async def _follow_repositories(self) -> None:
-        """Load what is new or has changed, or failed the last time; unload what is gone."""
+        """Load new, changed and previously failed models; unload removed ones."""
         async with self._looking:
             try:
                 scan = await asyncio.to_thread(self._repositories.scan)
@@ -238,7 +238,7 @@ class ModelControl:
 
     @staticmethod
     async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> list[ServerError | None]:
-        """Wait for all of them; their errors. What is no `ServerError` is raised."""
+        """Wait for all; returns their `ServerError`s and raises other exceptions."""
 
         async def attempt(one: Coroutine[Any, Any, None]) -> ServerError | None:
             try:
@@ -250,7 +250,7 @@ class ModelControl:
         return await asyncio.gather(*(attempt(one) for one in work))
 
     async def _in_task(self, load: Coroutine[Any, Any, None], name: str) -> None:
-        """Load in a task of its own: a client that goes away does not stop it, the end of the server does."""
+        """Load in a separate task, which is not cancelled with the client, but when the server stops."""
         if self._stopping:
             load.close()
             raise Unavailable(STOPPING)

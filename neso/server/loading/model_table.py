@@ -16,28 +16,26 @@ from neso.server.metadata import IndexEntry, ModelState
 from neso.server.model import Model
 from neso.server.repository.source import ModelSource
 
-# The model that this task is loading: what it loads besides, that one waits for.
+# The model that the current task is loading; it waits for the models that it loads in turn.
 _being_loaded: ContextVar[str] = ContextVar("model that is being loaded", default="")
 
 
-class LoadOrder:
-    """Locks and places. A model that has others loaded while it loads itself waits for them."""
+class LoadLocks:
+    """Locks per model and a limit on concurrent loads. A model that loads other models waits for them."""
 
-    def __init__(self, num_places: int) -> None:
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = (
-            WeakValueDictionary()
-        )  # while someone wants them
-        self._waits_for: dict[str, str] = {}  # while they load: a model to the one that it needs
-        self._places = asyncio.Semaphore(num_places)
-        self._placed: Counter[str] = Counter()
+    def __init__(self, num_slots: int) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # kept while in use
+        self._waits_for: dict[str, str] = {}  # during a load: model to the model it waits for
+        self._slots = asyncio.Semaphore(num_slots)
+        self._held_slots: Counter[str] = Counter()
 
     @property
-    def inside_a_load(self) -> bool:
-        """Whether this is done for a model that is being loaded."""
+    def in_load(self) -> bool:
+        """Whether the current task loads a model."""
         return bool(_being_loaded.get())
 
     def lock(self, id: str) -> asyncio.Lock:
-        """To be held by whoever changes the model."""
+        """The lock to hold while changing a model."""
         lock = self._locks.get(id)
         if lock is None:
             lock = self._locks[id] = asyncio.Lock()
@@ -45,11 +43,11 @@ class LoadOrder:
 
     @asynccontextmanager
     async def loading(self, id: str) -> AsyncIterator[None]:
-        """The right to load a model. Raises `InvalidArgument` where a model would wait for itself."""
+        """Acquire the lock of a model for a load. Raises `InvalidArgument` for a cycle of dependencies."""
         parent = _being_loaded.get()
         if parent:
             self._wait(parent, id)
-            self._give_up_places(parent)
+            self._release_slots(parent)
         token = _being_loaded.set(id)
         try:
             async with self.lock(id):
@@ -59,23 +57,23 @@ class LoadOrder:
             self._waits_for.pop(parent, None)
 
     @asynccontextmanager
-    async def place(self, id: str) -> AsyncIterator[None]:
-        """One of the places for models that load at the same time."""
-        await self._places.acquire()
-        self._placed[id] += 1
+    async def slot(self, id: str) -> AsyncIterator[None]:
+        """A slot in the limit on concurrent loads."""
+        await self._slots.acquire()
+        self._held_slots[id] += 1
         try:
             yield
         finally:
-            if self._placed[id]:
-                self._placed[id] -= 1
-                self._places.release()
-            if not self._placed[id]:
-                del self._placed[id]
+            if self._held_slots[id]:
+                self._held_slots[id] -= 1
+                self._slots.release()
+            if not self._held_slots[id]:
+                del self._held_slots[id]
 
-    def _give_up_places(self, id: str) -> None:
-        """A model that waits for others must not stand in their way."""
-        for _ in range(self._placed.pop(id, 0)):
-            self._places.release()
+    def _release_slots(self, id: str) -> None:
+        """A model that waits for others gives up its slot."""
+        for _ in range(self._held_slots.pop(id, 0)):
+            self._slots.release()
 
     def _wait(self, parent: str, id: str) -> None:
         chain = [parent, id]
@@ -87,15 +85,15 @@ class LoadOrder:
 
 
 UNLOADED = "unloaded"
-_MOST_DIGITS = 20  # of a version; Python refuses to read numbers of some thousands
+_MAX_DIGITS = 20  # of a version; Python limits the length of integers it parses
 
 
 @dataclass(slots=True, eq=False)
 class VersionSlot:
-    """What is known of one version of a model that was touched. `model` is set while it can be used.
+    """One version of a model in the table. `model` is set while the version can be used.
 
-    `config` is what it was made of. `unloaded`: it is not there because nobody wants it, or because a step of the
-    ensemble is not.
+    `config`: the configuration it was loaded with. `unloaded`: unloaded on purpose or with a step of the ensemble, in
+    contrast to a failed load.
     """
 
     state: ModelState
@@ -105,7 +103,7 @@ class VersionSlot:
     unloaded: bool = False
 
     def retire(self) -> Model | None:
-        """Let no more requests go to the model, which is to be unloaded now."""
+        """Stop routing requests to the model, which is about to be unloaded."""
         model, self.model = self.model, None
         if model is not None:
             self.state, self.reason = ModelState.UNLOADING, ""
@@ -113,18 +111,20 @@ class VersionSlot:
         return model
 
     def close(self, reason: str = UNLOADED) -> None:
-        """It has been unloaded."""
+        """Record that it was unloaded."""
         self.state, self.reason, self.unloaded = ModelState.UNAVAILABLE, reason, True
 
 
 @dataclass(slots=True, eq=False)
 class ModelRecord:
-    """A model that was touched.
+    """A model in the table.
 
-    `source`: what serves was loaded from it; `wanted`: the last that was to be loaded, None when it is to be gone.
-    `steps`: the models that an ensemble is made of. `explicit`: asked for by name, not only because an ensemble needs
-    it. `changed` and `checked` order events: when other versions than before began to serve or to be gone; when a load
-    was tried the last time.
+    - source: source of the serving versions
+    - wanted: source that was requested last; None if the model should be unloaded
+    - steps: names of the models of an ensemble's steps
+    - explicit: loaded by name, not only as a step of an ensemble
+    - changed: logical time when the set of serving versions changed
+    - checked: logical time of the last attempt to load
     """
 
     id: str
@@ -139,7 +139,7 @@ class ModelRecord:
 
     @property
     def models(self) -> list[Model]:
-        """The versions that serve."""
+        """The serving versions."""
         return [slot.model for slot in self.slots.values() if slot.model is not None]
 
     @property
@@ -147,7 +147,7 @@ class ModelRecord:
         return all(slot.unloaded for slot in self.slots.values())
 
     def holds(self, source: ModelSource) -> bool:
-        """Whether what serves is what a load of the source would bring."""
+        """Whether the serving versions are those that loading `source` would give."""
         if self.source is None or not self.models or self.source.overridden or source.overridden:
             return False
         if not all(slot.unloaded or (slot.model and slot.model.ready()) for slot in self.slots.values()):
@@ -155,7 +155,7 @@ class ModelRecord:
         return source.fingerprint is not None and source.fingerprint == self.source.fingerprint
 
     def entries(self) -> list[IndexEntry]:
-        """The rows of the repository index."""
+        """Entries of the repository index."""
         return [
             IndexEntry(self.name, str(version) if version else "", slot.state, slot.reason)
             for version, slot in self.slots.items()
@@ -163,11 +163,11 @@ class ModelRecord:
 
 
 class ModelTable:
-    """The records by id, which is the name unless models of several repositories may share it."""
+    """Records by id: the model name, or with namespacing a name and its repository."""
 
     def __init__(self) -> None:
         self._records: dict[str, ModelRecord] = {}
-        self._namespaces: dict[str, set[str]] = {}  # of each name; empty without namespacing
+        self._namespaces: dict[str, set[str]] = {}  # ids by name; empty without namespacing
 
     def __iter__(self) -> Iterator[ModelRecord]:
         return iter(tuple(self._records.values()))
@@ -176,7 +176,7 @@ class ModelTable:
         return self._records.get(id)
 
     def record(self, source: ModelSource) -> ModelRecord:
-        """The record of a model, a new one for a model that was never touched."""
+        """The record of a model, created if there is none."""
         record = self._records.get(source.id)
         if record is None:
             record = self._records[source.id] = ModelRecord(source.id, source.name)
@@ -185,11 +185,11 @@ class ModelTable:
         return record
 
     def named(self, name: str) -> list[ModelRecord]:
-        """All models of a name."""
+        """All records of a name."""
         return [self._records[id] for id in (name, *self._namespaces.get(name, ())) if id in self._records]
 
     def drop(self, id: str) -> None:
-        """Forget a model."""
+        """Remove a model."""
         record = self._records.pop(id, None)
         if record is not None and (ids := self._namespaces.get(record.name)):
             ids.discard(id)
@@ -197,9 +197,9 @@ class ModelTable:
                 del self._namespaces[record.name]
 
     def find(self, name: str, version: str, namespace: str = "") -> Model:
-        """The model that requests go to; version "" is the newest that is ready. Raises `ServerError`.
+        """The model that serves requests; version "" is the newest ready version. Raises `ServerError`.
 
-        Of models of the same name, the one in `namespace` is meant.
+        `namespace` selects one of several models with the same name.
         """
         record = self._records.get(name)
         if record is None or namespace:
@@ -209,7 +209,7 @@ class ModelTable:
                 if slot.model is not None:
                     return slot.model
             raise Unavailable(f"{_unknown(name)} has no available versions")
-        if not version.isascii() or not version.isdigit() or len(version) > _MOST_DIGITS:
+        if not version.isascii() or not version.isdigit() or len(version) > _MAX_DIGITS:
             raise InvalidArgument(
                 f"failed to get model version from specified version string '{version}', "
                 "version should be an integral value > 0"
@@ -226,7 +226,7 @@ class ModelTable:
         if beside is not None and not beside.unloaded:
             return beside
         found = self.named(name)
-        if len(found) > 1:  # those that are unloaded make nothing ambiguous
+        if len(found) > 1:  # unloaded models do not count as ambiguous
             found = [record for record in found if not record.unloaded] or found
         if not found:
             raise NotFound(f"{_unknown(name)} is not found")
@@ -238,7 +238,7 @@ class ModelTable:
         return found[0]
 
     def stale_ensembles(self) -> list[ModelRecord]:
-        """Ensembles of which a step has changed since they were loaded, or failed to be."""
+        """Ensembles with a step that has changed since the ensemble was last loaded or failed to load."""
         return [
             record
             for record in self

@@ -23,14 +23,14 @@ FIELDS = ("model", "model_version", "request_id", "trace_id")
 
 
 class NamedTrace(Protocol):
-    """A trace by the id that people find it by."""
+    """A trace with an id for logs."""
 
     @property
     def name(self) -> str: ...
 
 
 class RequestInFlight(Protocol):
-    """A `ResponseStream`, or what stands for it in a model's own process."""
+    """A `ResponseStream`, or its counterpart in the process of a Python model."""
 
     request: InferenceRequest
 
@@ -39,7 +39,7 @@ class RequestInFlight(Protocol):
 
 
 def request_fields(stream: RequestInFlight) -> dict[str, str]:
-    """The `extra` of a message about a request."""
+    """The `extra` argument for log messages about a request."""
     request = stream.request
     fields = {"model": request.model_name, "model_version": request.model_version, "request_id": request.id}
     if stream.trace is not None:
@@ -48,9 +48,9 @@ def request_fields(stream: RequestInFlight) -> dict[str, str]:
 
 
 class TritonFormatter(logging.Formatter):
-    """`I1121 13:23:45.123456 PID file.py:LINE] "message"`, in UTC; the message as a JSON string, so it is one line.
+    """`I1121 13:23:45.123456 PID file.py:LINE] "message"`, in UTC, with the message as a JSON string on one line.
 
-    A stack trace follows in lines of its own.
+    A stack trace follows on separate lines.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -73,7 +73,7 @@ class Iso8601Formatter(TritonFormatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line. Fields that the one who logged did not know are left out."""
+    """One JSON object per line, without unknown fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -93,7 +93,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def make_formatter(format: LogFormat) -> logging.Formatter:
-    """The formatter of that name."""
+    """The formatter for a format."""
     return _FORMATTERS[format]()
 
 
@@ -105,7 +105,7 @@ _FORMATTERS: dict[LogFormat, type[logging.Formatter]] = {
 
 
 def _letter(record: logging.LogRecord) -> str:
-    """Triton has no letter of its own for verbose messages."""
+    """E, W or I; verbose messages are I, as in Triton."""
     if record.levelno >= logging.ERROR:
         return "E"
     return "W" if record.levelno >= logging.WARNING else "I"
@@ -116,25 +116,25 @@ def _microseconds(record: logging.LogRecord) -> int:
 
 
 def _quote(message: str) -> str:
-    """As a JSON string, unless Triton's variable says that messages are written as they are."""
+    """The message as a JSON string, unless TRITON_SERVER_ESCAPE_LOG_MESSAGES is 0."""
     if os.environ.get("TRITON_SERVER_ESCAPE_LOG_MESSAGES") == "0":
         return message
     return json.dumps(message, ensure_ascii=False)
 
 
-OTHERS = ("asyncio", "grpc", "filelock", "urllib3", "httpcore", "httpx", "opentelemetry")
-"""Libraries whose messages below a warning come at verbose level 2 only."""
+QUIET_LIBRARIES = ("asyncio", "grpc", "filelock", "urllib3", "httpcore", "httpx", "opentelemetry")
+"""Libraries whose messages below WARNING are logged only at verbose level 2."""
 
-MOST_VERBOSE = 2**31 - 1
-"""What the protocols can carry; from 2 on there is no more to tell."""
+MAX_VERBOSE_LEVEL = 2**31 - 1
+"""Maximum of the protocols; levels above 2 are the same as 2."""
 
 Values = dict[str, str | int | bool]
 
 
 class LogSettings:
-    """Applies `LogOptions`, by the names of the logging extension.
+    """Applies `LogOptions`, with the names of the logging extension.
 
-    Until `install` the log is the application's: changes then concern the level of Neso's messages only.
+    Before `install` the application owns the log: only the level of Neso's loggers is changed.
     """
 
     def __init__(self, options: LogOptions | None = None) -> None:
@@ -142,7 +142,7 @@ class LogSettings:
         self._handler: logging.Handler | None = None
 
     def install(self) -> None:
-        """Write the process's log, in place of what did so far. Raises `Unavailable` if the file cannot be written."""
+        """Replace the root log handlers. Raises `Unavailable` if the file cannot be written."""
         file = self.options.file
         try:
             handler = logging.FileHandler(file) if file else logging.StreamHandler(sys.stderr)
@@ -159,7 +159,7 @@ class LogSettings:
         self._apply()
 
     def settings(self) -> Values:
-        """As the logging extension tells them."""
+        """In the format of the logging extension."""
         options = self.options
         return {
             "log_file": options.file,
@@ -171,7 +171,7 @@ class LogSettings:
         }
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Change some of them, all or none. The values have the types of `settings`. Raises `ServerError`."""
+        """Update settings, atomically. Values have the types of `settings`. Raises `ServerError`."""
         changes: dict[str, Any] = {}
         for name, value in values.items():
             field = name.removeprefix("log_")
@@ -180,8 +180,8 @@ class LogSettings:
             if name not in self.settings():
                 known = ", ".join(known for known in self.settings() if known != "log_file")
                 raise InvalidArgument(f"unknown log setting '{name}', expected one of {known}")
-            if name == "log_verbose_level" and value > MOST_VERBOSE:
-                raise InvalidArgument(f"log_verbose_level must be at most {MOST_VERBOSE}, got {value}")
+            if name == "log_verbose_level" and value > MAX_VERBOSE_LEVEL:
+                raise InvalidArgument(f"log_verbose_level must be at most {MAX_VERBOSE_LEVEL}, got {value}")
             changes[field] = LogFormat.parse(value) if name == "log_format" else value
         if changes:
             self.options = replace(self.options, **changes)
@@ -193,14 +193,14 @@ class LogSettings:
         if self._handler is None:
             return
         logging.getLogger().setLevel(level)
-        for name in OTHERS:
+        for name in QUIET_LIBRARIES:
             logging.getLogger(name).setLevel(
                 logging.NOTSET if self.options.verbose_level > 1 else logging.WARNING
             )
         self._handler.setFormatter(make_formatter(self.options.format))
 
     def _level(self) -> int:
-        """The lowest level of which anything is written, so that what is not costs nothing."""
+        """The lowest enabled level."""
         options = self.options
         wanted = (
             (options.verbose_level > 0, logging.DEBUG),
@@ -225,12 +225,12 @@ _settings = LogSettings()
 
 
 def log_settings() -> LogSettings:
-    """The settings of this process's log."""
+    """The log settings of this process."""
     return _settings
 
 
 def configure_log(options: LogOptions) -> LogSettings:
-    """Let the server write this process's log. Raises `Unavailable` if the file cannot be written."""
+    """Install the log handler of the server in this process. Raises `Unavailable` if the file cannot be written."""
     _settings.options = options
     _settings.install()
     return _settings

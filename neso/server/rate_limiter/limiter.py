@@ -1,4 +1,10 @@
-"""Rate limiter: decides which instance executes next among models that share resources."""
+"""Rate limiter: decides which instance executes next among models that share resources.
+
+Every instance has a turn, a number that grows by its priority with each of its executions. Waiting instances are served
+in the order of their turns, so that an instance of priority 2 executes half as often as one of priority 1 under load.
+An instance that waits for resources reserves them against later ones, to prevent starvation; instances that need other
+resources can overtake. After a pause, an instance continues at the turn of the last execution.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +20,15 @@ from neso.server.options import ResourceLimit
 from neso.server.schedulers.dynamic_batcher import Dispatcher
 
 ResourceKey = tuple[str, int | None]
-"""A resource's name and its device; None: it is global."""
+"""Name of a resource and its device; None for a global resource."""
 
-Needs = dict[ResourceKey, int]
-"""What an instance takes while it executes."""
+ResourceNeeds = dict[ResourceKey, int]
+"""Resources that an instance holds while it executes."""
 
 
-def needs_of(spec: InstanceSpec) -> Needs:
-    """By the `rate_limiter` of the instance's group. Raises `InvalidArgument`."""
-    needs: Needs = {}
+def needs_of(spec: InstanceSpec) -> ResourceNeeds:
+    """Resources of an instance, from the `rate_limiter` of its group. Raises `InvalidArgument`."""
+    needs: ResourceNeeds = {}
     for resource in spec.group.rate_limiter.resources:
         if not resource.name:
             raise InvalidArgument(f"a resource of instance group '{spec.group.name}' must have a name")
@@ -32,19 +38,19 @@ def needs_of(spec: InstanceSpec) -> Needs:
 
 
 class Resources:
-    """There is of a resource what the limits say; without any limits, the most that an instance needs.
+    """Amounts of resources: those of the limits, or without any limits the maximum that an instance needs.
 
-    With limits, a resource that they do not name is not there.
+    With limits, other resources have an amount of 0.
     """
 
     def __init__(self, limits: Sequence[ResourceLimit] = ()) -> None:
         self._limits = tuple(limits)
-        self._declared: dict[object, list[Needs]] = {}
-        self._available: Needs = {}  # what there is of the declared ones, taken or not
+        self._declared: dict[object, list[ResourceNeeds]] = {}
+        self._available: ResourceNeeds = {}  # total amounts of the declared resources
         self._taken: Counter[ResourceKey] = Counter()
 
-    def declare(self, owner: object, needs: list[Needs]) -> None:
-        """A model comes. Raises `InvalidArgument`, and forgets it, if an instance could never get what it needs."""
+    def declare(self, owner: object, needs: list[ResourceNeeds]) -> None:
+        """Register a model. Raises `InvalidArgument`, without registering it, if a need can never be met."""
         self._declared[owner] = needs
         try:
             self._recount()
@@ -53,26 +59,26 @@ class Resources:
             raise
 
     def forget(self, owner: object) -> None:
-        """A model has gone."""
+        """Remove a model."""
         self._declared.pop(owner, None)
         self._recount()
 
     def available(self, key: ResourceKey) -> int:
-        """How much there is of a resource, taken or not."""
+        """Total amount of a resource."""
         return self._available.get(key, 0)
 
-    def fit(self, needs: Needs) -> bool:
-        """Whether that much is left."""
+    def fit(self, needs: ResourceNeeds) -> bool:
+        """Whether the resources are free."""
         return all(self._taken[key] + count <= self.available(key) for key, count in needs.items())
 
-    def take(self, needs: Needs) -> None:
+    def take(self, needs: ResourceNeeds) -> None:
         self._taken.update(needs)
 
-    def give_back(self, needs: Needs) -> None:
+    def give_back(self, needs: ResourceNeeds) -> None:
         self._taken.subtract(needs)
 
     def _recount(self) -> None:
-        most: Needs = {}
+        most: ResourceNeeds = {}
         for needs in self._all_needs():
             for key, count in needs.items():
                 most[key] = max(most.get(key, 0), count)
@@ -84,7 +90,7 @@ class Resources:
                 )
         self._available = {key: self._amount(key, count) for key, count in most.items()}
 
-    def _all_needs(self) -> Iterable[Needs]:
+    def _all_needs(self) -> Iterable[ResourceNeeds]:
         return (needs for of_model in self._declared.values() for needs in of_model)
 
     def _amount(self, key: ResourceKey, needed: int) -> int:
@@ -108,31 +114,31 @@ class Resources:
 class _State(Enum):
     IDLE = auto()
     ASKING = auto()
-    GRANTED = auto()  # it holds its resources, and has not begun
+    GRANTED = auto()  # holds its resources, has not started
     EXECUTING = auto()
 
 
 @dataclass(slots=True, eq=False)
 class _Instance:
-    needs: Needs
+    needs: ResourceNeeds
     priority: int
     turn: int = 0
     state: _State = _State.IDLE
 
 
 class RateLimiter:
-    """One for all models of a core. Belongs to the core's event loop; nothing polls."""
+    """The rate limiter of a core, for all its models. Used on the core's loop; event-driven."""
 
     def __init__(self, limits: tuple[ResourceLimit, ...] = ()) -> None:
         self._resources = Resources(limits)
-        self._asking: dict[_Instance, LimitedInstances] = {}  # in the order of asking
+        self._asking: dict[_Instance, LimitedInstances] = {}  # in the order of requests
         self._turn = 0
         self._dispatcher = Dispatcher(self._grant)
 
     def admit(self, config: Any) -> LimitedInstances | None:
-        """A model is about to be loaded; None when none of its instances needs a resource.
+        """Register a model before it is loaded; None if its instances need no resources.
 
-        Raises `InvalidArgument` for one that needs more than there is.
+        Raises `InvalidArgument` if it needs more than there is.
         """
         specs = [spec for spec in instances_of(config) if not spec.passive]
         instances = [_Instance(needs_of(spec), max(spec.group.rate_limiter.priority, 1)) for spec in specs]
@@ -140,7 +146,7 @@ class RateLimiter:
             return None
         limited = LimitedInstances(self, instances)
         self._resources.declare(limited, [instance.needs for instance in instances])
-        self._dispatcher.wake()  # there may be more of a resource now
+        self._dispatcher.wake()  # the model can have increased amounts
         return limited
 
     def _grant(self) -> None:
@@ -167,13 +173,13 @@ class RateLimiter:
         instance.state = _State.EXECUTING
 
     def _end(self, instance: _Instance) -> None:
-        """Of an execution, or of waiting for one."""
+        """End an execution, or the wait for one."""
         if instance.state is _State.ASKING:
             del self._asking[instance]
         elif instance.state is not _State.IDLE:
             self._resources.give_back(instance.needs)
         instance.state = _State.IDLE
-        self._dispatcher.wake()  # also for those that it kept from what it waited for
+        self._dispatcher.wake()  # its reservation is gone too
 
     def _forget(self, owner: LimitedInstances) -> None:
         self._resources.forget(owner)
@@ -181,9 +187,9 @@ class RateLimiter:
 
 
 class LimitedInstances:
-    """The instances of one model, by number, as its scheduler sees them.
+    """The instances of one model, by index, as used by its scheduler.
 
-    `on_grant` is called when an instance that was asked for may begin: the scheduler then takes it, or withdraws.
+    `on_grant` is called when a requested instance can start; the scheduler then calls `take` or `withdraw`.
     """
 
     def __init__(self, limiter: RateLimiter, instances: list[_Instance]) -> None:
@@ -192,7 +198,7 @@ class LimitedInstances:
         self._instances = instances
 
     def take(self, number: int) -> bool:
-        """Begin to execute on an instance that does not; False: not yet, `on_grant` tells when."""
+        """Start an execution on an idle instance; False if it has to wait for `on_grant`."""
         instance = self._instances[number]
         if instance.state is _State.GRANTED or not instance.needs:
             self._limiter._begin(instance)
@@ -202,28 +208,28 @@ class LimitedInstances:
         return False
 
     def take_any(self) -> int | None:
-        """Begin to execute on one of those that do not, the number; None: not yet, `on_grant` tells when."""
+        """Start an execution on any idle instance and return its index; None if it has to wait for `on_grant`."""
         idle = [n for n, instance in enumerate(self._instances) if instance.state is not _State.EXECUTING]
         idle.sort(key=lambda number: self._instances[number].state is not _State.GRANTED)
         return next((number for number in idle if self.take(number)), None)
 
     def withdraw(self, number: int) -> None:
-        """There is nothing to execute on this instance after all."""
+        """Cancel the request for this instance."""
         if self._instances[number].state in (_State.ASKING, _State.GRANTED):
             self._limiter._end(self._instances[number])
 
     def withdraw_all(self) -> None:
-        """There is nothing to execute beyond what is executing."""
+        """Cancel all requests for instances."""
         for number in range(len(self._instances)):
             self.withdraw(number)
 
     def release(self, number: int) -> None:
-        """The execution has ended."""
+        """End an execution."""
         if self._instances[number].state is _State.EXECUTING:
             self._limiter._end(self._instances[number])
 
     def close(self) -> None:
-        """The model is unloaded: its resources are free, whatever still runs. Idempotent."""
+        """Release all resources when the model is unloaded. Idempotent."""
         for instance in self._instances:
             if instance.state is not _State.IDLE:
                 self._limiter._end(instance)

@@ -1,4 +1,4 @@
-"""A repository in a bucket: models are copied to this machine when they are loaded."""
+"""Model repositories in cloud storage: models are copied to this machine when they are loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _S3_ENDPOINT = re.compile(r"^(?:(?P<protocol>https?)://)?(?P<host>[^/:]+:\d+)/(?
 
 
 class Bucket(NamedTuple):
-    """A place for fsspec: the protocol, the path, and the options of the file system."""
+    """Location for fsspec: protocol, path, file-system options."""
 
     protocol: str
     path: str
@@ -23,14 +23,14 @@ class Bucket(NamedTuple):
 
 
 def is_cloud_uri(uri: str) -> bool:
-    """Whether a repository is given as a URI rather than as a directory."""
+    """Whether a repository is a URI rather than a directory."""
     return "://" in uri
 
 
 def parse_uri(uri: str) -> Bucket:
     """Triton's `s3://bucket/path`, `s3://https://host:port/bucket/path`, `gs://bucket/path`, `as://account/container/path`.
 
-    Other protocols go to fsspec as they are. Raises `InvalidArgument`.
+    Other protocols are passed to fsspec unchanged. Raises `InvalidArgument`.
     """
     protocol, _, path = uri.partition("://")
     path = path.rstrip("/")
@@ -54,7 +54,7 @@ def parse_uri(uri: str) -> Bucket:
 
 
 class CloudRepository:
-    """The folder per model lies behind one of fsspec's file systems. All methods but `listed` block."""
+    """A repository on an fsspec file system, with one folder per model. All methods except `listed` block."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
@@ -64,7 +64,7 @@ class CloudRepository:
         self._listed: list[str] = []
 
     def check(self) -> None:
-        """Raises `NotFound` if there is no such folder, `Unavailable` if that cannot be found out."""
+        """Raises `NotFound` if the folder does not exist, `Unavailable` if it cannot be read."""
         try:
             if not self._files.isdir(self._path):
                 raise NotFound(f"model repository '{self.uri}' is not a directory")
@@ -73,7 +73,7 @@ class CloudRepository:
             raise Unavailable(f"model repository '{self.uri}' cannot be read: {error}") from None
 
     def folders(self) -> list[str]:
-        """The names of the models' folders. Raises `OSError`."""
+        """Names of the model folders. Raises `OSError`."""
         self._files.invalidate_cache()
         found = self._files.ls(self._path, detail=True)
         names = [_name(entry["name"]) for entry in found if entry["type"] == "directory"]
@@ -81,7 +81,7 @@ class CloudRepository:
         return list(self._listed)
 
     def listed(self) -> list[str]:
-        """What `folders` said the last time, at once."""
+        """The last result of `folders`; does not block."""
         return list(self._listed)
 
     def holds(self, folder: str) -> bool:
@@ -90,11 +90,11 @@ class CloudRepository:
         return bool(self._files.isdir(f"{self._path}/{folder}"))
 
     def source(self, name: str, folder: str) -> ModelSource:
-        """A model of that name in that folder, copied when it is loaded. Raises `OSError`."""
+        """The source of a model in a folder, copied when it is loaded. Raises `OSError`."""
         root = f"{self._path}/{folder}"
         found = self._files.find(root, detail=True)
         skip = len(self._files._strip_protocol(root)) + 1
-        # Sizes, times and entity tags have other names everywhere.
+        # The info (size, time, entity tag) differs between file systems.
         fingerprint = Fingerprint.of_files((path[skip:], str(info)) for path, info in found.items())
         return ModelSource(
             name,
@@ -108,7 +108,7 @@ class CloudRepository:
         scratch = make_scratch()
         try:
             self._files.get(f"{root}/", f"{scratch.name}/", recursive=True)
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # file systems raise various exceptions
             scratch.cleanup()
             raise Unavailable(f"failed to copy '{self.uri}/{_name(root)}' to this machine: {error}") from None
         return scratch

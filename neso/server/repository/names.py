@@ -1,4 +1,4 @@
-"""Names of models and files that may come from a client."""
+"""Checks of model and file names that can come from a client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from neso.server.errors import InvalidArgument
 
 
 def check_model_name(name: str) -> None:
-    """Raises `InvalidArgument` for a name that could lead out of the repository."""
+    """Raises `InvalidArgument` for a name that could refer outside the repository."""
     if not name or name in (".", "..") or any(character in name for character in "/\\\0"):
         raise InvalidArgument(
             f"invalid model name '{name}', it must be the name of a folder of the repository"
@@ -16,9 +16,9 @@ def check_model_name(name: str) -> None:
 
 
 def stays_inside(filename: str) -> bool:
-    """Whether a file that a configuration names is below the folder it is read from.
+    """Whether a file name in a configuration stays below the model's folder.
 
-    By name only: a configuration may come from a client, a link in the folder is the owner's.
+    Checks the name only: the configuration can come from a client, links in the folder belong to its owner.
     """
     path = Path(filename)
     return not path.is_absolute() and ".." not in path.parts

@@ -1,4 +1,4 @@
-"""All repositories of a server."""
+"""The model repositories of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Repository(Protocol):
-    """One of them: `<folder>/config.pbtxt`, `<folder>/<version>/…` for each model."""
+    """A repository: `<folder>/config.pbtxt`, `<folder>/<version>/…` for each model."""
 
     uri: str
 
@@ -33,7 +33,7 @@ class Repository(Protocol):
 
 
 def open_repository(uri: str | Path) -> Repository:
-    """A directory, or a bucket by its URI. Raises `ServerError` for a URI that nothing here can read."""
+    """Open a directory or a bucket URI. Raises `ServerError` for an unsupported URI."""
     if isinstance(uri, str) and is_cloud_uri(uri):
         return CloudRepository(uri)
     return LocalRepository(Path(uri))
@@ -41,36 +41,36 @@ def open_repository(uri: str | Path) -> Repository:
 
 @dataclass
 class Scan:
-    """What all repositories hold: the models by their ids, and the names of those that are there twice."""
+    """Contents of all repositories: sources by model id, and ambiguous names."""
 
     sources: dict[str, ModelSource] = field(default_factory=dict)
     ambiguous: set[str] = field(default_factory=set)
 
 
 class ModelRepositories:
-    """Finds models by name.
+    """Finds models by name in all repositories.
 
-    A name that several repositories have is an error or, with `namespacing`, one model in each of them. Methods that
-    say so wait for files or the network.
+    A name in several repositories is an error, or with `namespacing` a separate model in each. Methods marked as
+    blocking wait for files or the network.
     """
 
     def __init__(self, uris: Iterable[str | Path] = (), *, namespacing: bool = False) -> None:
         self._namespacing = namespacing
         self._repositories: dict[str, Repository] = {}
-        self._mappings: dict[str, tuple[str, str]] = {}  # a model's name to repository and folder
+        self._mappings: dict[str, tuple[str, str]] = {}  # model name to repository and folder
         for uri in uris:
             repository = open_repository(uri)
             self._repositories[repository.uri] = repository
 
     def check(self) -> None:
-        """Blocks. Raises `NotFound` for a repository that does not exist."""
+        """Raises `NotFound` for a missing repository. Blocks."""
         for repository in self._repositories.values():
             repository.check()
 
     def register(self, uri: str | Path, mapping: Mapping[str, str] | None = None) -> None:
-        """Add a repository; `mapping` has the folders of models that are to have other names. Blocks.
+        """Add a repository. `mapping`: model name to folder, where they differ. Blocks.
 
-        Raises `AlreadyExists` for a repository or a name in a mapping that is known, `InvalidArgument`.
+        Raises `AlreadyExists` for a known repository or mapped name, `InvalidArgument`.
         """
         try:
             repository = open_repository(uri)
@@ -93,7 +93,7 @@ class ModelRepositories:
         logger.info("model repository registered: %s", repository.uri)
 
     def unregister(self, uri: str | Path) -> None:
-        """Forget a repository; models that are loaded stay. Raises `InvalidArgument` for one that is not known."""
+        """Remove a repository; loaded models stay. Raises `InvalidArgument` for an unknown one."""
         known = open_repository(uri).uri
         if self._repositories.pop(known, None) is None:
             raise InvalidArgument(f"failed to unregister '{uri}', repository not found")
@@ -101,7 +101,7 @@ class ModelRepositories:
         logger.info("model repository unregistered: %s", known)
 
     def names(self) -> set[str]:
-        """The models of all repositories; of those in the cloud, what was there when they were last read."""
+        """Names of the models in all repositories; for cloud storage as of the last scan."""
         return {
             name
             for repository in self._repositories.values()
@@ -109,13 +109,13 @@ class ModelRepositories:
         }
 
     def scan(self) -> Scan:
-        """Everything there is. Blocks. Raises `OSError` if one of the repositories cannot be read."""
+        """Scan all repositories. Blocks. Raises `OSError` if one cannot be read."""
         scan = Scan()
         for repository in self._repositories.values():
             for name, folder in self._named(repository, repository.folders()).items():
                 try:
                     source = self._in_namespace(repository, repository.source(name, folder))
-                except FileNotFoundError:  # removed meanwhile
+                except FileNotFoundError:  # removed concurrently
                     continue
                 if scan.sources.setdefault(source.id, source) is not source:
                     scan.ambiguous.add(name)
@@ -124,9 +124,9 @@ class ModelRepositories:
         return scan
 
     def find(self, name: str) -> list[ModelSource]:
-        """The models of that name: one, or one for each namespace. Blocks.
+        """Sources of the models of a name: one, or one per namespace. Blocks.
 
-        Raises `NotFound`, and `InvalidArgument` for a bad or an ambiguous name.
+        Raises `NotFound`, and `InvalidArgument` for an invalid or ambiguous name.
         """
         check_model_name(name)
         found = []
@@ -144,7 +144,7 @@ class ModelRepositories:
         return found
 
     def find_one(self, name: str, namespace: str) -> ModelSource:
-        """The model that another one in `namespace` means by the name: one beside it, or the only one. Blocks.
+        """The source of a model that another one in `namespace` depends on: in that namespace, or the only one. Blocks.
 
         Raises `NotFound`, `InvalidArgument`.
         """
@@ -158,13 +158,13 @@ class ModelRepositories:
         return replace(source, namespace=repository.uri) if self._namespacing else source
 
     def _folder(self, repository: Repository, name: str) -> str | None:
-        """Where a repository would have the model."""
+        """The folder of a model in a repository."""
         if name in self._mappings:
             uri, folder = self._mappings[name]
             return folder if uri == repository.uri else None
         return None if (repository.uri, name) in self._mappings.values() else name
 
     def _named(self, repository: Repository, folders: Iterable[str]) -> dict[str, str]:
-        """The folders of a repository by the names of their models."""
+        """The folders of a repository by model name."""
         mapped = {folder: name for name, (uri, folder) in self._mappings.items() if uri == repository.uri}
         return {mapped.get(folder, folder): folder for folder in folders}

@@ -1,4 +1,4 @@
-"""Model sources in a local repository: names, versions, fingerprints."""
+"""Sources of models: folders in local repositories, their versions and fingerprints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from neso.server.errors import InvalidArgument, NotFound
 
 
 def find_versions(directory: Path) -> list[int]:
-    """The version folders of a model, ascending."""
+    """Version numbers of a model, ascending."""
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if is_version(path.name) and path.is_dir())
@@ -28,7 +28,7 @@ def is_version(name: str) -> bool:
 
 
 def choose_versions(available: list[int], policy: Any, name: str) -> list[int]:
-    """The versions that a `ModelVersionPolicy` selects. Raises `InvalidArgument` if there are none."""
+    """The versions selected by a `ModelVersionPolicy`. Raises `InvalidArgument` if there are none."""
     if not available:
         raise InvalidArgument(
             f"at least one version must be available under the version policy of model '{name}'"
@@ -49,18 +49,18 @@ def choose_versions(available: list[int], policy: Any, name: str) -> list[int]:
 
 
 CONFIGURATION = frozenset({"config.pbtxt", "configs"})
-"""Entries of a model's folder that hold its configuration, which is compared by what it says."""
+"""Configuration files in a model's folder; compared by content, not by fingerprint."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """For each entry of the folder, a number that changes when a file in it does. Two that are equal are one state."""
+    """State of a model's folder: a hash for each entry. Equal fingerprints mean unchanged files."""
 
     parts: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_folder(cls, directory: Path) -> Fingerprint:
-        """By names, sizes and modification times. Blocks. Hidden files and bytecode do not count.
+        """Fingerprint from names, sizes and modification times, without hidden files and bytecode. Blocks.
 
         Raises `OSError` for a folder that cannot be read.
         """
@@ -68,14 +68,14 @@ class Fingerprint:
 
     @classmethod
     def of_files(cls, files: Iterable[tuple[str, object]]) -> Fingerprint:
-        """Of paths relative to the folder, each with something that changes when the file does."""
+        """Fingerprint from relative paths, each with a value that changes when the file does."""
         parts: defaultdict[str, list[tuple[str, object]]] = defaultdict(list)
         for path, mark in files:
             parts[path.partition("/")[0]].append((path, mark))
         return cls({name: hash(tuple(sorted(marks))) for name, marks in parts.items()})
 
     def same_version(self, other: Fingerprint, version: int) -> bool:
-        """Whether a version's files, and those that all versions share, are the same in both."""
+        """Whether the files of a version and those shared by all versions are unchanged."""
         return self._version(version) == other._version(version)
 
     def _version(self, version: int) -> dict[str, int]:
@@ -93,7 +93,7 @@ def _files(directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> I
                 continue
             try:
                 status = entry.stat()
-            except FileNotFoundError:  # gone meanwhile, or a link to nothing
+            except FileNotFoundError:  # removed concurrently, or a dangling link
                 continue
             path = prefix + entry.name
             if not stat.S_ISDIR(status.st_mode):
@@ -101,7 +101,7 @@ def _files(directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> I
                 continue
             yield f"{path}/", (0, 0)
             folder = (status.st_dev, status.st_ino)
-            if folder not in above:  # a link may lead back
+            if folder not in above:  # a link can lead back to a parent
                 yield from _files(entry.path, f"{path}/", (*above, folder))
 
 
@@ -109,19 +109,21 @@ Scratch = tempfile.TemporaryDirectory[str]
 
 
 def make_scratch() -> Scratch:
-    """A folder for a model's files, that lasts as long as the object."""
+    """A temporary folder for a model's files, removed with the object."""
     return tempfile.TemporaryDirectory(prefix="neso-model-")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's folder, and what a request to load has put in place of its parts.
+    """A model's folder, with the replacements of a load request.
 
-    `namespace` is the repository where models of several repositories may have the same name, else empty.
-    `fingerprint` is that of the folder; without one, the files are taken to be others than those that are loaded.
-    `config` replaces config.pbtxt; `overridden`: by request, the next load goes back to what the folder holds.
-    `renamed`: the folder has another name. `scratch` owns a temporary `directory`. With `fetch` the directory is not
-    there before `localized`.
+    - namespace: the repository, with namespacing; else empty
+    - fingerprint: of the folder; without one the files count as changed
+    - config: replaces config.pbtxt
+    - overridden: `config` comes from a request; the next load uses the folder again
+    - renamed: the folder has a different name than the model
+    - scratch: owns a temporary `directory`
+    - fetch: downloads the directory, which exists only after `localized`
     """
 
     name: str
@@ -136,23 +138,23 @@ class ModelSource:
 
     @property
     def id(self) -> str:
-        """The name among all models of the server."""
+        """Unique id among the models of the server."""
         return f"{self.namespace}::{self.name}" if self.namespace else self.name
 
     def localized(self) -> ModelSource:
-        """The same with the folder on this machine. Blocks. Raises `ServerError`."""
+        """The source with its folder on this machine. Blocks. Raises `ServerError`."""
         if self.fetch is None:
             return self
         scratch = self.fetch()
         return replace(self, directory=Path(scratch.name), scratch=scratch, fetch=None)
 
     def with_config(self, config: str) -> ModelSource:
-        """The files of the folder with another configuration, in JSON. Raises `InvalidArgument`."""
+        """The source with another configuration, as JSON. Raises `InvalidArgument`."""
         return replace(self, config=config_from_json(config), overridden=True)
 
 
 def source_of_files(name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:
-    """A model that a request brings as a whole. Blocks. Raises `InvalidArgument`."""
+    """The source of a model whose files are in the load request. Blocks. Raises `InvalidArgument`."""
     if config is None:
         raise InvalidArgument(
             f"failed to load '{name}', override of model directory requires the model config as well"
@@ -181,39 +183,39 @@ def _write_file(root: Path, key: str, content: bytes) -> None:
             raise InvalidArgument(f"invalid file name '{key}', it must stay inside the model's folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    except OSError as error:  # too long, or a file and a folder at once
+    except OSError as error:  # path too long, or a file where a folder is needed
         raise InvalidArgument(f"invalid file name '{key[:100]}': {error.strerror}") from None
     except ValueError:
         raise InvalidArgument(f"invalid file name {key!r}") from None
 
 
 class LocalRepository:
-    """A directory that holds a folder per model: `<model>/config.pbtxt`, `<model>/<version>/…`."""
+    """A directory with a folder per model: `<model>/config.pbtxt`, `<model>/<version>/…`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.absolute()
         self.uri = str(self._directory)
 
     def check(self) -> None:
-        """Raises `NotFound` if there is no such directory."""
+        """Raises `NotFound` if the directory does not exist."""
         if not self._directory.is_dir():
             raise NotFound(f"model repository '{self.uri}' is not a directory")
 
     def folders(self) -> list[str]:
-        """The names of the models' folders. Raises `OSError`."""
+        """Names of the model folders. Raises `OSError`."""
         return [
             path.name for path in self._directory.iterdir() if not path.name.startswith(".") and path.is_dir()
         ]
 
     def listed(self) -> list[str]:
-        """`folders` without waiting for a network, and without an error."""
+        """As `folders`, without errors."""
         return self.folders() if self._directory.is_dir() else []
 
     def holds(self, folder: str) -> bool:
         return (self._directory / folder).is_dir()
 
     def source(self, name: str, folder: str) -> ModelSource:
-        """A model of that name in that folder. Raises `OSError`."""
+        """The source of a model in a folder. Raises `OSError`."""
         directory = self._directory / folder
         return ModelSource(
             name, directory, fingerprint=Fingerprint.of_folder(directory), renamed=name != folder

@@ -21,13 +21,13 @@ def request_key(
     requested_outputs: Iterable[str],
     parameters: Mapping[str, ParameterValue],
 ) -> Key:
-    """A hash of all that a response depends on. `scope` tells the models apart; no order matters but its own."""
+    """A hash of everything that a response depends on. `scope` identifies the model; other orders do not matter."""
     digest = hashlib.blake2b(digest_size=32)
 
     def add(*parts: str | bytes | memoryview) -> None:
         for part in parts:
             data = part.encode() if isinstance(part, str) else part
-            # Each length goes before its part: ("ab", "c") and ("a", "bc") must differ.
+            # Length-prefixed, so that ("ab", "c") and ("a", "bc") differ.
             digest.update(len(data).to_bytes(8, "little"))
             digest.update(data)
 
@@ -43,7 +43,7 @@ def request_key(
 
 
 def _wire(tensor: Tensor) -> bytes | memoryview:
-    """The data in the wire format, without a copy where memory holds it in that format."""
+    """The data in the binary tensor format, without a copy if possible."""
     array = tensor.array
     if array.dtype.kind in "biuf" and array.flags.c_contiguous and array.ndim and array.size:
         return array.data.cast("B")
@@ -51,35 +51,35 @@ def _wire(tensor: Tensor) -> bytes | memoryview:
 
 
 OVERHEAD = 256
-"""Bytes that an entry, and each of its tensors, takes besides the data. An estimate."""
+"""Estimated overhead in bytes of an entry, and of each of its tensors."""
 
 FORMAT = "1"
-"""Of `CachedResponse.encode`. Part of the keys of what is stored: another one is not found."""
+"""Version of `CachedResponse.encode`; part of the keys in Redis, so that entries of other versions are not found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedResponse:
-    """The outputs of a response, and its parameters. What is cached must not be written to."""
+    """Outputs and parameters of a response. The arrays must not be modified."""
 
     outputs: tuple[Tensor, ...]
     parameters: Mapping[str, ParameterValue]
 
     @classmethod
     def copy_of(cls, outputs: Iterable[Tensor], parameters: Mapping[str, ParameterValue]) -> CachedResponse:
-        """With data of its own: the tensors may be views of a buffer that is used again."""
+        """Copy the tensors, which can be views of a reused buffer."""
         return cls(tuple(_copy(tensor) for tensor in outputs), dict(parameters))
 
     def copy_outputs(self) -> list[Tensor]:
-        """For a client, who may write to them."""
+        """Copies of the outputs, which the client can modify."""
         return [_copy(tensor) for tensor in self.outputs]
 
     @property
     def byte_size(self) -> int:
-        """What it takes of the cache's capacity."""
+        """Size in the cache, in bytes."""
         return OVERHEAD + sum(OVERHEAD + tensor.byte_size for tensor in self.outputs)
 
     def encode(self) -> bytes:
-        """As MessagePack, with tensors in the binary tensor format."""
+        """Encode as MessagePack, with tensors in the binary tensor format."""
         outputs = [
             _StoredTensor(tensor.name, tensor.datatype.value, tensor.shape, tensor.to_wire())
             for tensor in self.outputs
@@ -88,7 +88,7 @@ class CachedResponse:
 
     @classmethod
     def decode(cls, data: bytes) -> CachedResponse:
-        """What `encode` wrote. Raises `msgspec.DecodeError` or `InvalidArgument` for anything else."""
+        """Decode the result of `encode`. Raises `msgspec.DecodeError` or `InvalidArgument` for other data."""
         stored = _decoder.decode(data)
         outputs = [
             Tensor.from_wire(
@@ -120,7 +120,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class LocalCache:
-    """Least recently used entries make room for new ones. Not thread-safe; belongs to the core's loop."""
+    """An LRU cache whose capacity is in bytes. Not thread-safe; used on the core's loop."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -131,19 +131,19 @@ class LocalCache:
         return len(self._entries)
 
     async def close(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         self._entries.clear()
         self.byte_size = 0
 
     def get(self, key: Key) -> CachedResponse | None:
-        """The response that was put under that key, None if there is none (any more)."""
+        """The response for a key; None if it is not in the cache."""
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)
         return found
 
     def put(self, key: Key, response: CachedResponse) -> bool:
-        """Keep a response, in place of one of that key; False if it is larger than the whole cache."""
+        """Store a response; False if it is larger than the cache."""
         size = response.byte_size
         if size > self.capacity:
             return False

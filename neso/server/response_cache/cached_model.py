@@ -30,8 +30,8 @@ K = TypeVar("K")
 
 
 @dataclass(slots=True)
-class Miss(Generic[K]):
-    """A request that was not found, until it has ended. `ns`: the time that was spent on the cache."""
+class CacheMiss(Generic[K]):
+    """A cache miss, until its request has ended. `ns`: duration of the lookup."""
 
     key: K
     ns: int
@@ -41,9 +41,9 @@ class Miss(Generic[K]):
 
 
 class CachedModel(ABC, Generic[K]):
-    """One version of a model, as a cache with keys of type K sees it. Belongs to the core's loop.
+    """Response caching of one model version, with keys of type K. Used on the core's loop.
 
-    `start(stream)` has the model execute a request; `ended(stream)` says that one was answered without.
+    `start(stream)` executes a request; `ended(stream)` is called for a request answered from the cache.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class CachedModel(ABC, Generic[K]):
         self._statistics = context.statistics
         self._start = start
         self._ended = ended
-        self._missed: dict[InferenceRequest, Miss[K]] = {}
+        self._missed: dict[InferenceRequest, CacheMiss[K]] = {}
 
     def take(self, stream: ResponseStream) -> bool:
-        """Whether the request of a stream, which has been checked, is answered or started here, now or later.
+        """True if the cache answers or starts the request, now or later; False if the caller must start it.
 
-        If not, it is to be started at once. `observe` is to see the responses of all that are started.
+        The request has been validated. `observe` must be called with the responses of all started requests.
         """
         request = stream.request
-        # Classes are made of outputs that the key does not tell apart.
+        # The key does not include the classification.
         if request.sequence_id or request.classification or not request.cacheable:
             return False
         return self._take(stream)
 
     def observe(self, request: InferenceRequest, response: InferenceResponse) -> None:
-        """See a response on its way to the client; it is kept once the request has ended well."""
+        """Observe a response; it is stored once its request has succeeded."""
         miss = self._missed.get(request)
         if miss is None:
             return
@@ -85,10 +85,10 @@ class CachedModel(ABC, Generic[K]):
             self._keep(miss)
 
     async def close(self) -> None:
-        """Leave off what is under way."""
+        """Cancel pending operations."""
 
-    def _count(self, miss: Miss[K], started: int) -> None:
-        """The cache has worked for a request that it did not know, the second time since `started` (ns)."""
+    def _count(self, miss: CacheMiss[K], started: int) -> None:
+        """Record a miss whose response was stored since `started` (ns)."""
         ended = time.monotonic_ns()
         self._statistics.record_cache_miss(miss.ns + ended - started)
         if miss.trace is not None and not miss.trace.ended:
@@ -96,9 +96,9 @@ class CachedModel(ABC, Generic[K]):
             miss.trace.stamp("CACHE_MISS_INSERTION_END", ended)
 
     def _miss(self, stream: ResponseStream, key: K, started: int) -> None:
-        """Remember a request that was looked for since `started` (ns), and not found."""
+        """Remember a request that was not found; its lookup started at `started` (ns)."""
         ended = time.monotonic_ns()
-        self._missed[stream.request] = Miss(key, ended - started, trace=stream.trace)
+        self._missed[stream.request] = CacheMiss(key, ended - started, trace=stream.trace)
         if stream.trace is not None:
             stream.trace.stamp("CACHE_MISS_LOOKUP_START", started)
             stream.trace.stamp("CACHE_MISS_LOOKUP_END", ended)
@@ -107,16 +107,16 @@ class CachedModel(ABC, Generic[K]):
     def _take(self, stream: ResponseStream) -> bool: ...
 
     @abstractmethod
-    def _keep(self, miss: Miss[K]) -> None:
-        """Put the response of a request that has ended well into the cache, if it is one that can be kept."""
+    def _keep(self, miss: CacheMiss[K]) -> None:
+        """Store the response of a successful request, if it is a single one."""
 
     def _answer(self, stream: ResponseStream, found: CachedResponse, started: int) -> None:
-        """Answer from the cache, which has worked since `started` (ns)."""
+        """Answer from the cache; the lookup started at `started` (ns)."""
         response = InferenceResponse(
             self._name, self._version, "", found.copy_outputs(), dict(found.parameters)
         )
         ns = time.monotonic_ns() - started
-        stream.unobserve()  # it counts otherwise than a response of the model
+        stream.unobserve()  # cache hits have separate statistics
         stream.send(response, final=True)
         self._statistics.record_cache_hit(stream.timeline, ns)
         if stream.trace is not None:
@@ -127,7 +127,7 @@ class CachedModel(ABC, Generic[K]):
 
 
 class LocalCachedModel(CachedModel[Key]):
-    """With the cache in memory, which answers at once."""
+    """Caching in memory: lookups are synchronous."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class LocalCachedModel(CachedModel[Key]):
     ) -> None:
         super().__init__(context, start, ended)
         self._cache = cache
-        # A version that is loaded again may answer otherwise: it does not get what the old one said.
+        # A reloaded version does not use entries of the previous load.
         self._scope = (context.name, context.version, str(next(_loads)))
 
     def _take(self, stream: ResponseStream) -> bool:
@@ -152,7 +152,7 @@ class LocalCachedModel(CachedModel[Key]):
         self._answer(stream, found, started)
         return True
 
-    def _keep(self, miss: Miss[Key]) -> None:
+    def _keep(self, miss: CacheMiss[Key]) -> None:
         started = time.monotonic_ns()
         if len(miss.responses) == 1:
             kept = miss.responses[0]
@@ -166,10 +166,9 @@ PREFIX = "neso"
 
 
 class RemoteCachedModel(CachedModel[str]):
-    """Keys are `neso:<model>:<version>:<hash>`. The hash is of the request, the configuration and the version's files.
+    """Caching in Redis. Keys are `neso:<model>:<version>:<hash>`; the hash covers request, configuration and files.
 
-    So servers with the same model share what they cached, and a model that was changed does not get what the old one
-    said.
+    Servers with the same model share entries, and a changed model does not use entries of the previous one.
     """
 
     def __init__(
@@ -183,11 +182,11 @@ class RemoteCachedModel(CachedModel[str]):
         self._cache = cache
         self._tasks: set[asyncio.Task[Any]] = set()
         config = context.config.SerializeToString(deterministic=True)
-        # Large files take their time: requests wait, the event loop does not.
+        # In a thread: hashing large files is slow.
         self._fingerprint = self._begin(asyncio.to_thread(fingerprint, config, context.version_directory))
 
     async def close(self) -> None:
-        """Give up what is asked and stored at the moment."""
+        """Cancel pending lookups and writes."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -195,7 +194,7 @@ class RemoteCachedModel(CachedModel[str]):
 
     def _take(self, stream: ResponseStream) -> bool:
         self._begin(self._look_up(stream))
-        stream.fail_if_cancelled_while_waiting()
+        stream.fail_on_cancel_while_queued()
         return True
 
     async def _look_up(self, stream: ResponseStream) -> None:
@@ -204,7 +203,7 @@ class RemoteCachedModel(CachedModel[str]):
         try:
             key = await self._key(stream.request)
             found = await self._cache.get(key)
-        except Exception:  # a cache that fails must not fail a request
+        except Exception:  # errors of the cache do not fail the request
             logger.exception("the response cache of model '%s' failed", self._name)
         if stream.closed:  # cancelled, or the model is unloaded
             return
@@ -220,14 +219,14 @@ class RemoteCachedModel(CachedModel[str]):
         digest = request_key(scope, request.inputs, request.requested_outputs, request.parameters)
         return f"{PREFIX}:{self._name}:{self._version}:{digest.hex()}"
 
-    def _keep(self, miss: Miss[str]) -> None:
+    def _keep(self, miss: CacheMiss[str]) -> None:
         if len(miss.responses) == 1:
             kept = miss.responses[0]
             self._begin(self._put(miss, CachedResponse.copy_of(kept.outputs, kept.parameters)))
         else:
             self._count(miss, time.monotonic_ns())
 
-    async def _put(self, miss: Miss[str], response: CachedResponse) -> None:
+    async def _put(self, miss: CacheMiss[str], response: CachedResponse) -> None:
         started = time.monotonic_ns()
         try:
             await self._cache.put(miss.key, response)
@@ -247,7 +246,7 @@ def fingerprint(config: bytes, version_directory: Path) -> str:
     digest = hashlib.sha256(hashlib.sha256(config).digest())
     for path in sorted(version_directory.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
-            # Of each part its own hash: their lengths do not matter then.
+            # A hash of hashes needs no length prefixes.
             digest.update(hashlib.sha256(str(path.relative_to(version_directory)).encode()).digest())
             digest.update(_hash_of_file(path))
     return digest.hexdigest()
@@ -262,7 +261,7 @@ def _hash_of_file(path: Path) -> bytes:
 
 
 def open_cache(options: ServerOptions) -> LocalCache | RedisCache | None:
-    """None without one. Raises `InvalidArgument` where the client for Redis is not installed."""
+    """The cache of the server options; None without one. Raises `InvalidArgument` if redis is not installed."""
     if options.redis_cache is None:
         return LocalCache(options.response_cache_size) if options.response_cache_size else None
     try:
@@ -279,7 +278,7 @@ def open_cached_model(
     start: Callable[[ResponseStream], None],
     ended: Callable[[ResponseStream], None],
 ) -> CachedModel[Any] | None:
-    """None for a model whose responses are not cached; says so in the log where the user expects it."""
+    """None for a model without caching; logs a warning if its configuration enables it in vain."""
     if not context.config.response_cache.enable:
         return None
     cache = context.core.response_cache

@@ -1,4 +1,4 @@
-"""The cache in Redis, which several servers may share. It may be gone: then nothing is found, and nothing fails."""
+"""Response cache in Redis, shared by several servers. While Redis is unavailable, every lookup is a miss."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from neso.server.response_cache.cache import CachedResponse
 logger = logging.getLogger(__name__)
 
 PAUSE = 1.0
-"""Seconds without a try after one that did not reach Redis: requests must not wait for it one by one."""
+"""Seconds without further attempts after a connection error."""
 
 T = TypeVar("T")
 
 
 class RedisCache:
-    """Belongs to the core's loop. Nothing is connected before the first use."""
+    """A Redis client used on the core's loop; connects at the first use."""
 
     def __init__(self, options: RedisOptions) -> None:
         self._address = f"{options.host}:{options.port}"
@@ -44,7 +44,7 @@ class RedisCache:
                 password=options.password or None,
                 socket_connect_timeout=_seconds(options.connect_timeout),
                 socket_timeout=_seconds(options.socket_timeout),
-                # Once more at once: a connection may have been closed since it was used.
+                # One immediate retry: an idle connection may have been closed.
                 retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
                 **_connection(options),
             )
@@ -54,7 +54,7 @@ class RedisCache:
         self._refusals: set[str] = set()
 
     async def get(self, key: str) -> CachedResponse | None:
-        """The response that was put under that key; None without one, and when Redis does not say."""
+        """The response for a key; None if there is none or Redis is unavailable."""
         data: bytes | None = await self._ask(lambda: self._client.get(key))
         if data is None:
             return None
@@ -65,7 +65,7 @@ class RedisCache:
             return None
 
     async def put(self, key: str, response: CachedResponse) -> None:
-        """Keep a response, as long as Redis likes."""
+        """Store a response; Redis decides on eviction."""
         await self._ask(lambda: self._client.set(key, response.encode()))
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class RedisCache:
         await self._client.connection_pool.disconnect()
 
     async def _ask(self, command: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer; None and a line in the log when there is none."""
+        """The result of a command; None after an error, which is logged."""
         if time.monotonic() < self._try_again:
             return None
         try:
@@ -95,7 +95,7 @@ class RedisCache:
         return answer
 
     def _note(self, refusal: str) -> None:
-        """Say once that Redis refuses a command."""
+        """Log an error of Redis, once per kind."""
         kind = refusal.split(" ")[0]
         if kind not in self._refusals:
             self._refusals.add(kind)
@@ -122,7 +122,7 @@ def _connection(options: RedisOptions) -> dict[str, Any]:
 
 
 def _named(server_name: str) -> type[SSLConnection]:
-    """Connections that ask for, and expect, the certificate of another name than the host's."""
+    """Connections whose TLS server name differs from the host."""
 
     class NamedConnection(SSLConnection):
         def _connection_arguments(self) -> Mapping[str, Any]:

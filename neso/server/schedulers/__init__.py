@@ -1,1 +1,1 @@
-"""What stands between a model and its backend: who is executed when, and with whom."""
+"""Schedulers: dynamic batching and sequence batching."""

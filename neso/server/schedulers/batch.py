@@ -1,4 +1,7 @@
-"""A batch of requests as one execution: concatenated inputs, split outputs."""
+"""Batches as one execution: concatenated inputs, split outputs.
+
+For backends that execute a batch as tensors. Python models get the requests one by one.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from neso.server.tensor import DataType, Tensor, element_count
 
 
 def make_batch_input(spec: Any, shapes: list[Shape]) -> npt.NDArray[Any]:
-    """The tensor of a `BatchInput` message, from the shapes of its source input in each of n requests.
+    """The tensor of a `BatchInput` message, from the shapes of its source input in n requests.
 
     | kind | shape |
     |---|---|
     | BATCH_ELEMENT_COUNT | [n]: elements of each request |
-    | BATCH_ACCUMULATED_ELEMENT_COUNT | [n]: elements of each request and those before it |
-    | BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO | [n + 1]: the same, with 0 in front |
-    | BATCH_MAX_ELEMENT_COUNT_AS_SHAPE | [elements of the largest request]: only the shape says something |
+    | BATCH_ACCUMULATED_ELEMENT_COUNT | [n]: cumulative elements |
+    | BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO | [n + 1]: the same after a leading 0 |
+    | BATCH_MAX_ELEMENT_COUNT_AS_SHAPE | [elements of the largest request]: only the shape has a meaning |
     | BATCH_ITEM_SHAPE | [rows of all requests, dimensions]: the shape of each row, without the batch dimension |
     | BATCH_ITEM_SHAPE_FLATTEN | the same, as [rows * dimensions] |
     """
@@ -30,7 +33,7 @@ def make_batch_input(spec: Any, shapes: list[Shape]) -> npt.NDArray[Any]:
     kind = spec.Kind.Name(spec.kind)
     if kind.startswith("BATCH_ITEM_SHAPE"):
         rows = [np.tile(np.array(shape[1:], dtype), (shape[0], 1)) for shape in shapes]
-        # Requests of other ranks cannot come: `dims` has one.
+        # All requests have the rank of `dims`.
         items = np.concatenate(rows)
         return items.reshape(-1) if kind == "BATCH_ITEM_SHAPE_FLATTEN" else items
     counts = [element_count(shape) for shape in shapes]
@@ -47,12 +50,12 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one execution takes, made by `collect`.
+    """Inputs of one execution, created by `collect`.
 
     - streams: the requests, in order
-    - rows: the batch size of each request; 1 for models that do not batch
-    - inputs: by name. Rows follow one another in the first dimension; inputs with `allow_ragged_batch` are flat,
-      [elements of all requests]; `batch_input`s are generated. Those of a single request are not copied: read only.
+    - rows: batch size of each request; 1 for models that do not batch
+    - inputs: by name, concatenated in the first dimension; inputs with `allow_ragged_batch` are flat, [elements of all
+      requests]; `batch_input`s are generated. Those of a single request are not copied and must not be modified.
     """
 
     streams: list[ResponseStream]
@@ -64,9 +67,9 @@ class Batch:
 
     @classmethod
     def collect(cls, streams: list[ResponseStream], signature: Signature, config: Any) -> Batch:
-        """Of at least one request; several must fit together by `Signature.batches_with`, and the model batch.
+        """Concatenate the inputs of one or more requests, which are compatible by `Signature.batches_with`.
 
-        `config` is the `ModelConfig` message. Raises `InvalidArgument` for tensors that cannot be concatenated.
+        `config`: `ModelConfig` message. Raises `InvalidArgument` for tensors that cannot be concatenated.
         """
         requests = [stream.request.inputs for stream in streams]
         batches = signature.max_batch_size > 0
@@ -102,14 +105,14 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Rows of all requests."""
+        """Total batch size."""
         return sum(self.rows)
 
     def scatter(self, outputs: dict[str, Array]) -> list[list[Tensor]]:
-        """The part of each request in the outputs of the execution, in the order of `streams`; views, not copies.
+        """Split the outputs of the execution: those of each request, in the order of `streams`; views, not copies.
 
-        An output has a row for each row of the inputs. One that `batch_output` names is split as the shapes of its
-        source input say. Strings may be text or bytes. Raises `InternalError` for outputs of other sizes.
+        Outputs have a row for each input row; those in `batch_output` are split by the shapes of their source input.
+        Strings can be str or bytes. Raises `InternalError` for outputs of unexpected size.
         """
         parts: list[list[Tensor]] = [[] for _ in self.streams]
         for name, array in outputs.items():
@@ -179,7 +182,7 @@ def _concatenate(name: str, arrays: list[Array], ragged: bool, model: str) -> Ar
 def _scattered(
     spec: Any, requests: list[dict[str, Tensor]], signature: Signature
 ) -> list[tuple[str, list[Shape]]]:
-    """The shapes of outputs by request: what varies is as long as the same dimension of the source input."""
+    """Output shapes of each request: variable dimensions have the size of the source input's."""
     (source,) = spec.source_input
     result = []
     for name in spec.target_name:

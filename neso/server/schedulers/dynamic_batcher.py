@@ -1,4 +1,9 @@
-"""Dynamic batching: requests that wait at the same time are executed together."""
+"""Dynamic batching: requests that wait at the same time are executed together.
+
+`BatchChooser` forms a batch when an instance is free and, with a rate limiter, may start. Event-driven: by arrivals,
+instances that become free, and one timer. Rate-limited models without `dynamic_batching` also use it, with batches of
+one request.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Dispatcher:
-    """Calls `dispatch` when it is woken, and when a time passes; nothing polls. Belongs to the core's event loop."""
+    """Calls `dispatch` after `wake`, and at times set by `wake_at`. Used on the core's loop."""
 
     def __init__(self, dispatch: Callable[[], None]) -> None:
         self._dispatch = dispatch
@@ -28,13 +33,13 @@ class Dispatcher:
         self._stopped = False
 
     def wake(self) -> None:
-        """Dispatch once all that is ready to run has run: requests that come together are batched."""
+        """Dispatch in the next turn of the event loop, so that requests that arrive together are batched."""
         if not self._woken and not self._stopped:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._run)
 
     def wake_at(self, times: Iterable[int | None]) -> None:
-        """Dispatch at the first of these times too, in ns of the monotonic clock; those set before are forgotten."""
+        """Also dispatch at the earliest of these times, in ns of the monotonic clock; replaces earlier times."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -44,7 +49,7 @@ class Dispatcher:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._run)
 
     def stop(self) -> None:
-        """Dispatch no more."""
+        """Stop dispatching."""
         self._stopped = True
         self.wake_at(())
 
@@ -54,31 +59,31 @@ class Dispatcher:
             self._dispatch()
 
 
-class Choice(NamedTuple):
-    """A batch to send, or none and the time to look again, in ns of the monotonic clock; None: when more comes."""
+class BatchChoice(NamedTuple):
+    """A batch to execute, or an empty one and the time for the next attempt, in ns; None: at the next arrival."""
 
     batch: list[ResponseStream]
     until: int | None = None
 
 
-NOTHING = Choice([])
+NO_BATCH = BatchChoice([])
 
 
 class BatchChooser:
-    """A batch is sent when one of these holds: it has the largest preferred size that can be reached, it cannot grow
-    (`max_size`, or the next request does not fit), or its oldest request has waited for the delay.
+    """Decides when a batch is complete: at the largest preferred size, when it cannot grow (`max_size`, or the next
+    request is incompatible), or when its oldest request has waited for the delay.
     """
 
     def __init__(self, signature: Signature, max_size: int, preferred: Iterable[int], delay_us: int) -> None:
-        """`max_size` and `preferred` are batch sizes; a single request may be larger than them."""
+        """`max_size` and `preferred` are batch sizes; a single request can be larger."""
         self._signature = signature
         self._max_size = max_size
         self._preferred = sorted(size for size in preferred if size <= max_size)
         self._largest = self._preferred[-1] if self._preferred else max_size
         self._delay_ns = 1000 * delay_us
 
-    def choose(self, waiting: Iterable[ResponseStream]) -> Choice:
-        """Of those that wait, in the order of execution: the first ones, as many as the batch has."""
+    def choose(self, waiting: Iterable[ResponseStream]) -> BatchChoice:
+        """Choose a batch: a prefix of the waiting requests, which are in the order of execution."""
         batch: list[ResponseStream] = []
         size, best, best_size, can_grow = 0, 0, 0, True
         for stream in waiting:
@@ -96,28 +101,28 @@ class BatchChooser:
                 can_grow = False
                 break
         if not batch:
-            return NOTHING
+            return NO_BATCH
         chosen = batch[:best] if best else batch
         if not can_grow or best_size == self._largest:
-            return Choice(chosen)
+            return BatchChoice(chosen)
         return after_delay(chosen, batch, self._delay_ns)
 
 
-def after_delay(batch: list[ResponseStream], waiting: Sequence[ResponseStream], delay_ns: int) -> Choice:
-    """The batch, once the oldest of those that wait for it has waited for so long."""
+def after_delay(batch: list[ResponseStream], waiting: Sequence[ResponseStream], delay_ns: int) -> BatchChoice:
+    """The batch, once the oldest waiting request has waited for `delay_ns`."""
     if not delay_ns:
-        return Choice(batch)
+        return BatchChoice(batch)
     until = min(stream.timeline.queue_start for stream in waiting) + delay_ns
-    return Choice(batch) if time.monotonic_ns() >= until else Choice([], until)
+    return BatchChoice(batch) if time.monotonic_ns() >= until else BatchChoice([], until)
 
 
 Execute = Callable[[list[ResponseStream], Callable[[], None], int | None], None]
-"""execute(batch, done, instance): start on that instance, or with None on a free one; `done` is called on the loop when
-the instance is free again."""
+"""execute(batch, done, instance): start on an instance, or with None on any free one; `done` is called on the loop when
+it is free again."""
 
 
 class DynamicBatcher:
-    """Made and used on the core's event loop."""
+    """The dynamic batcher of one model. Used on the core's loop."""
 
     def __init__(
         self,
@@ -142,7 +147,7 @@ class DynamicBatcher:
             limited.on_grant = self._dispatcher.wake
 
     def submit(self, stream: ResponseStream) -> None:
-        """Queue a request; one that is not taken is answered."""
+        """Queue a request, or reject it."""
         try:
             self._queue.put(stream)
         except ServerError as error:
@@ -150,26 +155,26 @@ class DynamicBatcher:
             return
         if self._order is not None:
             self._order.add(stream)
-        stream.fail_if_cancelled_while_waiting()
+        stream.fail_on_cancel_while_queued()
         self._schedule()
 
     def close(self) -> list[ResponseStream]:
-        """Stop; gives back what was not sent."""
+        """Stop, and return the requests that were not executed."""
         self._dispatcher.stop()
         if self._limited is not None:
             self._limited.withdraw_all()
         return self._queue.clear()
 
     def add_instances(self, count: int) -> None:
-        """There are so many more instances, or fewer if negative."""
-        self._free += count  # below zero until as many have finished what they do
+        """Change the number of instances by `count`, which can be negative."""
+        self._free += count  # negative until enough instances have finished
         self._schedule()
 
     def _schedule(self) -> None:
         if self._free > 0:
             self._dispatcher.wake()
         else:
-            self._dispatcher.wake_at((self._queue.next_deadline(),))  # for the patience of those who wait
+            self._dispatcher.wake_at((self._queue.next_deadline(),))  # for queue timeouts
 
     def _dispatch(self) -> None:
         self._queue.expire()
@@ -183,9 +188,7 @@ class DynamicBatcher:
             instance = None
             if self._limited is not None:
                 instance = self._limited.take_any()
-                if (
-                    instance is None
-                ):  # it tells when one may begin; more requests may join the batch until then
+                if instance is None:  # `on_grant` follows; the batch can grow until then
                     break
             self._queue.take(len(batch))
             self._free -= 1
@@ -200,7 +203,7 @@ class DynamicBatcher:
 
 
 class ResponseOrder:
-    """Responses leave in the order in which their requests came, whichever instance is done first."""
+    """Delivers responses in the order of their requests (`preserve_ordering`)."""
 
     def __init__(self) -> None:
         self._streams: deque[ResponseStream] = deque()

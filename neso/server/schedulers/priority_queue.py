@@ -1,4 +1,4 @@
-"""Requests that wait for an instance: by priority, with timeouts and limits on their number."""
+"""Queue of waiting requests with priorities, timeouts and size limits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from neso.server.inference_response import ResponseStream
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """What happens to those who wait; a `ModelQueuePolicy` message.
+    """Queue policy of a priority level (`ModelQueuePolicy`).
 
-    - delays: whether a request whose time is over is executed after all others, instead of refused
-    - timeout_us: how long a request may wait; 0: for ever
-    - overridable: whether a request may ask for a shorter time
-    - max_size: most requests that wait; 0: no limit
+    - delays: execute timed-out requests after all others instead of rejecting them
+    - timeout_us: queue timeout; 0 for none
+    - overridable: requests can set a shorter timeout
+    - max_size: maximum number of waiting requests; 0 for no limit
     """
 
     delays: bool = False
@@ -38,7 +38,7 @@ class QueuePolicy:
         )
 
     def deadline(self, stream: ResponseStream) -> int | None:
-        """When the request's time is over, in ns of the monotonic clock."""
+        """When the request times out, in ns of the monotonic clock; None for never."""
         timeout = self.timeout_us
         asked = stream.request.timeout_us
         if self.overridable and asked and (not timeout or asked < timeout):
@@ -58,9 +58,9 @@ class _Level:
 
 
 class PriorityQueue:
-    """Levels from 1, the first to be executed, in order of arrival within each, those that are delayed last.
+    """Priority levels, 1 first; in order of arrival within a level, delayed requests last.
 
-    A request that was cancelled or timed out is answered and skipped when its turn comes.
+    Cancelled and timed-out requests have been answered and are skipped.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class PriorityQueue:
         self._queues = [queue for level in self._levels.values() for queue in (level.waiting, level.delayed)]
         self._default_level = self._levels.get(default_level, self._levels[1])
         self._deadlines: list[tuple[int, int, ResponseStream]] = []
-        self._impatient: dict[ResponseStream, _Level] = {}  # those that wait, and have a deadline
+        self._with_deadline: dict[ResponseStream, _Level] = {}  # waiting requests with a deadline
         self._arrivals = 0
         policies_in_use = [level.policy for level in self._levels.values()]
         self._bounded = any(policy.max_size for policy in policies_in_use)
         self._timed = any(policy.timeout_us or policy.overridable for policy in policies_in_use)
-        self._some_left = False  # since their places were counted
+        self._has_closed = False  # since closed requests were last removed
 
     @classmethod
     def of(cls, batching: Any) -> PriorityQueue:
-        """By a `ModelDynamicBatching` message."""
+        """Create from a `ModelDynamicBatching` message."""
         policies = {
             level: QueuePolicy.of(message) for level, message in batching.priority_queue_policy.items()
         }
@@ -93,72 +93,72 @@ class PriorityQueue:
         )
 
     def put(self, stream: ResponseStream) -> None:
-        """A priority that the model does not have is its default one. Raises `Unavailable` when the level is full."""
+        """Add a request; an unknown priority counts as the default. Raises `Unavailable` when the level is full."""
         level = self._levels.get(stream.request.priority, self._default_level)
         if self._bounded:
-            self._find_place(level, stream)
+            self._check_capacity(level, stream)
         level.waiting.append(stream)
         if self._timed and (deadline := level.policy.deadline(stream)) is not None:
             self._arrivals += 1
-            self._impatient[stream] = level
+            self._with_deadline[stream] = level
             heapq.heappush(self._deadlines, (deadline, self._arrivals, stream))
 
-    def _find_place(self, level: _Level, stream: ResponseStream) -> None:
+    def _check_capacity(self, level: _Level, stream: ResponseStream) -> None:
         """Raises `Unavailable` when the level is full."""
-        if level.is_full() and self._some_left:
+        if level.is_full() and self._has_closed:
             self._remove_closed()
         if level.is_full():
             raise Unavailable(
                 f"[request id: {stream.request.id or '<id_unknown>'}] Exceeds maximum queue size"
             )
-        stream.request.on_cancel(self._note_departure)
+        stream.request.on_cancel(self._mark_closed)
 
     def waiting(self) -> Iterator[ResponseStream]:
-        """Those that are still wanted, in the order of execution."""
+        """Open requests in the order of execution."""
         for queue in self._queues:
             for stream in queue:
                 if not stream.closed:
                     yield stream
 
     def take(self, count: int) -> None:
-        """Remove the first that `waiting` gives, and those before them that have ended."""
+        """Remove the first `count` open requests, and closed requests before them."""
         for queue in self._queues:
             while queue and (count or queue[0].closed):
                 stream = queue.popleft()
                 if not stream.closed:
                     count -= 1
-                if self._impatient:
-                    self._impatient.pop(stream, None)
+                if self._with_deadline:
+                    self._with_deadline.pop(stream, None)
             if not count:
                 return
 
     def expire(self) -> None:
-        """Refuse or delay the requests whose time is over."""
+        """Reject or delay requests that have timed out."""
         if not self._deadlines:
             return
         now = time.monotonic_ns()
         while self._deadlines and self._deadlines[0][0] <= now:
             stream = heapq.heappop(self._deadlines)[2]
-            level = self._impatient.pop(stream, None)
+            level = self._with_deadline.pop(stream, None)
             if level is None or stream.closed:
                 continue
             if level.policy.delays:
                 level.waiting.remove(stream)
                 level.delayed.append(stream)
             else:
-                self._some_left = True
+                self._has_closed = True
                 stream.reject(
                     Unavailable(
                         f"[request id: {stream.request.id or '<id_unknown>'}] Request timeout expired"
                     )
                 )
 
-    def _note_departure(self) -> None:
-        self._some_left = True
+    def _mark_closed(self) -> None:
+        self._has_closed = True
 
     def _remove_closed(self) -> None:
-        """Those that were cancelled or timed out take no place."""
-        self._some_left = False
+        """Remove cancelled and timed-out requests, which do not count against the limit."""
+        self._has_closed = False
         for queue in self._queues:
             if any(stream.closed for stream in queue):
                 wanted = [stream for stream in queue if not stream.closed]
@@ -166,20 +166,20 @@ class PriorityQueue:
                 queue.extend(wanted)
 
     def next_deadline(self) -> int | None:
-        """The earliest time at which `expire` has something to do, in ns of the monotonic clock."""
+        """The earliest deadline, in ns of the monotonic clock; None if there is none."""
         while self._deadlines:
             deadline, _, stream = self._deadlines[0]
-            if stream in self._impatient and not stream.closed:
+            if stream in self._with_deadline and not stream.closed:
                 return deadline
-            self._impatient.pop(stream, None)
+            self._with_deadline.pop(stream, None)
             heapq.heappop(self._deadlines)
         return None
 
     def clear(self) -> list[ResponseStream]:
-        """Take all that wait."""
+        """Remove and return all waiting requests."""
         left = list(self.waiting())
         for queue in self._queues:
             queue.clear()
         self._deadlines.clear()
-        self._impatient.clear()
+        self._with_deadline.clear()
         return left

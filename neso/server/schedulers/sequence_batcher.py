@@ -1,11 +1,11 @@
-"""Sequence batching: requests of one sequence reach the same instance, one at a time and in order.
+"""Sequence batching: requests of a sequence go to the same instance, one at a time and in order.
 
-A sequence begins with START and holds a slot of an instance until its END is executed, or until it was idle for
-`max_sequence_idle_microseconds`; those without a slot wait in a backlog. A batch has at most one request of a
-sequence. Nothing polls: arrivals, executions and requests that end, and one timer drive it.
+A sequence starts with START and holds a slot of an instance until its END is executed, or until it has been idle for
+`max_sequence_idle_microseconds`; sequences without a slot wait in a backlog. A batch has at most one request of a
+sequence. Event-driven: by arrivals, ends of executions and requests, and one timer.
 
-An iterative sequence is a single request that the backend has executed again and again, each time with whatever else
-waits then, until it has its final response.
+An iterative sequence is a single request that the backend executes repeatedly, each time in a new batch, until it has
+its final response.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from neso.server.errors import Cancelled, InvalidArgument
 from neso.server.inference_request import InferenceRequest
 from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.rate_limiter.limiter import LimitedInstances
-from neso.server.schedulers.dynamic_batcher import NOTHING, Choice, Dispatcher, ResponseOrder
+from neso.server.schedulers.dynamic_batcher import NO_BATCH, BatchChoice, Dispatcher, ResponseOrder
 from neso.server.schedulers.sequence_inputs import ControlInputs, SequenceStates
 from neso.server.schedulers.sequence_slots import Sequence, SequenceSlots, Strategy
 from neso.server.signature import Shape, Signature
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 DEFAULT_IDLE_US = 1_000_000
 
 ExecuteOn = Callable[[list[ResponseStream], Callable[[], None], int], None]
-"""execute(batch, done, instance): start on that instance; `done` is called on the loop when it is free again."""
+"""execute(batch, done, instance): start on an instance; `done` is called on the loop when it is free again."""
 
 
 class SequenceBatcher:
-    """Made and used on the core's event loop. Raises `InvalidArgument` for initial states that are not there."""
+    """Used on the core's loop. Raises `InvalidArgument` for missing initial states."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class SequenceBatcher:
         self._slots = SequenceSlots(num_instances, self._strategy.slots)
         self._busy = [False] * num_instances
         self._sequences: dict[int | str, Sequence] = {}
-        self._idle: dict[Sequence, int] = {}  # with their ends, which come in the order of insertion
+        self._idle: dict[Sequence, int] = {}  # with their deadlines, in ascending order
         self._running: dict[ResponseStream, Sequence] = {}
-        self._fills_slots = self._controls.tell_ready and not batching.HasField("oldest")
+        self._fills_slots = self._controls.has_ready_input and not batching.HasField("oldest")
         self._iterative_ids = count(1) if batching.iterative_sequence else None
         self._dispatcher = Dispatcher(self._dispatch)
         self._limited = limited
@@ -71,7 +71,7 @@ class SequenceBatcher:
             limited.on_grant = self._dispatcher.wake
 
     def submit(self, stream: ResponseStream) -> None:
-        """Queue a request; one that is not taken is answered."""
+        """Queue a request, or reject it."""
         if self._iterative_ids is not None and not stream.request.sequence_id:
             self._begin_iterative(stream.request, self._iterative_ids)
         try:
@@ -85,35 +85,35 @@ class SequenceBatcher:
         sequence.ended = stream.request.sequence_end
         sequence.waiting.append(stream)
         self._idle.pop(sequence, None)
-        stream.fail_if_cancelled_while_waiting()
+        stream.fail_on_cancel_while_queued()
         if self._iterative_ids is not None:
             sequence.ended = True
             stream.request.on_cancel(partial(self._cancel_between_iterations, stream, sequence))
         self._dispatcher.wake()
 
     def observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
-        """Keep the states of a response, before the client gets it."""
+        """Store the states in a response, before the client gets it."""
         sequence = self._running.get(stream)
         if sequence is None:
             return
         if response.error is None:
             self._states.take(sequence.states, response)
         if response.final and sequence.started:
-            # Of several executions: the request was in the queue until the first one.
+            # With several executions, the queue time ends at the first one.
             stream.timeline.compute_start = stream.timeline.input_end = sequence.started
 
     def reschedule(self, stream: ResponseStream) -> None:
-        """Execute a request of an iterative sequence again, in a batch after this execution; the backend says so."""
+        """Execute a request of an iterative sequence again in a later batch. Called by the backend."""
         sequence = self._running.get(stream)
         if sequence is None:
-            stream.finish()  # of warmup: no sequence waits for it
+            stream.finish()  # a warmup request, which has no sequence
         elif not stream.closed:
             sequence.again = True
             if sequence.executed:
                 self._requeue(sequence, stream)
 
     def close(self) -> list[ResponseStream]:
-        """Stop; gives back what was not sent."""
+        """Stop, and return the requests that were not executed."""
         self._dispatcher.stop()
         if self._limited is not None:
             self._limited.withdraw_all()
@@ -124,7 +124,7 @@ class SequenceBatcher:
         return [stream for stream in left if not stream.closed]
 
     def _sequence_of(self, stream: ResponseStream) -> Sequence:
-        """The sequence that the request belongs to, a new one where it begins. Raises `InvalidArgument`."""
+        """The sequence of the request, a new one for START. Raises `InvalidArgument`."""
         request = stream.request
         if not request.sequence_id:
             raise InvalidArgument(
@@ -167,17 +167,17 @@ class SequenceBatcher:
             if self._may_begin(instance, choice.batch):
                 self._send(choice.batch, instance)
             times.append(choice.until)
-        times.append(next(iter(self._idle.values()), None))  # of an idle sequence
+        times.append(next(iter(self._idle.values()), None))  # next idle timeout
         self._dispatcher.wake_at(times)
 
-    def _choose(self, instance: int) -> Choice:
+    def _choose(self, instance: int) -> BatchChoice:
         if self._busy[instance]:
-            return NOTHING
+            return NO_BATCH
         ready = [
             stream for sequence in self._slots.holders(instance) if (stream := sequence.next) is not None
         ]
         if not ready:
-            return NOTHING
+            return NO_BATCH
         ready.sort(key=lambda stream: stream.timeline.queue_start)
         if self._same_shapes:
             shapes = [self._shapes(stream) for stream in ready]
@@ -187,7 +187,7 @@ class SequenceBatcher:
         return self._strategy.choose(ready)
 
     def _shapes(self, stream: ResponseStream) -> list[Shape]:
-        """Of the states that the request will have."""
+        """Shapes of the states that the request will have."""
         request = stream.request
         begins, sequence = request.sequence_start, self._sequences[request.sequence_id]
         return [state.shape for state in (self._states.initial() if begins else sequence.states).values()]
@@ -196,7 +196,7 @@ class SequenceBatcher:
         if self._limited is None:
             return bool(batch)
         if batch:
-            return self._limited.take(instance)  # if not, it tells when
+            return self._limited.take(instance)  # if False, `on_grant` follows
         self._limited.withdraw(instance)
         return False
 
@@ -216,19 +216,19 @@ class SequenceBatcher:
         self._execute(whole, partial(self._executed, batch, instance), instance)
 
     def _with_empty_slots(self, batch: list[ResponseStream]) -> list[ResponseStream]:
-        """Each request at the place of its slot, with something to execute in those before it that have none."""
+        """The batch with each request at the index of its slot, and padding requests in empty slots before it."""
         by_slot = {self._running[stream].slot or 0: stream for stream in batch}
         return [by_slot.get(slot) or self._empty_slot(batch[0].request) for slot in range(max(by_slot) + 1)]
 
     def _empty_slot(self, like: InferenceRequest) -> ResponseStream:
-        """Zeros, and nobody who waits for the answer."""
+        """A padding request: zeros, without a consumer."""
         inputs = {name: Tensor.zeros(name, t.datatype, t.shape) for name, t in like.inputs.items()}
         request = InferenceRequest(self._model, inputs, like.model_version)
         self._controls.give_empty(request)
         return ResponseStream(request)
 
     def _executed(self, batch: list[ResponseStream], instance: int) -> None:
-        """The instance is free; requests whose responses still come keep their sequences from going on."""
+        """The instance is free; sequences continue when their request has its final response."""
         self._busy[instance] = False
         if self._limited is not None:
             self._limited.release(instance)
@@ -244,7 +244,7 @@ class SequenceBatcher:
     def _closed(
         self, stream: ResponseStream, sequence: Sequence, before: Callable[[], None] | None = None
     ) -> None:
-        """A request was answered: after or before the end of its execution, or while it waited."""
+        """A request was closed: while waiting, during its execution, or after it."""
         if before is not None:
             before()
         if sequence.running is stream:
@@ -263,9 +263,9 @@ class SequenceBatcher:
         self._advance(sequence, ended)
 
     def _advance(self, sequence: Sequence, ended: bool = False) -> None:
-        """Nothing of the sequence runs: pass over requests that cannot be sent, then go on, idle or end.
+        """Continue a sequence without a running request: drop requests that cannot be executed, then run, idle or end.
 
-        `ended`: whether it has ended just now.
+        `ended`: whether the sequence has just ended.
         """
         orphans = []
         while sequence.waiting:
@@ -279,14 +279,14 @@ class SequenceBatcher:
                 orphans.append(stream)
         if sequence.waiting:
             if ended and sequence.instance is not None:
-                # The id begins again; others that wait for a slot come first.
+                # The id starts a new sequence, behind others that wait for a slot.
                 self._slots.leave(sequence)
                 self._slots.enter(sequence)
         elif sequence.begun:
             self._idle[sequence] = time.monotonic_ns() + self._idle_ns
         else:
             self._forget(sequence)
-        for stream in orphans:  # their START was cancelled
+        for stream in orphans:  # whose START was cancelled
             stream.reject(self._has_not_begun(stream.request))
 
     def _forget(self, sequence: Sequence) -> None:
@@ -305,7 +305,7 @@ class SequenceBatcher:
             self._forget(sequence)
 
     def _ends(self, stream: ResponseStream) -> bool:
-        """Whether the sequence is over after this request. One whose START was never executed has not begun."""
+        """Whether the sequence ends with this request, or never started because its START was not executed."""
         request = stream.request
         return (
             request.sequence_end
@@ -316,7 +316,7 @@ class SequenceBatcher:
     # -- iterative sequences ------------------------------------------------------------------------------------
 
     def _begin_iterative(self, request: InferenceRequest, ids: Iterator[int]) -> None:
-        """Each request without a sequence is one of its own."""
+        """Make a request without a sequence id its own sequence."""
         request.sequence_id = next(number for number in ids if number not in self._sequences)
         request.sequence_start = True
 
@@ -324,13 +324,13 @@ class SequenceBatcher:
         sequence.running, sequence.again = None, False
         del self._running[stream]
         sequence.started = sequence.started or stream.timeline.compute_start
-        stream.request.sequence_start = stream.request.sequence_end = False  # the first execution had them
+        stream.request.sequence_start = stream.request.sequence_end = False  # only for the first execution
         sequence.waiting.appendleft(stream)
         if stream.request.cancelled:
             self._cancel_between_iterations(stream, sequence)
         self._dispatcher.wake()
 
     def _cancel_between_iterations(self, stream: ResponseStream, sequence: Sequence) -> None:
-        """While it executes the backend may notice, and answers."""
+        """Cancel a request that is not executing; during an execution the backend handles it."""
         if sequence.running is not stream:
             stream.fail(Cancelled("the request was cancelled"))

@@ -28,7 +28,7 @@ _READY = "CONTROL_SEQUENCE_READY"
 
 @dataclass(frozen=True, slots=True)
 class _Flag:
-    """START, END or READY: one of two tensors, made once."""
+    """START, END or READY: one of two constant tensors."""
 
     kind: str
     false: Tensor
@@ -43,14 +43,14 @@ class _Flag:
 
 @dataclass(frozen=True, slots=True)
 class _CorrelationId:
-    """CORRID: the sequence's id; numbers are written out where the model takes strings."""
+    """CORRID: the sequence id, as a decimal string for BYTES."""
 
     name: str
     datatype: DataType
     shape: tuple[int, ...]
 
     def tensor(self, request: InferenceRequest) -> Tensor:
-        """Raises `InvalidArgument` for an id that the datatype cannot hold."""
+        """The control tensor. Raises `InvalidArgument` for an id that does not fit the datatype."""
         correlation_id = request.sequence_id
         if self.datatype is DataType.BYTES:
             array = np.empty(self.shape, np.object_)
@@ -68,10 +68,10 @@ class _CorrelationId:
 
 
 class ControlInputs:
-    """The `control_input` of a configuration. Tensors have shape [1], [1, 1] for models that batch."""
+    """Control inputs of a configuration. Tensors have shape [1], or [1, 1] for models that batch."""
 
     def __init__(self, config: Any) -> None:
-        """Raises `InvalidArgument` for what cannot be given to the model."""
+        """Raises `InvalidArgument` for an invalid configuration."""
         self._shape = (1, 1) if config.max_batch_size else (1,)
         self._model: str = config.name
         self._controls: list[_Flag | _CorrelationId] = []
@@ -99,24 +99,24 @@ class ControlInputs:
                 self._controls.append(self._control(tensor.name, kind, control))
 
     @property
-    def tell_ready(self) -> bool:
-        """Whether the model wants to know which slots have a request."""
+    def has_ready_input(self) -> bool:
+        """Whether the model has a READY input."""
         return any(isinstance(control, _Flag) and control.kind == _READY for control in self._controls)
 
     def check(self, request: InferenceRequest) -> None:
-        """Raises `InvalidArgument` for a correlation id that the model's control input cannot hold."""
+        """Raises `InvalidArgument` for a correlation id that does not fit the control input."""
         for control in self._controls:
             if isinstance(control, _CorrelationId):
                 control.tensor(request)
 
     def give(self, request: InferenceRequest) -> None:
-        """Add the tensors to the request's inputs."""
+        """Add the control tensors to the request's inputs."""
         for control in self._controls:
             tensor = control.tensor(request)
             request.inputs[tensor.name] = tensor
 
     def give_empty(self, request: InferenceRequest) -> None:
-        """Add the tensors of a slot without a request: nothing is true, the correlation id is 0."""
+        """Add the control tensors of an empty slot: all flags false, correlation id 0."""
         for control in self._controls:
             tensor = control.false if isinstance(control, _Flag) else control.tensor(request)
             request.inputs[tensor.name] = tensor
@@ -152,10 +152,10 @@ class ControlInputs:
 
 
 INITIAL_STATE_FOLDER = "initial_state"
-"""Beside the version folders; holds the files that `data_file` names."""
+"""Folder of the `data_file`s, beside the version folders."""
 
 States = dict[str, Tensor]
-"""What a sequence has now, by the names of the model's inputs."""
+"""Current states of a sequence, by input name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,10 @@ class _Spec:
 
 
 class SequenceStates:
-    """The `state` of a configuration. Tensors have the shape `dims`, [1, *dims] for models that batch."""
+    """Implicit states of a configuration. Tensors have shape `dims`, or [1, *dims] for models that batch."""
 
     def __init__(self, config: Any, directory: Path | None) -> None:
-        """Reads initial states below the model's `directory`; without one they are zeros, to check the rest.
+        """Read initial states from the model's `directory`; None for a check of the configuration without files.
 
         Raises `InvalidArgument`.
         """
@@ -195,11 +195,11 @@ class SequenceStates:
 
     @property
     def vary(self) -> bool:
-        """Whether states of sequences may differ in shape."""
+        """Whether states have variable shapes."""
         return any(spec.varies for spec in self._specs)
 
     def initial(self) -> States:
-        """What a sequence begins with."""
+        """Initial states of a sequence."""
         return {spec.input_name: spec.initial for spec in self._specs}
 
     def give(self, states: States, request: InferenceRequest) -> None:
@@ -207,9 +207,9 @@ class SequenceStates:
         request.inputs.update(states)
 
     def take(self, states: States, response: InferenceResponse) -> None:
-        """Keep the states that the model gave; the client sees only those that are declared outputs as well.
+        """Store the states in a response, and remove those that are not declared as outputs.
 
-        One of another datatype makes the response an error. A model that gives none leaves the state as it is.
+        A state of the wrong datatype makes the response an error. A missing state stays unchanged.
         """
         for spec in self._specs:
             for tensor in response.outputs:
@@ -222,7 +222,7 @@ class SequenceStates:
                     )
                     response.outputs = []
                     return
-                # A copy: the model may go on to write in its array.
+                # A copy, because the model can reuse its array.
                 states[spec.input_name] = Tensor(spec.input_name, tensor.datatype, tensor.array.copy())
         hidden = {spec.output_name for spec in self._specs} - self._declared
         response.outputs = [tensor for tensor in response.outputs if tensor.name not in hidden]
@@ -254,7 +254,7 @@ class SequenceStates:
                     f"data_file '{data_file}' of state '{state.input_name}' must stay inside the model's folder "
                     f"{self._where}"
                 )
-        # What varies begins with 1, as in Triton, unless an initial state says otherwise.
+        # As in Triton, variable dimensions start with 1 unless an initial state is given.
         shape = tuple(1 if extent == -1 else extent for extent in dims)
         tensor = Tensor.zeros(state.input_name, datatype, self._batch + shape)
         if data_file and directory is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from neso.server.inference_response import ResponseStream
-from neso.server.schedulers.dynamic_batcher import BatchChooser, Choice, after_delay
+from neso.server.schedulers.dynamic_batcher import BatchChoice, BatchChooser, after_delay
 from neso.server.schedulers.sequence_inputs import States
 from neso.server.signature import Signature
 
@@ -18,14 +18,14 @@ from neso.server.signature import Signature
 class Sequence:
     """Requests of one correlation id, in order of arrival.
 
-    - waiting: those that were not sent; some of them may have been cancelled
-    - running: the one that was sent and has not ended, None without one
-    - executed: whether the execution of `running` is over; its responses may still come
-    - again: whether `running` is to be executed again, as part of an iterative sequence
-    - started: when `running` was executed first, in ns of the monotonic clock, if it was executed before
-    - begun: whether a START was executed, and no END since
-    - ended: whether the last request that was accepted has END
-    - instance, slot: where it holds a slot, None while it waits for one
+    - waiting: requests that were not executed yet; can include cancelled ones
+    - running: the request being executed or waiting for its responses; None without one
+    - executed: the execution of `running` has ended; responses can still follow
+    - again: `running` will be executed again (iterative sequence)
+    - started: start of the first execution of `running`, in ns of the monotonic clock, if executed before
+    - begun: a START was executed, and no END since
+    - ended: the last accepted request has END
+    - instance, slot: of the slot it holds; None while it is in the backlog
     """
 
     id: int | str
@@ -42,35 +42,33 @@ class Sequence:
 
     @property
     def next(self) -> ResponseStream | None:
-        """The request that may be sent now."""
+        """The request that can be executed now."""
         return self.waiting[0] if self.waiting and self.running is None else None
 
 
 class SequenceSlots:
-    """`per_instance` sequences on each instance, and a backlog of those that wait for a slot, in order of arrival."""
+    """Assigns sequences to `per_instance` slots of each instance; the others wait in a backlog, in order of arrival."""
 
     def __init__(self, num_instances: int, per_instance: int) -> None:
-        # Dictionaries as ordered sets: sequences leave from anywhere.
+        # dictionaries as ordered sets
         self._holders: list[dict[Sequence, None]] = [{} for _ in range(num_instances)]
-        self._free = [
-            list(range(per_instance)) for _ in range(num_instances)
-        ]  # heaps: the first slot is taken first
+        self._free = [list(range(per_instance)) for _ in range(num_instances)]  # heaps: the lowest slot first
         self._backlog: dict[Sequence, None] = {}
 
     def __len__(self) -> int:
-        """How many instances there are."""
+        """Number of instances."""
         return len(self._holders)
 
     def holders(self, instance: int) -> list[Sequence]:
         return list(self._holders[instance])
 
     def enter(self, sequence: Sequence) -> None:
-        """Get a slot, or a place at the end of the backlog."""
+        """Assign a slot, or append to the backlog."""
         self._backlog[sequence] = None
         self._assign()
 
     def leave(self, sequence: Sequence) -> None:
-        """Give the slot to the first of the backlog, or leave the backlog."""
+        """Release the slot or leave the backlog."""
         self._backlog.pop(sequence, None)
         if sequence.instance is not None and sequence.slot is not None:
             del self._holders[sequence.instance][sequence]
@@ -80,7 +78,7 @@ class SequenceSlots:
 
     def _assign(self) -> None:
         while self._backlog:
-            # The emptiest instance: sequences on different instances do not wait for each other.
+            # the instance with the most free slots: sequences on different instances run concurrently
             instance = max(range(len(self._free)), key=lambda index: len(self._free[index]))
             if not self._free[instance]:
                 return
@@ -91,24 +89,24 @@ class SequenceSlots:
 
 
 class Strategy(ABC):
-    """`slots`: how many sequences an instance serves at the same time."""
+    """Forms batches of the next requests of sequences. `slots`: concurrent sequences per instance."""
 
     slots: int
 
     @classmethod
     def of(cls, config: Any, signature: Signature) -> Strategy:
-        """By a `ModelConfig` message."""
+        """The strategy of a `ModelConfig` message."""
         if config.sequence_batching.HasField("oldest"):
             return OldestStrategy(config, signature)
         return DirectStrategy(config, signature)
 
     @abstractmethod
-    def choose(self, ready: list[ResponseStream]) -> Choice:
-        """From the next requests of an instance's sequences, oldest first, at least one."""
+    def choose(self, ready: list[ResponseStream]) -> BatchChoice:
+        """Choose a batch from the next requests of an instance's sequences, oldest first, at least one."""
 
 
 class DirectStrategy(Strategy):
-    """All that the slots of the instance have, once enough of them have something."""
+    """Direct strategy: all ready slots, once enough slots are ready."""
 
     def __init__(self, config: Any, signature: Signature) -> None:
         direct = config.sequence_batching.direct
@@ -117,16 +115,16 @@ class DirectStrategy(Strategy):
         self._delay_ns = 1000 * direct.max_queue_delay_microseconds
         self._enough = direct.minimum_slot_utilization * self.slots
 
-    def choose(self, ready: list[ResponseStream]) -> Choice:
+    def choose(self, ready: list[ResponseStream]) -> BatchChoice:
         first = ready[0].request
         batch = [stream for stream in ready if self._signature.batches_with(first, stream.request)]
         if len(batch) < len(ready) or len(ready) >= self._enough:
-            return Choice(batch)
+            return BatchChoice(batch)
         return after_delay(batch, batch, self._delay_ns)
 
 
 class OldestStrategy(Strategy):
-    """Dynamic batching, among the next requests of the candidates."""
+    """Oldest strategy: dynamic batching of the next requests of the candidate sequences."""
 
     def __init__(self, config: Any, signature: Signature) -> None:
         oldest = config.sequence_batching.oldest
@@ -136,5 +134,5 @@ class OldestStrategy(Strategy):
             signature, most, oldest.preferred_batch_size, oldest.max_queue_delay_microseconds
         )
 
-    def choose(self, ready: list[ResponseStream]) -> Choice:
+    def choose(self, ready: list[ResponseStream]) -> BatchChoice:
         return self._chooser.choose(ready)

@@ -1,1 +1,1 @@
-"""Tensors in memory that clients and the server share."""
+"""Shared memory between clients and the server."""

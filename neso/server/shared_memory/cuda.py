@@ -19,24 +19,24 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class CudaError(Exception):
-    """A call of the driver failed; the message has its name for the error."""
+    """A driver call failed; the message has the driver's error name."""
 
 
 class _IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, which is passed by value."""
+    """CUipcMemHandle; passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_SIZE),)
 
 
 class CudaDriver:
-    """Opens memory that other processes have allocated on a GPU, and copies to and from it.
+    """Opens GPU memory allocated by other processes, and copies to and from it.
 
-    Each call makes the primary context of the device current for itself only: the thread may be used by others too.
-    Addresses are the device's. All methods raise `CudaError`.
+    Uses the driver API through ctypes, which needs no CUDA runtime library. Each call makes the primary context of the
+    device current only for its own duration. Addresses are device addresses. All methods raise `CudaError`.
     """
 
     def __init__(self, library: Any) -> None:
-        """`library` is libcuda, loaded."""
+        """`library`: the loaded libcuda."""
         self._library = library
         library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _IpcHandle, ctypes.c_uint]
         self._contexts: dict[int, ctypes.c_void_p] = {}
@@ -47,7 +47,7 @@ class CudaDriver:
 
     @classmethod
     def load(cls) -> CudaDriver | None:
-        """None where there is no driver or no GPU."""
+        """The driver; None without a driver or a GPU."""
         try:
             driver = cls(ctypes.CDLL("libcuda.so.1"))
         except (OSError, AttributeError, CudaError) as error:
@@ -56,7 +56,7 @@ class CudaDriver:
         return driver if driver.device_count else None
 
     def open(self, device: int, handle: bytes) -> int:
-        """The address of the memory behind an IPC handle (of `HANDLE_SIZE` bytes), mapped until `close`."""
+        """Map the memory of an IPC handle (`HANDLE_SIZE` bytes) and return its address."""
         address = ctypes.c_uint64()
         with self._on(device):
             value = _IpcHandle.from_buffer_copy(handle)
@@ -64,12 +64,12 @@ class CudaDriver:
         return address.value
 
     def close(self, device: int, address: int) -> None:
-        """Undo `open`."""
+        """Unmap memory mapped by `open`."""
         with self._on(device):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def size(self, device: int, address: int) -> int:
-        """Bytes of the allocation, from the address to its end."""
+        """Bytes from the address to the end of its allocation."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         with self._on(device):
             self._call(
@@ -78,7 +78,7 @@ class CudaDriver:
         return base.value + size.value - address
 
     def copy_to_host(self, device: int, address: int, byte_size: int) -> bytearray:
-        """The bytes from an address on."""
+        """Read bytes at an address."""
         data = bytearray(byte_size)
         with self._on(device):
             target = (ctypes.c_ubyte * byte_size).from_buffer(data)
@@ -86,10 +86,10 @@ class CudaDriver:
         return data
 
     def copy_to_device(self, device: int, address: int, data: bytes) -> None:
-        """Write bytes at an address, and wait until they are there."""
+        """Write bytes at an address, synchronously."""
         with self._on(device):
             self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
-            self._call("cuCtxSynchronize")  # a copy out of pageable memory may return before its end
+            self._call("cuCtxSynchronize")  # a copy from pageable memory can return early
 
     @contextmanager
     def _on(self, device: int) -> Iterator[None]:
@@ -114,10 +114,7 @@ class CudaDriver:
 
 @dataclass(frozen=True, eq=False)
 class CudaRegion:
-    """`byte_size` bytes of a GPU's memory, copied to and from the host.
-
-    Mapped for as long as this object lives, whether it is still registered or not.
-    """
+    """A registered region of GPU memory, copied to and from the host. Mapped for the lifetime of this object."""
 
     name: str
     device_id: int
@@ -127,7 +124,7 @@ class CudaRegion:
 
     @classmethod
     def open(cls, name: str, driver: CudaDriver, handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
-        """Map it. Raises `InvalidArgument` for what is no such memory, or not as large."""
+        """Map the region. Raises `InvalidArgument` for an invalid handle or size."""
         if len(handle) != HANDLE_SIZE or not 0 <= device_id < driver.device_count or byte_size <= 0:
             raise _refused(name, "invalid args")
         try:
@@ -144,14 +141,14 @@ class CudaRegion:
         return region
 
     def check(self, offset: int, byte_size: int) -> None:
-        """Raises `InvalidArgument` for a part that is out of range."""
+        """Raises `InvalidArgument` if the part is out of range."""
         if offset >= self.byte_size:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
         if offset + byte_size > self.byte_size:
             raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{self.name}'")
 
     def read(self, offset: int, byte_size: int) -> memoryview:
-        """A copy of the bytes from `offset` of the region. Raises `InvalidArgument`, `InternalError`."""
+        """A copy of the bytes at `offset`. Raises `InvalidArgument`, `InternalError`."""
         self.check(offset, byte_size)
         try:
             data = self._driver.copy_to_host(self.device_id, self._address + offset, byte_size)
@@ -160,7 +157,7 @@ class CudaRegion:
         return memoryview(data).toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes at `offset` of the region. Raises `InvalidArgument`, `InternalError`."""
+        """Write bytes at `offset`. Raises `InvalidArgument`, `InternalError`."""
         self.check(offset, len(data))
         try:
             self._driver.copy_to_device(self.device_id, self._address + offset, bytes(data))

@@ -21,7 +21,7 @@ BYTE_SIZE = "shared_memory_byte_size"
 
 
 class Region(Protocol):
-    """Memory of a client, on the host or on a GPU."""
+    """Registered memory of a client, on the host or on a GPU."""
 
     @property
     def name(self) -> str: ...
@@ -35,26 +35,25 @@ class Region(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedMemoryWindow:
-    """`byte_size` bytes from `offset` of a region, which stays mapped as long as the window lives."""
+    """Part of a region that holds one tensor. Keeps the region mapped."""
 
     region: Region
     offset: int
     byte_size: int
 
     def read(self, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in it, in the binary tensor format. Raises `InvalidArgument` when the sizes disagree.
+        """Read a tensor in the binary tensor format. Raises `InvalidArgument` if the size does not match the shape.
 
-        Fixed-size types are read-only views of the region, if it is on the host. A client that writes into it
-        while the request is in flight changes what the model sees.
+        Fixed-size types are read-only views of host memory; writes of the client during the request are visible.
         """
         data = self.region.read(self.offset, self.byte_size)
         tensor = Tensor.from_wire(name, datatype, shape, data)
         if tensor.array.flags.aligned:
             return tensor
-        return replace(tensor, array=tensor.array.copy())  # there are backends that cannot read it in place
+        return replace(tensor, array=tensor.array.copy())  # some backends require aligned arrays
 
     def write(self, tensor: Tensor) -> int:
-        """Put a tensor into it; the bytes that this took. Raises `InternalError` if it is too small."""
+        """Write a tensor and return its size in bytes. Raises `InternalError` if the window is too small."""
         size = tensor.byte_size
         if size > self.byte_size:
             raise InternalError(
@@ -69,18 +68,18 @@ class SharedMemoryWindow:
         return size
 
     def parameters(self, written: int) -> dict[str, str | int]:
-        """What a response says of an output of `written` bytes that went here."""
+        """Response parameters for an output of `written` bytes in this window."""
         return {REGION: self.region.name, OFFSET: self.offset, BYTE_SIZE: written}
 
 
-_DIRECTORY = "/dev/shm"  # where shm_open has its objects on Linux
+_DIRECTORY = "/dev/shm"  # of shm_open on Linux
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedMemoryRegion:
-    """`byte_size` bytes from `offset` of the object that clients know by `key`.
+    """A registered region: `byte_size` bytes at `offset` of the POSIX shared-memory object `key`.
 
-    Mapped for as long as this object or a view of it lives, whether it is still registered or not.
+    Mapped for the lifetime of this object and its views.
     """
 
     name: str
@@ -88,11 +87,11 @@ class SharedMemoryRegion:
     offset: int
     byte_size: int
     _mapping: mmap.mmap
-    _start: int  # of the region in the mapping, which begins at a page
+    _start: int  # of the region in the mapping, which is page-aligned
 
     @classmethod
     def open(cls, name: str, key: str, offset: int, byte_size: int) -> SharedMemoryRegion:
-        """Map it. Raises `InvalidArgument` if it is out of range, `InternalError` if it cannot be opened."""
+        """Map the region. Raises `InvalidArgument` if out of range, `InternalError` if it cannot be opened."""
         descriptor = _open(key)
         try:
             if byte_size == 0 or offset + byte_size > os.fstat(descriptor).st_size:
@@ -102,28 +101,28 @@ class SharedMemoryRegion:
         except OSError as error:
             raise InvalidArgument(f"failed to register shared memory region '{name}': {error}") from None
         finally:
-            os.close(descriptor)  # the mapping has its own
+            os.close(descriptor)  # the mapping has its own descriptor
         return cls(name, key, offset, byte_size, mapping, start)
 
     def check(self, offset: int, byte_size: int) -> None:
-        """Raises `InvalidArgument` for a part that is out of range."""
+        """Raises `InvalidArgument` if the part is out of range."""
         self.view(offset, byte_size)
 
     def read(self, offset: int, byte_size: int) -> memoryview:
-        """The bytes from `offset` of the region, not a copy of them. Raises `InvalidArgument`."""
+        """A view of the bytes at `offset`. Raises `InvalidArgument`."""
         return self.view(offset, byte_size).toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put bytes at `offset` of the region. Raises `InvalidArgument`."""
+        """Write bytes at `offset`. Raises `InvalidArgument`."""
         self.view(offset, len(data))[:] = data
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """`byte_size` writable bytes from `offset` of the region. Raises `InvalidArgument` if out of range."""
+        """A writable view of bytes at `offset`. Raises `InvalidArgument` if out of range."""
         if offset >= self.byte_size:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
         if offset + byte_size > self.byte_size:
             raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{self.name}'")
-        # To touch pages that a client has cut off the object would kill the server (SIGBUS).
+        # Access to pages that the client has truncated would raise SIGBUS.
         if self.offset + offset + byte_size > self._mapping.size():
             raise InvalidArgument(f"shared memory region '{self.name}' has shrunk since it was registered")
         start = self._start + offset
@@ -131,7 +130,7 @@ class SharedMemoryRegion:
 
 
 def _open(key: str) -> int:
-    """A descriptor of the object, as shm_open gives it: names with further slashes lead nowhere."""
+    """Open the object as shm_open does; names with further slashes are invalid."""
     name = key.removeprefix("/")
     if not name or name in (".", "..") or "/" in name or "\0" in name:
         raise InternalError(f"Unable to open shared memory region: '{key}'")
@@ -147,10 +146,10 @@ def _open(key: str) -> int:
 
 
 class SharedMemory:
-    """Knows the regions by name: those of the system and, where there is a GPU, those of CUDA.
+    """Registered regions by name: system and, with a GPU, CUDA shared memory.
 
-    What clients ask for is refused with `Unsupported` unless `enabled`: who may register regions can read and write any
-    shared memory that the server's user can.
+    Raises `Unsupported` unless `enabled`, because clients can then read and write all shared memory that the server's
+    user can access.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -159,24 +158,24 @@ class SharedMemory:
         self._cuda_regions: dict[str, CudaRegion] = {}
 
     def check_enabled(self) -> None:
-        """Raises `Unsupported` if clients may not use shared memory."""
+        """Raises `Unsupported` if shared memory is disabled for clients."""
         if not self.enabled:
             raise Unsupported(
                 "client shared memory is disabled; start the server with --allow-client-shm=true"
             )
 
     def close(self) -> None:
-        """Forget all regions, at the end of the server."""
+        """Remove all regions, when the server stops."""
         self._regions.clear()
         self._cuda_regions.clear()
 
     @cached_property
     def cuda(self) -> CudaDriver | None:
-        """None where there is no GPU, or clients may not use it."""
+        """The CUDA driver; None without a GPU or if disabled for clients."""
         return CudaDriver.load() if self.enabled else None
 
     def status(self, name: str = "") -> list[SharedMemoryRegion]:
-        """The region of that name, or all. Raises `NotFound`."""
+        """The region of a name, or all regions. Raises `NotFound`."""
         self.check_enabled()
         if not name:
             return list(self._regions.values())
@@ -185,13 +184,13 @@ class SharedMemory:
         return [self._regions[name]]
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Map `byte_size` bytes from `offset` of the object `key` of shm_open. Raises `ServerError`."""
+        """Map `byte_size` bytes at `offset` of the shm_open object `key`. Raises `ServerError`."""
         self.check_enabled()
         self._check_free(name)
         self._regions[name] = SharedMemoryRegion.open(name, key, offset, byte_size)
 
     def unregister(self, name: str = "") -> None:
-        """Forget the region of that name, if there is one, or all. Requests in flight keep it mapped."""
+        """Remove the region of a name, if it exists, or all. Requests in flight keep their regions mapped."""
         self.check_enabled()
         if name:
             self._regions.pop(name, None)
@@ -199,7 +198,7 @@ class SharedMemory:
             self._regions.clear()
 
     def window(self, name: str, offset: int, byte_size: int) -> SharedMemoryWindow:
-        """A part of a region. Raises `NotFound`, `InvalidArgument` if it is out of range."""
+        """A window into a region. Raises `NotFound`, `InvalidArgument` if out of range."""
         self.check_enabled()
         region = self._regions.get(name) or self._cuda_regions.get(name)
         if region is None:
@@ -208,7 +207,7 @@ class SharedMemory:
         return SharedMemoryWindow(region, offset, byte_size)
 
     def cuda_status(self, name: str = "") -> list[CudaRegion]:
-        """The region of that name, or all. Raises `NotFound`."""
+        """The region of a name, or all regions. Raises `NotFound`."""
         self.check_enabled()
         if not name:
             return list(self._cuda_regions.values())
@@ -217,7 +216,7 @@ class SharedMemory:
         return [self._cuda_regions[name]]
 
     def register_cuda(self, name: str, handle: bytes, device_id: int, byte_size: int) -> None:
-        """Map memory of a GPU by its handle from another process. Raises `ServerError`."""
+        """Map GPU memory by an IPC handle of another process. Raises `ServerError`."""
         self.check_enabled()
         if self.cuda is None:
             raise InvalidArgument(
@@ -227,7 +226,7 @@ class SharedMemory:
         self._cuda_regions[name] = CudaRegion.open(name, self.cuda, handle, device_id, byte_size)
 
     def unregister_cuda(self, name: str = "") -> None:
-        """Forget the region of that name, if there is one, or all. Requests in flight keep it mapped."""
+        """Remove the region of a name, if it exists, or all. Requests in flight keep their regions mapped."""
         self.check_enabled()
         if name:
             self._cuda_regions.pop(name, None)

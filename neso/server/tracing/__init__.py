@@ -1,4 +1,4 @@
-"""Traces of single requests: which are taken, what is noted of them, and where they go."""
+"""Request tracing: sampling, recording and export of traces."""
 
 from neso.server.trace_config import OtelConfig, TraceConfig, TraceLevel, TraceMode, TraceSetting
 from neso.server.tracing.trace import ModelTrace, Trace, TraceParent

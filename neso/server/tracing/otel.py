@@ -1,4 +1,4 @@
-"""Traces as spans, exported by OpenTelemetry's protocol over HTTP."""
+"""Export of traces as OpenTelemetry spans (OTLP over HTTP)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ except ImportError as error:
     ) from None
 
 FLUSH_TIMEOUT = 3.0
-"""Seconds that the last spans may take to reach the collector when the server stops."""
+"""Timeout in seconds for exporting the last spans when the server stops."""
 
 
 class OtelSink(TraceSink):
-    """InferRequest ─ the model's name ─ compute, each with its activities as events; models called are below.
+    """Span hierarchy: InferRequest ─ model name ─ compute, with activities as events; called models are child spans.
 
-    Everything that a trace holds is made a span when it ends, but for the spans of requests and models: their ids
-    must be known to those who make spans of their own. Tensors are not exported.
+    Spans of requests and models start immediately, because their ids are passed on; all others are created at the end
+    of a trace. Tensors are not exported.
     """
 
     levels = TraceLevel.TIMESTAMPS
@@ -55,7 +55,7 @@ class OtelSink(TraceSink):
         self._propagator = TraceContextTextMapPropagator()
 
     def parent(self, header: Callable[[str], str | None]) -> Any:
-        """The context that a request brings in its headers, None without a valid one."""
+        """The trace context in the request headers; None without a valid one."""
         carrier = {name: value for name in ("traceparent", "tracestate") if (value := header(name))}
         if "traceparent" not in carrier:
             return None
@@ -63,7 +63,7 @@ class OtelSink(TraceSink):
         return context if get_current_span(context).get_span_context().is_valid else None
 
     def is_sampled(self, parent: Any) -> bool:
-        """Whether that context is of a trace which is recorded."""
+        """Whether that context belongs to a sampled trace."""
         return parent is not None and get_current_span(parent).get_span_context().trace_flags.sampled
 
     def begin(self, trace: Trace) -> None:
@@ -116,15 +116,15 @@ class OtelSink(TraceSink):
         return format(trace.span.get_span_context().trace_id, "032x")
 
     def close(self) -> None:
-        """Send what is left, and end the thread that sends. Blocks."""
-        # The processor waits as long as the exporter tries; shut down, that one gives up.
+        """Export the remaining spans and end the exporter thread. Blocks."""
+        # The processor waits for the exporter's retries, which end when the exporter is shut down.
         give_up = threading.Timer(FLUSH_TIMEOUT, self._exporter.shutdown)
         give_up.start()
         self._provider.shutdown()
         give_up.cancel()
 
     def _add_parts(self, model: ModelTrace, compute: list[tuple[str, int]]) -> None:
-        """The spans below that of a model: compute with what it consists of, and what was before it."""
+        """Create the child spans of a model: compute with its phases, and the phases before it."""
         offset = model.trace.clock_offset
         inside = set_span_in_context(model.span)
         for name, start, end in model.phases:

@@ -15,7 +15,7 @@ _INTEGER_TEXT = re.compile(r"\s*[+-]?\d+\s*")
 
 @dataclass(frozen=True, slots=True)
 class _NumberField:
-    """A number among the settings; Triton tells its range when it is exceeded."""
+    """A numeric setting with its range, which error messages mention as in Triton."""
 
     name: str
     low: int
@@ -31,7 +31,7 @@ _NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What was set explicitly; None is not."""
+    """Explicitly set values; None if not set."""
 
     level: TraceLevel | None = None
     rate: int | None = None
@@ -42,7 +42,7 @@ class Overrides:
         return any(getattr(self, field.name) is not None for field in fields(self))
 
     def over(self, base: TraceSetting) -> TraceSetting:
-        """The setting that results where this does not say otherwise than `base`."""
+        """`base` with the explicitly set values replaced."""
         return TraceSetting(
             *(
                 getattr(base, field.name) if (value := getattr(self, field.name)) is None else value
@@ -52,7 +52,7 @@ class Overrides:
 
 
 def read_update(values: Mapping[str, Sequence[str]], mode: TraceMode) -> dict[str, Any]:
-    """The fields of `Overrides` that change. No text for a setting clears it. Raises `ServerError`."""
+    """Parse an update: the fields of `Overrides` that change. An empty value clears a setting. Raises `ServerError`."""
     changes: dict[str, Any] = {}
     for name, texts in values.items():
         if name == "trace_file":

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorActivity:
-    """A copy of a tensor's elements at some point of the execution: where it came by may change."""
+class TensorSnapshot:
+    """A copy of a tensor at one point of the execution."""
 
     activity: str
     name: str
@@ -30,11 +30,11 @@ class TensorActivity:
     array: npt.NDArray[Any]
 
     @classmethod
-    def of(cls, activity: str, tensor: Tensor) -> TensorActivity:
+    def of(cls, activity: str, tensor: Tensor) -> TensorSnapshot:
         return cls(activity, tensor.name, tensor.datatype, np.array(tensor.array))
 
     def as_dict(self) -> dict[str, str]:
-        """In the form of Triton's trace files: all of it text."""
+        """As in Triton's trace files: all values are strings."""
         return {
             "name": self.name,
             "data": ",".join(self._elements()),
@@ -48,43 +48,43 @@ class TensorActivity:
             return [f'"{element.decode(errors="replace")}"' for element in flat]
         if self.datatype is DataType.BOOL:
             flat = flat.astype(np.uint8)
-        return [str(element) for element in flat]  # numpy's scalars have the shortest text that is exact
+        return [str(element) for element in flat]  # the shortest exact representation
 
 
 class TraceSink:
-    """Where traces go. It sees each trace and its models when they begin and when they are over.
+    """Destination of traces, notified of the start and end of each trace and its model executions.
 
-    `levels`: what it has a use for.
+    `levels`: the trace levels that it supports.
     """
 
     levels = TraceLevel.TIMESTAMPS | TraceLevel.TENSORS
 
     def begin(self, trace: Trace) -> None:
-        """A trace begins."""
+        """A trace starts."""
 
     def begin_model(self, model: ModelTrace) -> None:
-        """A model begins to work for a trace."""
+        """A model execution starts."""
 
     def end_model(self, model: ModelTrace) -> None:
-        """A model is through."""
+        """A model execution has ended."""
 
     def end(self, trace: Trace) -> None:
-        """The front end and all models are through."""
+        """The frontend and all model executions have ended."""
 
     def retire(self) -> None:
-        """A setting that gave traces is no longer in force."""
+        """A setting that produced traces was replaced."""
 
     def context(self, model: ModelTrace) -> dict[str, str] | None:
-        """What others need to make their own part of the trace: W3C's headers. None: they cannot."""
+        """W3C trace-context headers for spans of other services; None if not supported."""
         return None
 
     def name(self, trace: Trace) -> str:
-        """The id by which people find the trace."""
+        """The trace id for logs."""
         return str(trace.id)
 
 
 class GenerationTrace:
-    """Follows one generation: it waits, its prompt is computed (prefill), then it goes token by token (decode)."""
+    """Phases (queue, prefill, decode) and OpenTelemetry GenAI attributes of a text generation in a trace."""
 
     def __init__(self, trace: ModelTrace, request: GenerationRequest) -> None:
         self._trace = trace
@@ -95,7 +95,7 @@ class GenerationTrace:
         trace.attributes.update(_request_attributes(trace.model_name, request))
 
     def observe(self, output: GenerationOutput) -> None:
-        """An output has come."""
+        """Record an output."""
         if not self._first_token:
             self._first_token = time.monotonic_ns()
             self._scheduled = output.scheduled_ns or self._started
@@ -109,13 +109,13 @@ class GenerationTrace:
         attributes["gen_ai.response.id"] = output.request_id
 
     def end(self, now: int) -> None:
-        """There will be no more outputs."""
+        """Record the end of the generation."""
         trace = self._trace
         if self._finish_reasons:
             reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
             trace.attributes["gen_ai.response.finish_reasons"] = reasons
         if not self._first_token:
-            trace.phases.append(("queue", self._started, now))  # how long of it in the queue, nobody has told
+            trace.phases.append(("queue", self._started, now))  # the time in the queue is unknown
             return
         trace.attributes["gen_ai.response.time_to_first_chunk"] = (self._first_token - self._started) * 1e-9
         trace.phases.append(("queue", self._started, self._scheduled))
@@ -146,25 +146,25 @@ def _request_attributes(model: str, request: GenerationRequest) -> dict[str, Any
 
 
 Activity = tuple[str, int]
-"""A name and when, in ns of the monotonic clock."""
+"""Name and time, in ns of the monotonic clock."""
 
 next_id = itertools.count(1).__next__
-"""Executions are told apart by numbers, a child's above its parent's."""
+"""Ids of executions; the id of a child is greater than its parent's."""
 
 
 class TraceParent(Protocol):
-    """What the execution of a model can be a part of: a client's request, or the execution of another model."""
+    """Parent of a model execution in a trace: a client's request, or the execution of another model."""
 
     def begin(
         self, model: str, version: str, request_id: str, start: int, inputs: dict[str, Tensor] | None = None
     ) -> ModelTrace | None:
-        """A model begins to work for this, at `start`; None when the trace has ended already."""
+        """Start the trace of a model execution at `start`; None if the trace has ended."""
 
 
 class ModelTrace:
-    """What one execution of a model does for a trace; executions that it causes are its children.
+    """One model execution in a trace; executions that it causes are its children.
 
-    `phases` are parts of the execution, by name, start and end; `attributes` what else there is to tell of it.
+    `phases`: parts of the execution, as name, start and end. `attributes`: further attributes of its span.
     """
 
     __slots__ = (
@@ -199,7 +199,7 @@ class ModelTrace:
         self.parent_id = parent_id
         self.model_name, self.model_version, self.request_id = names
         self.activities: list[Activity] = []
-        self.tensors: list[TensorActivity] = []
+        self.tensors: list[TensorSnapshot] = []
         self.phases: list[tuple[str, int, int]] = []
         self.attributes: dict[str, Any] = {}
         self.generation: GenerationTrace | None = None
@@ -209,12 +209,12 @@ class ModelTrace:
 
     @property
     def name(self) -> str:
-        """The id by which people find the trace."""
+        """The trace id for logs."""
         return self.trace.name
 
     @property
     def context(self) -> dict[str, str] | None:
-        """W3C's headers, for others to make their own part of the trace. From any thread."""
+        """W3C trace-context headers for spans of other services. Thread-safe."""
         return self.trace.context(self)
 
     def begin(
@@ -225,32 +225,32 @@ class ModelTrace:
         return self.trace.add(child, start, inputs)
 
     def begin_generation(self, request: GenerationRequest) -> GenerationTrace:
-        """Follow the generation of text from here on."""
+        """Start to trace a text generation."""
         self.generation = GenerationTrace(self, request)
         return self.generation
 
     def stamp(self, activity: str, ns: int) -> None:
-        """Note an activity."""
+        """Record an activity."""
         if TraceLevel.TIMESTAMPS in self.trace.level:
             self.activities.append((activity, ns))
 
-    def take_tensors(self, activity: str, tensors: dict[str, Tensor] | None) -> None:
-        """Note tensors as they are now."""
+    def record_tensors(self, activity: str, tensors: dict[str, Tensor] | None) -> None:
+        """Record copies of tensors."""
         if tensors and TraceLevel.TENSORS in self.trace.level:
-            self.tensors += [TensorActivity.of(activity, tensor) for tensor in tensors.values()]
+            self.tensors += [TensorSnapshot.of(activity, tensor) for tensor in tensors.values()]
 
     def observe(
         self, timeline: Timeline, response: InferenceResponse, inputs: dict[str, Tensor] | None = None
     ) -> None:
-        """A response leaves the model; the final one ends this. `inputs` are those that the backend has seen."""
+        """Record a response; the final one ends the execution. `inputs`: as passed to the backend."""
         if response.final and timeline.compute_start:
-            self.take_tensors("TENSOR_BACKEND_INPUT", inputs)
-        self.take_tensors("TENSOR_BACKEND_OUTPUT", {tensor.name: tensor for tensor in response.outputs})
+            self.record_tensors("TENSOR_BACKEND_INPUT", inputs)
+        self.record_tensors("TENSOR_BACKEND_OUTPUT", {tensor.name: tensor for tensor in response.outputs})
         if response.final:
             self.end(timeline, response.error)
 
     def end(self, timeline: Timeline, error: ServerError | None = None) -> None:
-        """The execution is over. Idempotent."""
+        """End the execution. Idempotent."""
         if self.ended:
             return
         self.ended = True
@@ -269,10 +269,10 @@ class ModelTrace:
 
 
 class Trace:
-    """One traced request of a client. Belongs to the core's loop.
+    """One traced request of a client. Used on the core's loop.
 
-    It is over when the one who sampled it has called `end` and all models are through. It begins at `start`, in ns of
-    the monotonic clock, or now; `clock_offset` makes times of day of such times. `parent` and `span` are the sink's.
+    Ends when the frontend has called `end` and all model executions have ended. Starts at `start`, in ns of the
+    monotonic clock, or now; `clock_offset` converts to Unix time. `parent` and `span` belong to the sink.
     """
 
     __slots__ = (
@@ -304,22 +304,22 @@ class Trace:
 
     @property
     def name(self) -> str:
-        """The id by which people find the trace."""
+        """The trace id for logs."""
         return self._sink.name(self)
 
     def stamp(self, activity: str, ns: int | None = None) -> None:
-        """Note that the front end has done something, now unless `ns` says when."""
+        """Record an activity of the frontend at `ns`, by default now."""
         if TraceLevel.TIMESTAMPS in self.level:
             self.activities.append((activity, time.monotonic_ns() if ns is None else ns))
 
     def sending(self, protocol: str) -> None:
-        """The front end begins to send the answer; only the first call is noted."""
+        """Record the start of sending the response; only the first call counts."""
         start = f"{protocol}_SEND_START"
         if all(name != start for name, _ in self.activities):
             self.stamp(start)
 
     def sent(self, protocol: str) -> None:
-        """The front end has sent all that it had to send, and is through."""
+        """Record the end of sending the response, and end the trace for the frontend."""
         self.sending(protocol)
         self.stamp(f"{protocol}_SEND_END")
         self.end()
@@ -327,32 +327,32 @@ class Trace:
     def begin(
         self, model: str, version: str, request_id: str, start: int, inputs: dict[str, Tensor] | None = None
     ) -> ModelTrace | None:
-        """See `TraceParent`. The first model has the id of the trace, as Triton's root traces."""
+        """See `TraceParent`. The first execution has the id of the trace, as in Triton."""
         id, parent_id = (next_id(), self.id) if self.models else (self.id, 0)
         return self.add(ModelTrace(self, self, id, parent_id, (model, version, request_id)), start, inputs)
 
     def end(self) -> None:
-        """The front end is through."""
+        """End the trace for the frontend."""
         self._close()
 
-    # The rest is for the traces of models.
+    # Used by `ModelTrace`.
 
     def add(self, model: ModelTrace, start: int, inputs: dict[str, Tensor] | None) -> ModelTrace | None:
-        """Count a model in."""
+        """Add a model execution."""
         if not self._open:
             return None
         self._open += 1
         self.models.append(model)
         model.stamp("REQUEST_START", start)
         self._sink.begin_model(model)
-        model.take_tensors("TENSOR_QUEUE_INPUT", inputs)
+        model.record_tensors("TENSOR_QUEUE_INPUT", inputs)
         return model
 
     def context(self, model: ModelTrace) -> dict[str, str] | None:
         return self._sink.context(model)
 
     def model_ended(self, model: ModelTrace) -> None:
-        """A model is through."""
+        """A model execution has ended."""
         self._sink.end_model(model)
         if not model.parent_id:
             self.stamp("INFER_RESPONSE_COMPLETE")

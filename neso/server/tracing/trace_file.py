@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class TraceFile:
-    """Writes to `path`, or to `path`.0, `path`.1 and so on. In a thread of its own: the callers do not wait.
+    """Writes traces to `path`, or to `path`.0, `path`.1 and so on, in a separate thread.
 
-    What is at `path` is valid JSON after each write. A file that cannot be written is an error in the log.
+    The file at `path` is valid JSON after each write. Write errors are logged.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._writer = ThreadPoolExecutor(1, "trace-file")  # starts its thread with the first work
+        self._writer = ThreadPoolExecutor(1, "trace-file")  # the thread starts with the first write
         self._file: BinaryIO | None = None
         self._next_index = 0
 
     def append(self, traces: Sequence[Trace]) -> None:
-        """Add to `path`, which the first call overwrites."""
+        """Append to `path`, which the first call overwrites."""
         self._submit(self._append, traces)
 
     def write_next(self, traces: Sequence[Trace]) -> None:
@@ -40,13 +40,13 @@ class TraceFile:
         self._submit(self._write, traces, path)
 
     def close(self) -> None:
-        """Wait until all is written. Blocks."""
+        """Wait for pending writes. Blocks."""
         self._writer.shutdown(wait=True)
         if self._file is not None:
             self._file.close()
 
     def _submit(self, write: Any, *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: the server has ended
+        with contextlib.suppress(RuntimeError):  # closed: the server has stopped
             self._writer.submit(write, *arguments).add_done_callback(self._report)
 
     def _report(self, done: Future[None]) -> None:
@@ -70,14 +70,14 @@ class TraceFile:
 
 
 def _encode(traces: Sequence[Trace]) -> bytes:
-    """The objects of some traces, without the brackets around them."""
+    """The JSON objects of traces, comma-separated."""
     return b",\n".join(orjson.dumps(entry) for trace in traces for entry in trace_entries(trace))
 
 
 def trace_entries(trace: Trace) -> list[dict[str, Any]]:
-    """The objects of a trace: who it was, and each thing that happened, by the id of its model's execution.
+    """The JSON objects of a trace: a header and the activities of each execution id.
 
-    Those of the front end come first: by them trace_summary knows what to do with the rest.
+    Activities of the frontend come first, as trace_summary expects.
     """
     entries: list[dict[str, Any]] = []
     first, *others = trace.models
@@ -102,7 +102,7 @@ def _model_entries(model: ModelTrace) -> list[dict[str, Any]]:
         head["parent_id"] = model.parent_id
     activities = list(model.activities)
     for name, start, end in model.phases if activities else ():
-        if name != "queue":  # from QUEUE_START to COMPUTE_START
+        if name != "queue":  # is QUEUE_START to COMPUTE_START
             activities += [(f"{name.upper()}_START", start), (f"{name.upper()}_END", end)]
     tensors = [
         {"id": model.id, "activity": tensor.activity, "tensor": tensor.as_dict()} for tensor in model.tensors
@@ -115,15 +115,15 @@ def _timestamps(id: int, activities: Sequence[Activity]) -> list[dict[str, Any]]
 
 
 FLUSH_AFTER = 1.0
-"""Seconds that a trace may wait for others before it is written."""
+"""Maximum delay in seconds before a trace is written."""
 FLUSH_SIZE = 256
-"""Traces that are written without waiting for more."""
+"""Number of traces after which they are written immediately."""
 
 
-class Collection(TraceSink):
-    """Puts `log_frequency` traces into each file; with 0 all go to one, which follows a second behind.
+class TraceBuffer(TraceSink):
+    """Buffers the traces of one setting: `log_frequency` traces per file, or with 0 one file, written with a delay.
 
-    A setting with a `count` fills one numbered file with all of them, as Triton does.
+    A setting with a `count` writes all its traces to one numbered file, as in Triton.
     """
 
     def __init__(self, setting: TraceSetting, file: TraceFile) -> None:
@@ -137,7 +137,7 @@ class Collection(TraceSink):
 
     def end(self, trace: Trace) -> None:
         self._left -= 1
-        if trace.models:  # a request that no model has accepted leaves nothing
+        if trace.models:  # skip requests that no model accepted
             self._traces.append(trace)
         if self._retired or self._left == 0 or len(self._traces) >= self._size:
             self._flush()
@@ -145,7 +145,7 @@ class Collection(TraceSink):
             self._timer = asyncio.get_running_loop().call_later(FLUSH_AFTER, self._flush)
 
     def retire(self) -> None:
-        """The setting is no longer in force: write what there is, and what may still come as it comes."""
+        """The setting was replaced: write the buffered traces, and later ones immediately."""
         self._retired = True
         self._flush()
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from neso.server.trace_config import OtelConfig, TraceConfig, TraceMode, TraceSetting
 from neso.server.tracing.settings import Overrides, read_update
 from neso.server.tracing.trace import Trace, TraceSink
-from neso.server.tracing.trace_file import Collection, TraceFile
+from neso.server.tracing.trace_file import TraceBuffer, TraceFile
 
 if TYPE_CHECKING:
     from neso.server.tracing.otel import OtelSink
 
 
 class Sampler:
-    """Applies one setting: every `rate`-th request, until there were `count`.
+    """Applies one setting: samples every `rate`-th request, up to `count`.
 
-    Without a sink nothing can be traced. `joins`: requests that are part of a trace already are always taken.
+    Samples nothing without a sink. `joins`: requests with a sampled parent context are always traced.
     """
 
     def __init__(self, setting: TraceSetting, sink: TraceSink | None, *, joins: bool) -> None:
@@ -32,22 +32,22 @@ class Sampler:
 
     @property
     def active(self) -> bool:
-        """Whether any request would be taken."""
+        """Whether any request can be sampled."""
         return self._sink is not None and (self._joins or (self._remaining != 0 and self._setting.rate > 0))
 
     @property
     def setting(self) -> TraceSetting:
-        """The setting, with the count that is left."""
+        """The setting, with the remaining count."""
         return replace(self._setting, count=self._remaining)
 
     def sample(self, start: int = 0, parent: Any = None, *, join: bool = False) -> Trace | None:
-        """A trace if this request is to have one; `join`: it is part of the one that `parent` stands for."""
+        """A trace if this request is sampled; `join`: it belongs to the sampled trace of `parent`."""
         if self._sink is None or not (join or self._takes_next()):
             return None
         return Trace(self._setting.level & self._sink.levels, self._sink, parent, start)
 
     def retire(self) -> None:
-        """The setting is no longer in force."""
+        """The setting was replaced."""
         if self._sink is not None:
             self._sink.retire()
 
@@ -66,14 +66,14 @@ class Sampler:
 logger = logging.getLogger(__name__)
 
 GLOBAL = ""
-"""Stands for the global setting among the names of models."""
+"""Key of the global setting among model names."""
 
 Header = Callable[[str], str | None]
-"""The value of a header of the request, by its name in lower case."""
+"""Returns the value of a request header by its lower-case name."""
 
 
 class Tracing:
-    """Belongs to the core's loop. Raises `Unsupported` when OpenTelemetry is asked for and not installed."""
+    """Trace settings and sampling, used on the core's loop. Raises `Unsupported` if OpenTelemetry is not installed."""
 
     def __init__(self, config: TraceConfig) -> None:
         self._config = config
@@ -88,10 +88,10 @@ class Tracing:
             )
 
     def sample(self, model: str, header: Header | None = None, start: int = 0) -> Trace | None:
-        """A trace for a client's request to a model if it is to be traced. Ask only while `enabled`.
+        """A trace for a client's request if it is sampled. Call only while `enabled`.
 
-        `start`: when the request began, in ns of the monotonic clock. `header` gives its headers: in mode
-        `opentelemetry` a sampled `traceparent` is always followed.
+        `start`: start of the request, in ns of the monotonic clock. `header`: returns request headers; in mode
+        `opentelemetry` a request with a sampled `traceparent` is always traced.
         """
         sampler = self._samplers.get(model) or self._samplers[GLOBAL]
         if self._otel is None or header is None:
@@ -104,7 +104,7 @@ class Tracing:
         return trace
 
     def settings(self, model: str = GLOBAL) -> dict[str, str | list[str]]:
-        """The settings of a model, or the global ones, as the trace extension tells them."""
+        """Settings of a model, or the global ones, in the format of the trace extension."""
         setting = (self._samplers.get(model) or self._samplers[GLOBAL]).setting
         told: dict[str, str | list[str]] = {
             "trace_level": setting.level.names(),
@@ -117,9 +117,9 @@ class Tracing:
         return told if self._otel is None else told | self._otel.config.describe()
 
     def update(self, values: Mapping[str, Sequence[str]], model: str = GLOBAL) -> None:
-        """Change settings of a model, or the global ones, which models have where they have none of their own.
+        """Update the settings of a model, or the global ones, which apply to models without own settings.
 
-        A setting without a value is cleared. All is changed or nothing. Raises `ServerError`.
+        An empty value clears a setting. Atomic. Raises `ServerError`.
         """
         changes = read_update(values, self._config.mode)
         if not changes:
@@ -137,7 +137,7 @@ class Tracing:
         self._refresh()
 
     async def close(self) -> None:
-        """Write what is not written yet. Traces that are still open are lost."""
+        """Write finished traces. Unfinished traces are lost."""
         self.enabled = False
         for sampler in self._samplers.values():
             sampler.retire()
@@ -147,7 +147,7 @@ class Tracing:
             await asyncio.to_thread(self._otel.close)
 
     def _current(self, name: str) -> Overrides:
-        """The overrides, with the count that is left."""
+        """The overrides, with the remaining count."""
         overrides = self._overrides.get(name, Overrides())
         if overrides.count is None:
             return overrides
@@ -166,7 +166,7 @@ class Tracing:
     def _make_sampler(self, setting: TraceSetting) -> Sampler:
         sink: TraceSink | None = self._otel
         if self._file is not None and not setting.fault(self._config.mode, self._config.file):
-            sink = Collection(setting, self._file)
+            sink = TraceBuffer(setting, self._file)
         return Sampler(setting, sink, joins=self._otel is not None)
 
     def _refresh(self) -> None:

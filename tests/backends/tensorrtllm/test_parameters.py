@@ -172,13 +172,15 @@ def test_each_parameter(read, name):
 @pytest.mark.parametrize("mode", ["redrafter", "lookahead", "eagle"])
 def test_other_ways_to_decode(read, mode):
     with pytest.raises(
-        InvalidArgument, match=rf"'decoding_mode' .* is '{mode}', which is not there: .*speculative"
+        InvalidArgument, match=rf"'decoding_mode' .* is '{mode}', which is not supported: .*speculative"
     ):
         read(decoding_mode=mode)
 
 
 def test_encoders_and_nodes(read):
-    with pytest.raises(InvalidArgument, match=r"'encoder_model_path' .* models with an encoder are not run"):
+    with pytest.raises(
+        InvalidArgument, match=r"'encoder_model_path' .* encoder-decoder models are not supported"
+    ):
         read(encoder_model_path="/models/encoder")
     with pytest.raises(InvalidArgument, match=r"'num_nodes' .* is '2', expected 1"):
         read(num_nodes=2)
@@ -208,8 +210,8 @@ async def test_warnings_are_logged(serve_model, caplog):
         await serve_model(cuda_graph_mode="true", cancellation_check_period_ms=100)
     logged = [record.getMessage() for record in caplog.records]
     assert (
-        "model 'tensorrt_llm': parameter 'cuda_graph_mode' has no effect: graphs of decode steps are captured "
-        "wherever they can be" in logged
+        "model 'tensorrt_llm': parameter 'cuda_graph_mode' has no effect: CUDA graphs of decode steps are "
+        "always captured if possible" in logged
     )
     assert not any("executor_worker_path" in line or "dynamic_batching" in line for line in logged)
 

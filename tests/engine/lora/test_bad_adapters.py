@@ -84,7 +84,7 @@ BROKEN = {
     "no expression": (lambda d: edit_config(d, rank_pattern={"(": 3}), "no regular expression"),
     "another rank": (lambda d: edit_config(d, r=8), "has the rank 4, adapter_config.json says 8"),
     "no config": (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json: cannot be read"),
-    "config is no JSON": (lambda d: (d / "adapter_config.json").write_text("{"), "no valid JSON"),
+    "config is no JSON": (lambda d: (d / "adapter_config.json").write_text("{"), "invalid JSON"),
     "no weights": (
         lambda d: (d / "adapter_model.safetensors").unlink(),
         "there is no adapter_model.safetensors",

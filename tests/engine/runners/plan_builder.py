@@ -14,7 +14,7 @@ from neso.engine.runners.base import CacheLayout, Runner
 
 @dataclass
 class Tracked:
-    """A sequence: all its tokens are known beforehand."""
+    """A sequence with all its tokens known in advance."""
 
     sequence_id: int
     tokens: list[int]
@@ -23,7 +23,7 @@ class Tracked:
 
 
 class PlanBuilder:
-    """Gives blocks to sequences in shuffled order and writes the plans."""
+    """Allocates blocks to sequences in shuffled order and builds step plans."""
 
     def __init__(self, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> None:
         self.layout = CacheLayout(num_blocks, block_size)
@@ -36,7 +36,7 @@ class PlanBuilder:
         return Tracked(self._sequences, list(tokens))
 
     def fork(self, parent: Tracked, tokens: Sequence[int]) -> tuple[Tracked, list[tuple[int, int]]]:
-        """A sequence that shares the parent's full blocks; returns the copy that its last block needs."""
+        """Fork a sequence that shares the parent's full blocks; returns the copy of its last block."""
         child = self.sequence(tokens)
         child.num_computed = parent.num_computed
         full = parent.num_computed // self.layout.block_size
@@ -53,7 +53,7 @@ class PlanBuilder:
         copies: Sequence[tuple[int, int]] = (),
         rows: Sequence[int] | None = None,
     ) -> StepPlan:
-        """Advance each sequence by its number of tokens; logits of all new tokens, unless `rows` says which."""
+        """Advance each sequence by a number of tokens, with logits for `rows`, by default all new tokens."""
         starts = np.cumsum([0, *(count for _, count in advances)])
         plan_rows = range(starts[-1]) if rows is None else rows
         tokens: list[int] = []

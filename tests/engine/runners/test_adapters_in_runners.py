@@ -1,4 +1,4 @@
-"""Adapters in a batch, by every runner on a CPU: logits equal those of peft, row by row."""
+"""Adapters in a batch on every CPU runner: the logits of each row equal peft."""
 
 from __future__ import annotations
 
@@ -115,9 +115,7 @@ def mixed_logits(case: Case, runner: Runner, chunks: bool) -> dict[tuple[int, in
 
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_logits_are_those_of_peft(
-    case: Case, runner: str, chunks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_equal_peft(case: Case, runner: str, chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_isa(runner, monkeypatch)
     for (slot, text), logits in mixed_logits(case, case.load(runner), chunks).items():
         np.testing.assert_allclose(logits, case.expected[slot][text], atol=3e-4)
@@ -125,7 +123,7 @@ def test_logits_are_those_of_peft(
 
 @pytest.mark.parametrize("runner", RUNNERS[1:])
 def test_bfloat16(narrow_case: Case, runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding moves the logits far less than an adapter does."""
+    """Rounding changes the logits far less than an adapter."""
     choose_isa(runner, monkeypatch)
     for (slot, text), logits in mixed_logits(narrow_case, narrow_case.load(runner), True).items():
         expected = narrow_case.expected[slot][text]
@@ -134,7 +132,7 @@ def test_bfloat16(narrow_case: Case, runner: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("runner", ["reference", "torch", "native"])
-def test_slots_are_given_to_others(case: Case, runner: str) -> None:
+def test_slots_are_reused(case: Case, runner: str) -> None:
     loaded = case.load(runner)
     loaded.allocate_cache(PlanBuilder().layout)
     text = case.texts[2]
@@ -149,7 +147,7 @@ def test_slots_are_given_to_others(case: Case, runner: str) -> None:
         np.testing.assert_allclose(without[0], case.expected[-1][2][-1], atol=3e-4)
 
 
-def test_the_native_decoder_refuses_what_does_not_fit(case: Case) -> None:
+def test_native_decoder_rejects_mismatched_adapters(case: Case) -> None:
     loaded = case.load("native")
     loaded.allocate_cache(PlanBuilder().layout)
     builder = PlanBuilder()

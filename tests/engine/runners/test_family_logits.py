@@ -1,4 +1,4 @@
-"""The families beyond Llama's: logits of every runner against transformers."""
+"""Model families other than Llama: logits of every runner against transformers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_logits_equal_transformers(checkpoint_factory: Factory, runner: str, nam
 def test_every_instruction_set(
     checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch, isa: str, name: str, dtype: str
 ) -> None:
-    """With bfloat16, rounding adds up in three layers of large weights, and may change an expert."""
+    """bfloat16 rounding accumulates over three layers of large weights, and may change the chosen expert."""
     if isa not in _native.supported_isas():
         pytest.skip(f"this CPU has no {isa}")
     monkeypatch.setenv("NESO_ISA", isa)
@@ -78,8 +78,8 @@ def test_every_instruction_set(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int8_dynamic"])
 @pytest.mark.parametrize("name", ["gemma3", "phi3", "gpt2", "mixtral", "qwen2_moe"])
-def test_quantization_on_the_way(checkpoint_factory: Factory, name: str, quantization: Any) -> None:
-    """Nearer to the model than to nothing by far; that of int4 is limited by weights that are random."""
+def test_quantization_while_loading(checkpoint_factory: Factory, name: str, quantization: Any) -> None:
+    """The error is far below the signal; int4 is limited by the random weights."""
     arch, overrides = MODELS[name]
     directory = checkpoint_factory(arch, **{**overrides, "initializer_range": 0.1})
     tokens = random_tokens(45)
@@ -90,7 +90,7 @@ def test_quantization_on_the_way(checkpoint_factory: Factory, name: str, quantiz
 
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 @pytest.mark.parametrize("length", [40, 90])
-def test_longrope_on_both_sides_of_the_original_length(
+def test_longrope_below_and_above_the_original_length(
     checkpoint_factory: Factory, runner: str, length: int
 ) -> None:
     factors = np.random.default_rng(0).uniform(1, 4, (2, 6)).round(3).tolist()
@@ -104,8 +104,8 @@ def test_longrope_on_both_sides_of_the_original_length(
     np.testing.assert_allclose(logits(served, tokens, [length - 10, 1, 9]), expected, atol=ATOL)
 
 
-def test_old_forms_of_gemma3(checkpoint_factory: Factory, tmp_path: Path) -> None:
-    """As on the hub: bases beside each other, and every so many layers one without a window."""
+def test_old_gemma3_configs(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """As on the hub: rope_theta and rope_local_base_freq, and full attention in every n-th layer."""
     import shutil
 
     scaling = {"rope_type": "linear", "factor": 8.0}
@@ -131,7 +131,7 @@ def test_old_forms_of_gemma3(checkpoint_factory: Factory, tmp_path: Path) -> Non
     np.testing.assert_allclose(logits(load(old, "reference"), tokens, [40]), expected, atol=ATOL)
 
 
-def test_the_text_of_a_multimodal_gemma3(tmp_path: Path) -> None:
+def test_multimodal_gemma3_language_model(tmp_path: Path) -> None:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -150,8 +150,8 @@ def test_the_text_of_a_multimodal_gemma3(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(load(tmp_path, "reference"), tokens, [30]), expected, atol=ATOL)
 
 
-def test_a_checkpoint_of_the_bare_model(checkpoint_factory: Factory, tmp_path: Path) -> None:
-    """Without the first part of each name, as GPT-2 is on the hub."""
+def test_checkpoint_without_lm_head_prefix(checkpoint_factory: Factory, tmp_path: Path) -> None:
+    """Names lack their first component, as in GPT-2's checkpoint on the hub."""
     import shutil
 
     from safetensors.numpy import load_file, save_file
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_the_bare_model(checkpoint_factory: Factory, tmp_path: P
     np.testing.assert_allclose(logits(load(bare, "native"), tokens, [20]), expected, atol=ATOL)
 
 
-def test_a_row_does_not_depend_on_which_experts_others_take(checkpoint_factory: Factory) -> None:
+def test_rows_do_not_depend_on_experts_of_other_rows(checkpoint_factory: Factory) -> None:
     arch, overrides = SPARSE["qwen3_moe"]
     for name in ("reference", "native", "torch"):
         runner = load(checkpoint_factory(arch, **overrides), name)
@@ -180,7 +180,7 @@ def test_a_row_does_not_depend_on_which_experts_others_take(checkpoint_factory: 
         np.testing.assert_allclose(np.array(runner.step(plan)[:]), alone, atol=1e-4)
 
 
-def test_positions_beyond_a_learned_table_are_refused(checkpoint_factory: Factory) -> None:
+def test_positions_beyond_the_learned_table_are_rejected(checkpoint_factory: Factory) -> None:
     runner = load(checkpoint_factory(*DENSE["opt"][:1], max_position_embeddings=16), "native")
     with pytest.raises(ValueError, match="longer than the positions"):
         logits(runner, random_tokens(17), [17])

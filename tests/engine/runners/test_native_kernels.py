@@ -104,8 +104,8 @@ def test_threads_do_not_change_the_result(isa: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "int8", "int4"])
-def test_what_is_no_number_reaches_the_result(isa: str, kind: Any) -> None:
-    """A broken activation must not be rounded into a harmless one."""
+def test_nan_and_infinity_propagate(isa: str, kind: Any) -> None:
+    """NaN and infinity must not be rounded to finite values."""
     rng = np.random.default_rng(3)
     scheme = {"int8": INT8, "int4": INT4}.get(kind)
     matrix = packer("f32" if scheme else kind, scheme=scheme).pack([normal(rng, 64, 128)])
@@ -119,7 +119,7 @@ def test_what_is_no_number_reaches_the_result(isa: str, kind: Any) -> None:
 
 @pytest.mark.parametrize("parts", [(48, 24, 24), (16, 7, 1), (100,)], ids=str)
 @pytest.mark.parametrize("kind", DTYPES)
-def test_rows_come_back_from_packed_parts(isa: str, kind: Kind, parts: tuple[int, ...]) -> None:
+def test_packed_parts_round_trip(isa: str, kind: Kind, parts: tuple[int, ...]) -> None:
     rng = np.random.default_rng(4)
     sources = [normal(rng, rows, 80).astype(DTYPES[kind]) for rows in parts]
     matrix = packer(kind).pack(sources).native()
@@ -130,7 +130,7 @@ def test_rows_come_back_from_packed_parts(isa: str, kind: Kind, parts: tuple[int
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_come_back_from_codes(isa: str, bits: int) -> None:
+def test_packed_codes_round_trip(isa: str, bits: int) -> None:
     rng = np.random.default_rng(5)
     quantized = random_codes(rng, 37, 96, bits, 32, offsets=True, order=True)
     matrix = packer().pack([quantized]).native()
@@ -140,14 +140,14 @@ def test_rows_come_back_from_codes(isa: str, bits: int) -> None:
         np.testing.assert_allclose(out, row, rtol=2e-3, atol=1e-5)  # scales and offsets have 11 bits
 
 
-def test_parts_that_do_not_fit_together_become_dense() -> None:
+def test_incompatible_quantized_parts_become_dense() -> None:
     rng = np.random.default_rng(6)
     parts = [random_codes(rng, 32, 64, bits, 32, offsets=False, order=False) for bits in (4, 8)]
     matrix = packer("bf16").pack([*parts, normal(rng, 16, 64)])
     assert (matrix.kind, matrix.outputs) == ("bf16", 80)
 
 
-def test_only_float16_is_kept_as_float16() -> None:
+def test_only_float16_is_stored_as_float16() -> None:
     rng = np.random.default_rng(7)
     weights = normal(rng, 16, 32) * 1e6
     matrix = packer("f16").pack([weights])
@@ -184,7 +184,7 @@ def test_activations(isa: str, activation: Any, count: int) -> None:
     np.testing.assert_allclose(out, ACTIVATIONS[activation](x), rtol=2e-5, atol=1e-6)
 
 
-def test_gelu_is_near_the_exact_one(isa: str) -> None:
+def test_gelu_is_close_to_exact(isa: str) -> None:
     x = np.linspace(-8, 8, 4001, dtype=np.float32)
     exact = np.array([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.tolist()])
     out = np.empty_like(x)
@@ -226,7 +226,7 @@ def test_rotate(isa: str, half: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("scheme", [INT8, INT4], ids=["int8", "int4"])
-def test_quantizing_errs_less_than_plain_rounding(dtype: Any, scheme: Any) -> None:
+def test_quantization_error_is_below_plain_rounding(dtype: Any, scheme: Any) -> None:
     rng = np.random.default_rng(11)
     weights = normal(rng, 60, 160).astype(dtype)
     weights[7] = 0

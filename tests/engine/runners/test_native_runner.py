@@ -1,4 +1,4 @@
-"""What only the native runner does: bfloat16, keys split in parts, plans from outside checked."""
+"""The native runner: bfloat16, keys split among threads, validation of plans."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16", "amx"])
 @pytest.mark.parametrize("block_size", [16, 32, 5])
-def test_bfloat16_stays_near_float32(
+def test_bfloat16_is_close_to_float32(
     checkpoint_factory: Factory, monkeypatch: pytest.MonkeyPatch, isa: str, block_size: int
 ) -> None:
-    """Inputs, keys and values are rounded to 8 bits, 0.2 % each; what adds up in three layers stays near 1 %."""
+    """Inputs, keys and values are rounded to 8 bits, 0.2 % each; over three layers this accumulates to about 1 %."""
     if isa not in _native.supported_isas():
         pytest.skip(f"this CPU has no {isa}")
     monkeypatch.setenv("NESO_ISA", isa)
@@ -80,7 +80,7 @@ def test_keys_of_long_contexts_are_split_among_threads(checkpoint_factory: Facto
         assert error(results[-1], expected) < (1e-5 if dtype == "float32" else 0.03)
 
 
-def test_plans_that_would_read_elsewhere_are_refused(llama_checkpoint: Path) -> None:
+def test_plans_out_of_bounds_are_rejected(llama_checkpoint: Path) -> None:
     runner = load(llama_checkpoint)
     builder = PlanBuilder(4, 8)
     with pytest.raises(RuntimeError, match="allocate_cache"):
@@ -106,7 +106,7 @@ def float32(*shape: int) -> np.ndarray:
 
 
 def arguments_of(runner: NativeRunner, plan: StepPlan) -> dict[str, Any]:
-    """What the runner hands to the kernels."""
+    """The arguments that the runner passes to the decoder."""
     tables = runner._rotary.lookup(plan.positions()).values()
     names = ("token_ids", "query_start", "num_computed", "block_tables", "block_copies", "slot_copies")
     further = ("embedding_positions", "embeddings", "tree_depths", "tree_masks", "adapter_slots")
@@ -156,7 +156,7 @@ def tree(*depths: int) -> dict[str, np.ndarray]:
         ({"logits": float32(2, 384), "hidden": float32(1, 47)}, "hidden states must have hidden_size"),
     ],
 )
-def test_steps_whose_arrays_do_not_fit_are_refused(
+def test_steps_with_invalid_arrays_are_rejected(
     llama_checkpoint: Path, changes: dict[str, Any], message: str
 ) -> None:
     runner = load(llama_checkpoint)
@@ -172,7 +172,7 @@ def test_steps_whose_arrays_do_not_fit_are_refused(
         runner._decoder.step(**{**arguments, **changes})
 
 
-def test_trees_wider_than_a_mask_are_refused(llama_checkpoint: Path) -> None:
+def test_trees_wider_than_a_mask_are_rejected(llama_checkpoint: Path) -> None:
     runner = load(llama_checkpoint)
     builder = PlanBuilder(16, 16)
     runner.allocate_cache(builder.layout)
@@ -181,7 +181,7 @@ def test_trees_wider_than_a_mask_are_refused(llama_checkpoint: Path) -> None:
         runner.step(replace(plan, **tree(*[1] * 65)))
 
 
-def test_learned_positions_end(checkpoint_factory: Factory) -> None:
+def test_learned_positions_are_bounded(checkpoint_factory: Factory) -> None:
     runner = load(checkpoint_factory("gpt2", n_positions=8, max_position_embeddings=8))
     builder = PlanBuilder(4, 8)
     runner.allocate_cache(builder.layout)
@@ -192,7 +192,7 @@ def test_learned_positions_end(checkpoint_factory: Factory) -> None:
 
 
 def adapter(inputs: int = 48, first_output: int = 0, outputs: int = 48, layers: int = 3) -> _native.Adapter:
-    """Changes the output of attention in the first layer."""
+    """An adapter of the first layer's output projection."""
     made = _native.Adapter("f32", layers)
     padded = -(-inputs // 32) * 32
     made.add_product(0, 1, inputs, np.zeros(2 * padded * 4, np.uint8), np.ones(2, np.float32))
@@ -211,7 +211,7 @@ def adapter(inputs: int = 48, first_output: int = 0, outputs: int = 48, layers: 
         ({"layers": 4}, "another number of layers"),
     ],
 )
-def test_adapters_of_another_size_are_refused(
+def test_adapters_of_another_size_are_rejected(
     llama_checkpoint: Path, sizes: dict[str, int], message: str
 ) -> None:
     runner = load(llama_checkpoint)
@@ -220,12 +220,14 @@ def test_adapters_of_another_size_are_refused(
         runner._decoder.set_adapter(0, adapter(**sizes))
 
 
-def test_an_unknown_instruction_set_is_named(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_instruction_set_is_named_in_the_error(
+    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NESO_ISA", "sse9")
     with pytest.raises(ValueError, match="unknown instruction set 'sse9'"):
         load(llama_checkpoint)
 
 
-def test_fp8_is_for_gpus(llama_checkpoint: Path) -> None:
+def test_fp8_is_rejected_on_cpu(llama_checkpoint: Path) -> None:
     with pytest.raises(UnsupportedOption, match="GPU"):
         load(llama_checkpoint, quantization="fp8")

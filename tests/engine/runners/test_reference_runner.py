@@ -1,4 +1,4 @@
-"""What only the reference runner lets a test look at."""
+"""The reference runner: padding, cache size, block copies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def load(directory: Path) -> ReferenceRunner:
         return ReferenceRunner.load(decoder_spec(checkpoint.config), checkpoint)
 
 
-def test_other_sequences_cannot_spoil_a_batch(llama_checkpoint: Path) -> None:
-    """Padding reads no other sequence's blocks, so that one with NaN in its cache stays alone."""
+def test_nan_in_one_sequence_does_not_affect_others(llama_checkpoint: Path) -> None:
+    """Padding does not read blocks of other sequences, so NaN in one sequence's cache does not spread."""
     runner = load(llama_checkpoint)
     builder = PlanBuilder()
     runner.allocate_cache(builder.layout)
@@ -39,7 +39,7 @@ def test_cache_size(llama_checkpoint: Path) -> None:
     assert runner.cache_bytes_per_block(16) == 3 * 2 * 2 * 16 * 12 * 4
 
 
-def test_blocks_swap_in_one_step(llama_checkpoint: Path) -> None:
+def test_blocks_can_be_swapped_in_one_step(llama_checkpoint: Path) -> None:
     """All sources of block copies are read before any target is written."""
     runner = load(llama_checkpoint)
     runner.allocate_cache(CacheLayout(4, 2))

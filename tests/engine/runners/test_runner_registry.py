@@ -8,14 +8,14 @@ from neso.engine.runners.reference.runner import ReferenceRunner
 from neso.engine.runners.registry import UnknownRunner, runner_class
 
 
-def test_names() -> None:
+def test_unknown_names() -> None:
     assert runner_class("auto") is NativeRunner
     assert runner_class("reference") is ReferenceRunner
     with pytest.raises(UnknownRunner, match="reference"):
         runner_class("gpu")
 
 
-def test_auto_takes_the_first_that_can_be_imported(
+def test_auto_takes_the_first_importable_runner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     missing = {"absent": ("neso.engine.runners.absent", "Absent")}

@@ -1,4 +1,4 @@
-"""Every runner on a CPU against transformers, and against itself in other steps."""
+"""Every CPU runner against transformers, and against itself with other splits into steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ oracle = lru_cache(load_oracle)
 
 
 def new_builder(runner: Runner, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> PlanBuilder:
-    """A builder and a cache; that of the reference full of NaN: what was not written must have no effect."""
+    """A plan builder and a cache; the reference's is filled with NaN, since unwritten slots must have no effect."""
     builder = PlanBuilder(block_size, num_blocks, seed)
     runner.allocate_cache(builder.layout)
     if isinstance(runner, ReferenceRunner):
@@ -165,7 +165,7 @@ def test_16_bit_shards(load: Load, checkpoint_factory: Factory, dtype: str) -> N
 @pytest.mark.parametrize("name", ["llama", "mistral window", "qwen3 biases, windows"])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_mixed_batches(load: Load, checkpoint_factory: Factory, name: str, block_size: int) -> None:
-    """Sequences of all lengths and stages, in one batch that changes its members and their order."""
+    """A batch of prefills and decodes of all lengths, with changing members and order."""
     arch, overrides = MODELS[name]
     directory = checkpoint_factory(arch, **overrides)
     runner, random = load(directory), np.random.default_rng(1)
@@ -182,7 +182,7 @@ def test_mixed_batches(load: Load, checkpoint_factory: Factory, name: str, block
         np.testing.assert_allclose(run(runner, builder.plan(advances)), np.concatenate(wanted), atol=ATOL)
 
 
-def test_more_than_a_tile_of_queries(load: Load, checkpoint_factory: Factory) -> None:
+def test_prefill_longer_than_a_query_tile(load: Load, checkpoint_factory: Factory) -> None:
     directory = checkpoint_factory("mistral", sliding_window=37)
     runner, tokens = load(directory), random_tokens(300)
     logits = run_in_chunks(runner, new_builder(runner, 16, 64), tokens, [280, 1, 19])
@@ -201,7 +201,7 @@ def test_large_decode_batches_are_split_into_groups(load: Load, llama_checkpoint
         np.testing.assert_allclose(row, expected, atol=ATOL)
 
 
-def test_blocks_out_of_the_window_are_not_read(load: Load, checkpoint_factory: Factory) -> None:
+def test_blocks_outside_the_window_are_not_read(load: Load, checkpoint_factory: Factory) -> None:
     directory = checkpoint_factory("mistral", sliding_window=9)
     runner, tokens = load(directory), random_tokens(30)
     builder = new_builder(runner)
@@ -227,7 +227,7 @@ def test_forks_copy_the_last_block(load: Load, llama_checkpoint: Path) -> None:
         np.testing.assert_allclose([step[index] for step in logits], expected, atol=ATOL)
 
 
-def test_only_the_wanted_rows_come_back(load: Load, llama_checkpoint: Path) -> None:
+def test_only_requested_rows_are_returned(load: Load, llama_checkpoint: Path) -> None:
     runner = load(llama_checkpoint)
     tokens = random_tokens(12)
     every = run_in_chunks(runner, new_builder(runner), tokens, [12])
@@ -245,7 +245,7 @@ def test_only_the_wanted_rows_come_back(load: Load, llama_checkpoint: Path) -> N
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_any_split_into_steps_gives_the_same_logits(
+def test_logits_do_not_depend_on_the_split_into_steps(
     load: Load, checkpoint_factory: Factory, data: st.DataObject
 ) -> None:
     arch, overrides = MODELS[data.draw(st.sampled_from(["llama", "mistral window", "qwen3"]))]
@@ -277,7 +277,7 @@ def test_step_before_allocate_cache(load: Load, llama_checkpoint: Path) -> None:
         ({"vocab_size": 400}, r"embed_tokens\.weight"),
     ],
 )
-def test_weights_that_do_not_fit_the_config(
+def test_weights_of_another_shape_are_rejected(
     load: Load, llama_checkpoint: Path, overrides: dict[str, Any], tensor: str
 ) -> None:
     with Checkpoint(llama_checkpoint) as checkpoint:

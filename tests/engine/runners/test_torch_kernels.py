@@ -1,4 +1,4 @@
-"""Every Triton kernel against torch's own operations, interpreted on the CPU; tests/gpu compiles them."""
+"""Every Triton kernel against plain torch operations, interpreted on the CPU; tests/gpu runs them compiled."""
 
 from __future__ import annotations
 

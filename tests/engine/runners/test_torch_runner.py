@@ -1,4 +1,4 @@
-"""The torch runner on a CPU: what it does on a GPU, without one; tests/gpu does it there."""
+"""The torch runner on a CPU, including its GPU code paths; tests/gpu runs them on a GPU."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def plan_of(lengths: list[int], rows: list[int] | None = None) -> StepPlan:
     ],
     ids=["one", "three", "all", "too many", "mixed", "prefill", "some rows", "other order", "no rows"],
 )
-def test_only_decodes_whose_logits_are_wanted_in_order_fit_a_graph(plan: StepPlan, fits: bool) -> None:
+def test_only_plain_decodes_fit_a_graph(plan: StepPlan, fits: bool) -> None:
     assert DecodeGraphs.fits(plan) is fits
 
 
 @interpreted
 @pytest.mark.parametrize("name", MODELS)
-def test_a_mixed_step_of_kernels_equals_transformers(checkpoint_factory: Factory, name: str) -> None:
+def test_mixed_step_with_kernels_equals_transformers(checkpoint_factory: Factory, name: str) -> None:
     arch, overrides = MODELS[name]
     directory = checkpoint_factory(arch, **overrides)
     runner = with_operations(load_torch(directory, dtype="float32"), KERNELS)
@@ -140,8 +140,8 @@ OF_FLOAT8 = 0.036
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bias", [None, 3.0])
-def test_a_float8_product_is_near_the_dense_one(kind: torch.dtype, bias: float | None) -> None:
-    """Inputs as large as outliers are, and weights as small as large models have them."""
+def test_float8_product_is_close_to_dense(kind: torch.dtype, bias: float | None) -> None:
+    """Inputs with outliers, and weights as small as in large models."""
     weight, x = normal(60, 200) * 2e-3, normal(9, 200, seed=1).to(kind)
     x[2] *= 3000
     added = None if bias is None else torch.full((60,), bias, dtype=kind)
@@ -153,7 +153,7 @@ def test_a_float8_product_is_near_the_dense_one(kind: torch.dtype, bias: float |
         assert relative_error(row, wanted) < OF_FLOAT8
 
 
-def test_a_product_with_stored_codes_is_that_of_what_they_stand_for() -> None:
+def test_product_with_stored_codes_equals_dequantized() -> None:
     codes, scales = (normal(48, 80) * 100).to(torch.float8_e4m3fn), normal(48, seed=1).abs()
     bias, x = normal(48, seed=2), normal(5, 80, seed=3)
     expected = DenseLinear(codes.float() * scales[:, None], bias)(x)
@@ -161,7 +161,7 @@ def test_a_product_with_stored_codes_is_that_of_what_they_stand_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_quantizing_to_float8_keeps_the_logits_near(checkpoint_factory: Factory, name: str) -> None:
+def test_float8_logits_are_close(checkpoint_factory: Factory, name: str) -> None:
     # Weights as small as those of real models: the residual stream leads, and softmax is not sharp.
     directory = checkpoint_factory(name, initializer_range=0.05)
     dense, tokens = load_torch(directory, dtype="float32"), random_tokens(40)
@@ -175,7 +175,7 @@ def test_quantizing_to_float8_keeps_the_logits_near(checkpoint_factory: Factory,
 
 
 def quantized_like_fbgemm(source: Path, directory: Path) -> tuple[Path, Path]:
-    """A checkpoint in float8 with a scale for each output, and a dense one of the same weights."""
+    """A float8 checkpoint with a scale per output, and a dense one with the same weights."""
     stored, dense = (Path(shutil.copytree(source, directory / name)) for name in ("stored", "dense"))
     codes, plain = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")
     for name in [name for name in plain if "_proj.weight" in name]:

@@ -365,7 +365,7 @@ class GraphCases:
 
 
 class SamplingCases:
-    """Tokens drawn on a device are those that numpy draws."""
+    """Tokens sampled on a device equal those of numpy."""
 
     device_type = "cpu"
 
@@ -427,7 +427,7 @@ class SamplingCases:
 
 
 class DeviceLogitsCases:
-    """They read and write like the array that was given."""
+    """Reads and writes behave like the underlying array."""
 
     @pytest.mark.parametrize("rows", [0, -1, slice(None), slice(1, 3), [2, 0, 2], []], ids=str)
     def test_what_is_indexed_is_a_copy(self, device: torch.device, rows: Any) -> None:

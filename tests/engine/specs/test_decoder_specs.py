@@ -1,4 +1,4 @@
-"""config.json to DecoderSpec: the families, old and new forms, and broken fields."""
+"""config.json to DecoderSpec: families, old and new config formats, and invalid fields."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_biases_of_llama_cover_output_too() -> None:
     assert layer_shapes(spec)["down_bias"] == (64,)
 
 
-def test_heads_by_default() -> None:
+def test_default_heads() -> None:
     assert decoder_spec(without(OLD_LLAMA, "num_key_value_heads")).num_kv_heads == 8
     assert decoder_spec({**OLD_LLAMA, "head_dim": 32}).head_dim == 32
     assert decoder_spec(OLD_QWEN3).head_dim == 128
     assert decoder_spec({**OLD_QWEN3, "hidden_size": 61, "head_dim": 16}).head_dim == 16
 
 
-def test_model_type_serves_where_architectures_are_missing() -> None:
+def test_model_type_is_used_without_architectures() -> None:
     assert decoder_spec(without(OLD_QWEN2, "architectures")).family == "qwen2"
     assert decoder_spec({**OLD_QWEN2, "architectures": []}).family == "qwen2"
 
@@ -153,7 +153,7 @@ def test_unknown_architecture_names_the_supported_ones() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(config: dict[str, Any], field: str) -> None:
+def test_unsupported_features_are_named_in_errors(config: dict[str, Any], field: str) -> None:
     with pytest.raises(UnsupportedModel, match=field):
         decoder_spec(config)
 
@@ -210,7 +210,7 @@ def test_broken_fields(config: dict[str, Any], field: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM"])
-def test_more_experts_for_a_token_than_there_are(name: str) -> None:
+def test_top_k_above_the_number_of_experts(name: str) -> None:
     config = {
         **OLD_LLAMA,
         "architectures": [name],
@@ -227,7 +227,7 @@ def test_more_experts_for_a_token_than_there_are(name: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(OLD_LLAMA))
 @pytest.mark.parametrize("value", [None, -5, 2.5, "", "x", [], [[]], {}, {"a": {}}, True, float("inf")])
-def test_no_value_of_any_field_gives_another_error(field: str, value: Any) -> None:
+def test_invalid_values_raise_only_spec_errors(field: str, value: Any) -> None:
     try:
         spec = decoder_spec({**OLD_LLAMA, field: value})
     except SpecError as error:

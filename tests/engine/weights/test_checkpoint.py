@@ -1,4 +1,4 @@
-"""Checkpoint directories: whole, sharded and broken."""
+"""Checkpoint directories: single-file, sharded and invalid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Factory = Callable[..., Path]
 
 @pytest.fixture
 def single(llama_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy that a test may break."""
+    """A copy that tests may modify."""
     return shutil.copytree(llama_checkpoint, tmp_path / "single")
 
 
@@ -61,7 +61,7 @@ def test_missing_tensor_and_wrong_shape(single: Path) -> None:
             checkpoint.tensor("model.norm.weight", (49,))
 
 
-def test_integers_are_no_weights(single: Path) -> None:
+def test_integer_weights_are_rejected(single: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"w": np.ones((2, 2), np.int8)}, single / "model.safetensors")
@@ -73,10 +73,10 @@ def test_integers_are_no_weights(single: Path) -> None:
     ("file", "content", "defect"),
     [
         ("config.json", None, "config.json: cannot be read"),
-        ("config.json", b"{", "config.json: no valid JSON"),
-        ("config.json", b"\xff", "config.json: no valid JSON"),
-        ("config.json", b"[]", "config.json: no JSON object"),
-        ("generation_config.json", b"nope", "generation_config.json: no valid JSON"),
+        ("config.json", b"{", "config.json: invalid JSON"),
+        ("config.json", b"\xff", "config.json: invalid JSON"),
+        ("config.json", b"[]", "config.json: not a JSON object"),
+        ("generation_config.json", b"nope", "generation_config.json: invalid JSON"),
         ("model.safetensors", None, "neither model.safetensors nor"),
         ("model.safetensors", b"", "model.safetensors: 0 bytes"),
     ],
@@ -103,7 +103,7 @@ def test_missing_shard_is_named(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "", ".", "..", 5, None])
-def test_shards_outside_the_directory_are_refused(sharded: Path, shard: Any) -> None:
+def test_shards_outside_the_directory_are_rejected(sharded: Path, shard: Any) -> None:
     edit_index(sharded, lambda index: index["weight_map"].update({"model.norm.weight": shard}))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         Checkpoint(sharded)

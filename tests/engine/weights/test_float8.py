@@ -1,4 +1,4 @@
-"""fp8 checkpoints, quantized here with torch from the definitions of the formats."""
+"""Float8 checkpoints, quantized by the test with torch according to the format definitions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEFT_OUT = ("lm_head.weight", "model.layers.0.mlp.down_proj.weight")
 
 @dataclass(frozen=True)
 class Form:
-    """How a checkpoint is quantized; `block` as in `Float8Matrix`, None for a side: all of it."""
+    """Quantization of a checkpoint; `block` as in `Float8Matrix`, None for a whole dimension."""
 
     config: dict[str, Any]
     scale: str
@@ -83,7 +83,7 @@ FORMS = {
 
 
 def quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales, and the weights that they stand for, block by block."""
+    """Codes, scales and dequantized weights, block by block."""
     outputs, inputs = weight.shape
     height, width = form.block[0] or outputs, form.block[1] or inputs
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
@@ -102,7 +102,7 @@ def quantize(weight: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tens
 
 
 def make_both(source: Path, directory: Path, form: Form) -> tuple[Path, Path]:
-    """A quantized checkpoint, and a dense one of the same weights in float32."""
+    """A quantized checkpoint, and a dense float32 one with the same weights."""
     quantized, dense = (Path(shutil.copytree(source, directory / name)) for name in ("quantized", "dense"))
     stored, plain = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")
     for name, weight in plain.items():
@@ -138,7 +138,7 @@ def tokens(model: Path, runner: str, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("block", [(1, 7), (1, 5), (3, 2), (3, 5), (2, 5), (4, 9)])
-def test_a_matrix_has_a_scale_for_each_block(block: tuple[int, int]) -> None:
+def test_matrix_has_one_scale_per_block(block: tuple[int, int]) -> None:
     # Every code there is, NaN included, in a matrix whose sides no block divides.
     codes = np.resize(np.arange(256, dtype=np.uint8), (59, 5)).view(ml_dtypes.float8_e4m3fn)
     scales = np.random.default_rng(0).uniform(0.5, 2, (-(-59 // block[0]), -(-5 // block[1])))
@@ -151,7 +151,7 @@ def test_a_matrix_has_a_scale_for_each_block(block: tuple[int, int]) -> None:
     np.testing.assert_array_equal(found, values * wide)
 
 
-def test_a_matrix_that_does_not_fit_together_is_refused() -> None:
+def test_inconsistent_matrix_is_rejected() -> None:
     codes = np.zeros((4, 6), ml_dtypes.float8_e4m3fn)
     one = np.ones((1, 1), np.float32)
     with pytest.raises(ValueError, match=r"must have the shape \(2, 2\)"):
@@ -162,7 +162,7 @@ def test_a_matrix_that_does_not_fit_together_is_refused() -> None:
         Float8Matrix(codes.astype(ml_dtypes.float8_e5m2), one, (4, 6))
 
 
-def test_the_weights_are_those_that_were_stored(both: tuple[Path, Path]) -> None:
+def test_weights_round_trip(both: tuple[Path, Path]) -> None:
     with Checkpoint(both[0]) as quantized, Checkpoint(both[1]) as dense:
         for name in dense.names():
             shape = dense.tensor(name).shape
@@ -181,20 +181,20 @@ def test_the_weights_are_those_that_were_stored(both: tuple[Path, Path]) -> None
             quantized.tensor(DOWN)
 
 
-def test_the_tokens_are_those_of_the_dense_checkpoint(both: tuple[Path, Path]) -> None:
+def test_tokens_equal_the_dense_checkpoint(both: tuple[Path, Path]) -> None:
     quantized, dense = both
     expected = tokens(dense, "reference")
     assert tokens(quantized, "reference") == expected
     assert tokens(quantized, "native", dtype="float32") == expected
 
 
-def test_it_is_packed_as_bfloat16(blocks: tuple[Path, Path]) -> None:
+def test_float8_is_packed_as_bfloat16(blocks: tuple[Path, Path]) -> None:
     quantized, dense = blocks
     assert tokens(quantized, "native") == tokens(dense, "native", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_it_can_be_quantized_again(blocks: tuple[Path, Path], quantization: str) -> None:
+def test_float8_can_be_requantized(blocks: tuple[Path, Path], quantization: str) -> None:
     of_quantized, of_dense = (
         tokens(path, "native", dtype="float32", quantization=quantization) for path in blocks
     )
@@ -202,7 +202,7 @@ def test_it_can_be_quantized_again(blocks: tuple[Path, Path], quantization: str)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_an_engine_gives_the_tokens_of_its_checkpoint(
+def test_engine_directory_gives_the_same_tokens(
     both: tuple[Path, Path], tmp_path: Path, quantization: Any
 ) -> None:
     info = build_engine(both[0], tmp_path / "engine", RunnerOptions(quantization=quantization))
@@ -211,7 +211,7 @@ def test_an_engine_gives_the_tokens_of_its_checkpoint(
     assert tokens(tmp_path / "engine", "native") == tokens(both[0], "native", **options)
 
 
-def test_shards_of_it_are_those_of_the_dense_checkpoint(blocks: tuple[Path, Path], tmp_path: Path) -> None:
+def test_shards_equal_those_of_the_dense_checkpoint(blocks: tuple[Path, Path], tmp_path: Path) -> None:
     # 40 inputs of each rank: in the middle of a block.
     options = RunnerOptions(dtype="float32")
     for path in blocks:
@@ -267,7 +267,7 @@ def test_shards_of_it_are_those_of_the_dense_checkpoint(blocks: tuple[Path, Path
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
+def test_invalid_tensors_are_named_in_errors(
     llama_checkpoint: Path,
     tmp_path: Path,
     form: str,
@@ -318,7 +318,7 @@ def with_weights(**fields: Any) -> dict[str, Any]:
         ({"quant_method": "nvfp4"}, r"'nvfp4' is not supported; supported are gptq, awq, fp8, compressed"),
     ],
 )
-def test_configs_that_are_not_supported_are_named(
+def test_unsupported_configs_are_named_in_errors(
     llama_checkpoint: Path, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     directory = Path(shutil.copytree(llama_checkpoint, tmp_path / "model"))
@@ -327,7 +327,7 @@ def test_configs_that_are_not_supported_are_named(
         Checkpoint(directory)
 
 
-def test_float8_without_a_format_is_refused(blocks: tuple[Path, Path]) -> None:
+def test_float8_without_quantization_config_is_rejected(blocks: tuple[Path, Path]) -> None:
     rewrite_config(blocks[0], remove=("quantization_config",))
     assert "quantization_config" not in json.loads((blocks[0] / "config.json").read_text())
     with (

@@ -1,4 +1,4 @@
-"""Quantized blocks against the `gguf` package, and what requantizing Q6_K costs."""
+"""Quantized blocks against the `gguf` package, and the error of requantizing Q6_K."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUANTIZED = [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K]
 ROWS, INPUTS = 300, 1024  # more than are converted at a time
 
 
-def test_types_are_those_of_the_format() -> None:
+def test_types_equal_the_gguf_package() -> None:
     for number, kind in TENSOR_TYPES.items():
         assert Type(number).name == kind.name
         assert gguf.GGML_QUANT_SIZES[Type(number)] == (kind.block_size, kind.block_bytes)
@@ -35,7 +35,7 @@ def test_dequantized_exactly(kind: Type) -> None:
     np.testing.assert_array_equal(dequantized(kind, rows), gguf.quants.dequantize(rows, kind))
 
 
-def test_into_a_target_with_gaps() -> None:
+def test_dequantize_into_strided_target() -> None:
     rows = random_blocks(Type.Q8_0, 4, 64)
     target = np.zeros((4, 100), np.float32)
     dequantize(TENSOR_TYPES[Type.Q8_0], rows, target[:, :64])
@@ -44,14 +44,14 @@ def test_into_a_target_with_gaps() -> None:
 
 
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_K])
-def test_codes_stand_for_the_same_values(kind: Type) -> None:
+def test_codes_give_the_same_values(kind: Type) -> None:
     rows = random_blocks(kind, ROWS, INPUTS)
     matrix = quantized_matrix(TENSOR_TYPES[kind], rows)
     np.testing.assert_array_equal(matrix.dequantize(), gguf.quants.dequantize(rows, kind))
 
 
 def q6_k_scales(rows: np.ndarray) -> np.ndarray:
-    """Of each group of 16: float32[groups of 32, 2]."""
+    """The scale of each group of 16: float32[groups of 32, 2]."""
     blocks = rows.reshape(-1, 210)
     d = blocks[:, 208:].copy().view(np.float16).astype(np.float32)
     return (d * blocks[:, 192:208].view(np.int8)).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""GGUF files as sources of weights: the same model as the checkpoint that they were made from."""
+"""GGUF files give the same model as the checkpoint that they were converted from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def logits(source: TensorSource) -> np.ndarray:
-    """Of 30 tokens, with the reference runner."""
+    """Logits of 30 tokens with the reference runner."""
     runner = ReferenceRunner.load(decoder_spec(source.config), source)
     runner.allocate_cache(CacheLayout(num_blocks=4, block_size=16))
     return runner.step(
@@ -75,13 +75,13 @@ def float32_of(source: TensorSource, name: str, shape: tuple[int, ...]) -> np.nd
 
 
 def comparable(spec: DecoderSpec) -> DecoderSpec:
-    """Metadata holds float32; and GGUF knows Mistral as llama."""
+    """Metadata values are float32, and GGUF names Mistral "llama"."""
     family = {"mistral": "llama"}.get(spec.family, spec.family)
     return replace(spec, family=family, norm_eps=float(np.float32(spec.norm_eps)))
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_float32_is_the_checkpoint(checkpoint_factory: Factory, tmp_path: Path, model: str) -> None:
+def test_float32_file_equals_the_checkpoint(checkpoint_factory: Factory, tmp_path: Path, model: str) -> None:
     arch, overrides = MODELS[model]
     checkpoint = checkpoint_factory(arch, **overrides)
     path = convert(checkpoint, tmp_path / "model.gguf")
@@ -129,7 +129,7 @@ def test_rope_scaling(
 
 
 def converter_factors(head_dim: int, theta: float, factor: float, length: int) -> np.ndarray:
-    """What the converter writes for Llama 3, by wavelengths as Meta's code does it."""
+    """The factors that converters write for Llama 3, by wavelength as in Meta's code."""
     factors = []
     for frequency in 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)):
         wavelength = 2 * np.pi / frequency
@@ -144,7 +144,7 @@ def converter_factors(head_dim: int, theta: float, factor: float, length: int) -
 
 
 @pytest.mark.parametrize(("factor", "length"), [(8.0, 8192), (32.0, 8192), (4.0, 2048)])
-def test_llama3_scaling_is_found_in_its_factors(
+def test_llama3_scaling_is_recovered_from_factors(
     checkpoint_factory: Factory, tmp_path: Path, factor: float, length: int
 ) -> None:
     scaling = rope(
@@ -185,7 +185,7 @@ def test_unknown_rope_factors(
         GGUFCheckpoint(path)
 
 
-def test_rope_factors_of_one_scale_nothing(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_rope_factors_of_one_mean_no_scaling(llama_checkpoint: Path, tmp_path: Path) -> None:
     ones = np.ones(6, np.float32)
     path = convert(
         llama_checkpoint, tmp_path / "m.gguf", edit=lambda w, _: w.add_tensor("rope_freqs.weight", ones)
@@ -195,7 +195,7 @@ def test_rope_factors_of_one_scale_nothing(llama_checkpoint: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", [Type.F16, Type.BF16])
-def test_half_precision_stays_as_it_is(llama_checkpoint: Path, tmp_path: Path, kind: Type) -> None:
+def test_half_precision_is_not_converted(llama_checkpoint: Path, tmp_path: Path, kind: Type) -> None:
     with (
         Checkpoint(llama_checkpoint) as theirs,
         open_source(convert(llama_checkpoint, tmp_path / "m.gguf", lambda name: kind)) as ours,
@@ -213,7 +213,7 @@ def test_half_precision_stays_as_it_is(llama_checkpoint: Path, tmp_path: Path, k
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K])
-def test_quantized_logits_are_those_of_the_dequantized_weights(
+def test_quantized_logits_equal_dequantized_weights(
     checkpoint_factory: Factory, tmp_path: Path, kind: Type, arch: str
 ) -> None:
     checkpoint = checkpoint_factory(arch, **WIDE)
@@ -228,7 +228,7 @@ def test_quantized_logits_are_those_of_the_dequantized_weights(
 
 
 class Dequantized:
-    """A checkpoint whose matrices have been quantized and dequantized by the `gguf` package."""
+    """A checkpoint with matrices quantized and dequantized by the `gguf` package."""
 
     def __init__(self, source: Checkpoint, kind: Type) -> None:
         self.directory, self.config = source.directory, source.config
@@ -306,7 +306,7 @@ def test_tensors_outlive_the_file(llama_checkpoint: Path, tmp_path: Path) -> Non
         (lambda w, arch: w.add_token_list([f"t{i}" for i in range(400)]), "400 tokens.*384 rows"),
     ],
 )
-def test_models_that_are_not_supported(
+def test_unsupported_models(
     llama_checkpoint: Path, tmp_path: Path, edit: Callable[[GGUFWriter, str], None], defect: str
 ) -> None:
     path = convert(llama_checkpoint, tmp_path / "odd.gguf", edit=edit)
@@ -314,7 +314,7 @@ def test_models_that_are_not_supported(
         GGUFCheckpoint(path)
 
 
-def test_heads_that_do_not_fit_the_rows(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_mismatched_number_of_heads(llama_checkpoint: Path, tmp_path: Path) -> None:
     path = convert(
         llama_checkpoint,
         tmp_path / "m.gguf",

@@ -1,4 +1,4 @@
-"""The reader of GGUF files: what `GGUFWriter` writes, and broken files."""
+"""Reading GGUF files: files written by `GGUFWriter`, and invalid files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def entry(name: bytes, *dimensions: int, kind: int = 0, offset: int = 0) -> byte
 def whole(
     *parts: bytes, version: int = 3, tensors: int = 0, pairs: int = 0, data: bytes = b"", alignment: int = 32
 ) -> bytes:
-    """A file by hand: what the package's writer would not write."""
+    """A hand-made file, for content that the package's writer refuses."""
     header = b"GGUF" + struct.pack("<IQQ", version, tensors, pairs) + b"".join(parts)
     return header + b"\0" * (-len(header) % alignment) + data
 
@@ -102,7 +102,7 @@ def test_values_of_every_type(written: Path) -> None:
         (lambda m: m.numbers("counts", 4), "'counts' must be an array of 4 numbers"),
     ],
 )
-def test_values_of_another_kind(written: Path, read, message: str) -> None:
+def test_values_of_another_type(written: Path, read, message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"written\.gguf.*{message}"):
         read(GGUFFile(written).metadata)
 
@@ -144,16 +144,16 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "another format": (b"PK\x03\x04" + b"\0" * 50, "does not begin with 'GGUF'"),
     "version 1": (whole(version=1), "GGUF version 1"),
     "big-endian": (whole(version=0x03000000), "big-endian"),
-    "no counts": (b"GGUF\x03\0\0\0\x01", "number of tensors reaches beyond the end"),
+    "no counts": (b"GGUF\x03\0\0\0\x01", "number of tensors extends beyond the end"),
     "too many pairs": (whole(pairs=2**60)[:24], "key 0 .*beyond the end"),
     "too many tensors": (whole(tensors=2**60)[:24], "tensor 0 .*beyond the end"),
     "long key": (whole(struct.pack("<Q", 2**63), pairs=1), "beyond the end"),
-    "key twice": (whole(pair(b"k", 0, b"1"), pair(b"k", 0, b"2"), pairs=2), "'k' is there twice"),
+    "key twice": (whole(pair(b"k", 0, b"1"), pair(b"k", 0, b"2"), pairs=2), "'k' is duplicated"),
     "key no UTF-8": (whole(pair(b"\xff", 0, b"1"), pairs=1), "key 0 .*UTF-8"),
-    "value no UTF-8": (whole(pair(b"k", 8, string(b"\xff")), pairs=1), "'k' is no valid UTF-8"),
+    "value no UTF-8": (whole(pair(b"k", 8, string(b"\xff")), pairs=1), "'k' is not valid UTF-8"),
     "item no UTF-8": (
         whole(pair(b"k", 9, struct.pack("<IQ", 8, 1) + string(b"\xff")), pairs=1),
-        "'k' holds no valid UTF-8",
+        "'k' contains invalid UTF-8",
     ),
     "unknown value": (whole(pair(b"k", 99, b"12345678"), pairs=1), "'k' has the unknown type 99"),
     "unknown items": (
@@ -161,21 +161,21 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         "'k' has the unknown type 77",
     ),
     "nested": (whole(pair(b"k", 9, struct.pack("<IQ", 9, 1)), pairs=1), "'k' is an array of arrays"),
-    "long array": (whole(pair(b"k", 9, struct.pack("<IQ", 4, 2**62)), pairs=1), "'k' reaches beyond the end"),
+    "long array": (whole(pair(b"k", 9, struct.pack("<IQ", 4, 2**62)), pairs=1), "'k' extends beyond the end"),
     "many strings": (
         whole(pair(b"k", 9, struct.pack("<IQ", 8, 2**62)), pairs=1),
-        "'k' reaches beyond the end",
+        "'k' extends beyond the end",
     ),
     "long string": (
         whole(pair(b"k", 9, struct.pack("<IQQ", 8, 1, 2**63)), pairs=1),
-        "'k' reaches beyond the end",
+        "'k' extends beyond the end",
     ),
     "alignment": (
         whole(pair(b"general.alignment", 4, struct.pack("<I", 12)), pairs=1),
         "multiple of 8, not 12",
     ),
     "alignment zero": (whole(pair(b"general.alignment", 4, b"\0" * 4), pairs=1), "multiple of 8, not 0"),
-    "tensor twice": (whole(entry(b"t", 1), entry(b"t", 1), tensors=2), "'t' is there twice"),
+    "tensor twice": (whole(entry(b"t", 1), entry(b"t", 1), tensors=2), "'t' is duplicated"),
     "no dimensions": (whole(entry(b"t"), tensors=1), "'t': 0 dimensions"),
     "many dimensions": (whole(entry(b"t", 1, 1, 1, 1, 1), tensors=1), "'t': 5 dimensions"),
     "type Q5_K": (whole(entry(b"t", 256, kind=13), tensors=1), "'t' has the type Q5_K.*supported are F32"),
@@ -212,8 +212,8 @@ def test_missing_file(tmp_path: Path) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_damage_is_found_or_harmless(written: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """No other error than `CheckpointError`, whatever is cut off or overwritten."""
+def test_corruption_raises_only_checkpoint_error(written: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Truncating or overwriting bytes raises no error other than `CheckpointError`."""
     content = bytearray(written.read_bytes())
     for _ in range(data.draw(st.integers(0, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -26,7 +26,7 @@ PROMPTS = ["The quick", "A server answers requests, and", "def add("]
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3", "mixtral"])
-def test_generates_what_the_checkpoint_does(checkpoint_factory: Factory, tmp_path: Path, arch: str) -> None:
+def test_generates_the_same_as_the_checkpoint(checkpoint_factory: Factory, tmp_path: Path, arch: str) -> None:
     checkpoint = checkpoint_factory(arch)
     path = convert(checkpoint, tmp_path / "model.gguf", tokenizer={"template": CHAT_TEMPLATE})
     ours, theirs = LLM(path, runner="reference"), LLM(checkpoint, runner="reference")
@@ -60,7 +60,7 @@ def test_quantized_experts_generate(checkpoint_factory: Factory, tmp_path: Path)
     assert answers[0].outputs[0].token_ids[:8] == answers[1].outputs[0].token_ids[:8]
 
 
-def test_a_file_that_is_not_supported_says_why(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_unsupported_file_gives_a_reason(llama_checkpoint: Path, tmp_path: Path) -> None:
     path = convert(
         llama_checkpoint, tmp_path / "m.gguf", edit=lambda w, a: w.add_uint32(f"{a}.expert_group_count", 8)
     )
@@ -83,14 +83,14 @@ def test_paths(llama_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.Monke
         resolve_model(tmp_path)
 
 
-def test_safetensors_go_before_gguf(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_safetensors_take_precedence_over_gguf(llama_checkpoint: Path, tmp_path: Path) -> None:
     both = shutil.copytree(llama_checkpoint, tmp_path / "both")
     (both / "model.gguf").touch()
     assert resolve_model(both) == both
 
 
 def test_relative_to_the_version_directory_of_a_repository(tmp_path: Path) -> None:
-    """As `model` in model.json, and as the only file there."""
+    """As `model` in model.json, and as the only file of the directory."""
     (tmp_path / "m.gguf").touch()
     config = SimpleNamespace(parameters={"model": SimpleNamespace(string_value="m.gguf")})
     for given in (config, SimpleNamespace(parameters={})):

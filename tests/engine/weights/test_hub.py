@@ -20,7 +20,7 @@ def test_local_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["/no/such/directory", "./absent", "~/absent-model", "a/b/c", "", "org/name?x"]
 )
-def test_what_cannot_be_a_hub_name_is_not_looked_up(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_invalid_hub_names_are_not_looked_up(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("looked up"))
     with pytest.raises(ModelNotFound, match="no such directory"):
         resolve_model(name)
@@ -56,7 +56,7 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, message: 
         resolve_model("org/model")
 
 
-def test_folders_of_sentence_transformers_are_wanted_and_copies_of_the_weights_are_not() -> None:
+def test_download_patterns() -> None:
     files = ["model.safetensors", "1_Pooling/config.json", "2_Dense/model.safetensors", "onnx/config.json"]
     files += ["consolidated.safetensors", "original/params.json", "openvino/model.safetensors"]
     wanted = filter_repo_objects(files, allow_patterns=_DOWNLOAD_PATTERNS, ignore_patterns=_IGNORE_PATTERNS)

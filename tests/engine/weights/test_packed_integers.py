@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints, packed here from the definitions of the formats."""
+"""GPTQ and AWQ checkpoints, packed by the test according to the format definitions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pack_words(values: np.ndarray, bits: int, order: list[int]) -> np.ndarray:
 def quantize_layer(
     name: str, weight: np.ndarray, config: dict[str, Any], rng: np.random.Generator
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Tensors of a layer with random zero points, and the weights that they stand for."""
+    """Tensors of a layer with random zero points, and the dequantized weights."""
     outputs, inputs = weight.shape
     bits, size = config["bits"], config["group_size"] if config["group_size"] > 0 else inputs
     top = 2**bits - 1
@@ -72,7 +72,7 @@ def quantize_layer(
 
 @pytest.fixture(params=FORMATS)
 def both(request: pytest.FixtureRequest, checkpoint_factory: Factory, tmp_path: Path) -> tuple[Path, Path]:
-    """A quantized checkpoint, and a dense one of the same weights."""
+    """A quantized checkpoint, and a dense one with the same weights."""
     config, rng = FORMATS[request.param], np.random.default_rng(0)
     source = checkpoint_factory("llama", **SHAPE)
     quantized, dense = (Path(shutil.copytree(source, tmp_path / name)) for name in ("quantized", "dense"))
@@ -92,7 +92,7 @@ def both(request: pytest.FixtureRequest, checkpoint_factory: Factory, tmp_path: 
     return quantized, dense
 
 
-def test_the_weights_are_those_that_were_packed(both: tuple[Path, Path]) -> None:
+def test_packed_weights_round_trip(both: tuple[Path, Path]) -> None:
     name, shape = "model.layers.1.mlp.down_proj.weight", (64, 128)
     with Checkpoint(both[0]) as quantized, Checkpoint(both[1]) as dense:
         matrix = quantized.matrix(name, shape)
@@ -108,9 +108,7 @@ def test_the_weights_are_those_that_were_packed(both: tuple[Path, Path]) -> None
 
 # The native runner rounds activations to 16 bits and offsets to 11, so that later tokens of random weights may differ.
 @pytest.mark.parametrize(("runner", "length"), [("reference", 10), ("native", 2)])
-def test_the_tokens_are_those_of_the_dense_checkpoint(
-    both: tuple[Path, Path], runner: str, length: int
-) -> None:
+def test_tokens_equal_the_dense_checkpoint(both: tuple[Path, Path], runner: str, length: int) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     prompts = [[7, 8, 9], list(range(20, 60))]
     answers = [
@@ -132,7 +130,7 @@ def test_the_tokens_are_those_of_the_dense_checkpoint(
         ({"quant_method": "awq", "version": "gemv"}, r"quantization_config\.version 'gemv'"),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_unsupported_formats_are_named_in_errors(
     llama_checkpoint: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     directory = Path(shutil.copytree(llama_checkpoint, tmp_path / "model"))

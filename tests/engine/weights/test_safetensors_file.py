@@ -1,4 +1,4 @@
-"""Safetensors files: every dtype, and every way to be broken."""
+"""Safetensors files: every dtype, and every kind of defect."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_unaligned_data_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "data", "defect"),
     [
-        (b"{", b"", "no valid JSON"),
-        (b"\xff\xfe", b"", "no valid JSON"),
-        (b"[" * 100_000, b"", "no valid JSON"),
-        (b"[]", b"", "no JSON object"),
+        (b"{", b"", "invalid JSON"),
+        (b"\xff\xfe", b"", "invalid JSON"),
+        (b"[" * 100_000, b"", "invalid JSON"),
+        (b"[]", b"", "not a JSON object"),
         (b'{"a": {}, "a": {}}', b"", "duplicate name 'a'"),
         ({"w": 5}, b"", "'w'"),
         ({"w": {}}, b"", "unknown dtype None"),
@@ -108,14 +108,14 @@ def test_broken_header(tmp_path: Path, header: Any, data: bytes, defect: str) ->
 @pytest.mark.parametrize(
     "content", [b"", b"1234567", bytes(8), (1 << 40).to_bytes(8, "little") + b"{}", b"\xff" * 64]
 )
-def test_no_safetensors_file(tmp_path: Path, content: bytes) -> None:
+def test_files_of_other_formats(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         SafetensorsFile(path)
 
 
-def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+def test_every_truncation_is_detected(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", {"w": ENTRY, "v": SECOND}, bytes(range(28))).read_bytes()
     path = tmp_path / "cut"
     for length in range(len(whole)):

@@ -12,7 +12,7 @@ import orjson
 
 @dataclass
 class Answer:
-    """What the application sent."""
+    """The application's response."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Answer:
         return orjson.loads(self.body)
 
     def events(self) -> list[Any]:
-        """The data of the events; the text `[DONE]` as it is."""
+        """The data of the events, decoded except `[DONE]`."""
         blocks = self.body.decode().split("\n\n")
         assert blocks.pop() == ""
         assert all(block.startswith("data: ") for block in blocks)
@@ -36,7 +36,7 @@ class Answer:
 
 
 class AsgiClient:
-    """Sends requests to `app`. `hang_up_after` parts of the answer the client goes away."""
+    """Sends requests to `app`. The client disconnects after `disconnect_after` body parts."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -53,19 +53,19 @@ class AsgiClient:
         path: str,
         *body: bytes,
         headers: tuple[tuple[bytes, bytes], ...] = (),
-        hang_up_after: int | None = None,
+        disconnect_after: int | None = None,
     ) -> Answer:
         answer = Answer()
         pending = list(body)
-        gone = asyncio.Event()
+        disconnected = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             if pending:
                 part = pending.pop(0)
                 return {"type": "http.request", "body": part, "more_body": bool(pending)}
-            if hang_up_after == 0:
+            if disconnect_after == 0:
                 return {"type": "http.disconnect"}
-            await gone.wait()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
@@ -76,15 +76,15 @@ class AsgiClient:
             if message["body"]:
                 answer.parts.append(message["body"])
             answer.complete = not message.get("more_body", False)
-            if hang_up_after is not None and len(answer.parts) >= hang_up_after:
-                gone.set()
+            if disconnect_after is not None and len(answer.parts) >= disconnect_after:
+                disconnected.set()
 
         await self._app(make_scope(method, path, headers), receive, send)
         return answer
 
 
 def make_scope(method: str, path: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> dict[str, Any]:
-    """The connection scope of a request."""
+    """The ASGI scope of a request."""
     return {
         "type": "http",
         "asgi": {"version": "3.0"},

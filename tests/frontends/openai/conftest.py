@@ -1,4 +1,4 @@
-"""A core with scripted models, and the OpenAI front end in front of it."""
+"""A core with scripted models, and its OpenAI API."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NOT_LANGUAGE = "adder"
 
 @pytest.fixture
 def script() -> ScriptedModel:
-    """The model that is served as `MODEL`."""
+    """The model served as `MODEL`."""
     return ScriptedModel()
 
 
 @pytest.fixture
 async def core(tmp_path: Path, script: ScriptedModel, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Core]:
-    """A core that serves a language model, and one that is none."""
+    """A core with a language model and another model."""
     monkeypatch.setitem(backend.BUILTIN, "scripted", "scripted_model:ScriptedBackend")
     monkeypatch.setattr(ScriptedBackend, "scripts", {MODEL: script})
     core = Core(ServerOptions((), exit_timeout=1.0))

@@ -1,4 +1,4 @@
-"""A language model that says what the test wrote for it, with a real tokenizer, and a backend that serves it."""
+"""A language model with scripted output and a real tokenizer, and a backend that serves it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CORPUS = ["the quick brown fox jumps over the lazy dog", "hello there, how are y
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Byte-level, with "<s>" in front of prompts and "</s>" at the end of answers."""
+    """A byte-level tokenizer; prompts begin with "<s>", outputs end with "</s>"."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -77,9 +77,9 @@ class ScriptedText:
 
 
 class ScriptedModel:
-    """Says `reply(request, choice)`, one token an output and choice, the choices by turns.
+    """Generates `reply(request, choice)`, one token per output and choice.
 
-    `fail_after` tokens it raises `error`; `hold` lets it wait for ever after its first token.
+    Raises `error` after `fail_after` tokens. With `hold` it blocks after the first token.
     """
 
     def __init__(self, reply: str | Callable[[GenerationRequest, int], str] = "hello there") -> None:
@@ -114,18 +114,18 @@ class ScriptedModel:
         self, request: GenerationRequest, prompt: list[int]
     ) -> AsyncIterator[GenerationOutput]:
         sampling = request.sampling
-        voices = [_Voice(self, request, choice) for choice in range(sampling.n)]
+        choices = [_ScriptedChoice(self, request, choice) for choice in range(sampling.n)]
         made = 0
-        while any(not voice.done for voice in voices):
+        while any(not choice.done for choice in choices):
             if self.error is not None and made >= self.fail_after:
                 raise self.error
-            deltas = [voice.next() for voice in voices if not voice.done]
+            deltas = [choice.next() for choice in choices if not choice.done]
             first, made = made == 0, made + len(deltas)
             yield GenerationOutput(
                 request.request_id,
                 deltas,
                 Usage(len(prompt), made, cached_tokens=min(3, len(prompt))),
-                finished=all(voice.done for voice in voices),
+                finished=all(choice.done for choice in choices),
                 prompt_token_ids=prompt if first else [],
                 prompt_logprobs=self._prompt_logprobs(request, prompt) if first else None,
             )
@@ -142,14 +142,14 @@ class ScriptedModel:
         return [None, *(self.logprobs(token, top) for token in prompt[1:])]
 
     def logprobs(self, token: int, top: int) -> TokenLogprobs:
-        """Numbers that a test can predict: the token itself comes second, behind token 65."""
+        """Predictable log probabilities: the token itself is second, after token 65."""
         text = self.text.decode([token], skip_special_tokens=False)
         best = [(65, -0.25, self.text.decode([65])), (token, -0.5, text), (66, -math.inf, "z")]
         return TokenLogprobs(token, text, -0.5, 2, tuple(best[:top]))
 
 
-class _Voice:
-    """One choice, token by token."""
+class _ScriptedChoice:
+    """One choice, generated token by token."""
 
     def __init__(self, model: ScriptedModel, request: GenerationRequest, choice: int) -> None:
         self._model = model
@@ -188,7 +188,7 @@ class _Voice:
 
 
 class ScriptedBackend(Backend):
-    """Serves the model that a test put under the name of its own."""
+    """Serves the scripted model of the same name."""
 
     scripts: ClassVar[dict[str, ScriptedModel]] = {}
 

@@ -1,4 +1,4 @@
-"""A client that goes away takes its generations with it."""
+"""A client's disconnect aborts its generations."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def script() -> ScriptedModel:
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-async def test_hanging_up_while_waiting(
+async def test_disconnect_while_waiting(
     client: AsgiClient, script: ScriptedModel, path: str, body: dict[str, Any]
 ) -> None:
-    answer = await asyncio.wait_for(client.post(path, body, hang_up_after=0), 60)
+    answer = await asyncio.wait_for(client.post(path, body, disconnect_after=0), 60)
     assert answer.status == 0
     assert len(script.aborted) == len(script.requests)
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-async def test_hanging_up_during_a_stream(
+async def test_disconnect_during_a_stream(
     client: AsgiClient, script: ScriptedModel, path: str, body: dict[str, Any]
 ) -> None:
-    answer = await asyncio.wait_for(client.post(path, {**body, "stream": True}, hang_up_after=1), 60)
+    answer = await asyncio.wait_for(client.post(path, {**body, "stream": True}, disconnect_after=1), 60)
     assert not answer.complete
     assert script.requests
     assert sorted(script.aborted) == sorted(request.request_id for request in script.requests)
@@ -46,7 +46,7 @@ async def test_hanging_up_during_a_stream(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-async def test_a_server_that_cancels_the_task(
+async def test_cancelled_task_aborts_generation(
     client: AsgiClient, script: ScriptedModel, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     task = asyncio.create_task(client.post(path, {**body, "stream": stream}))
@@ -57,7 +57,7 @@ async def test_a_server_that_cancels_the_task(
     assert sorted(script.aborted) == sorted(request.request_id for request in script.requests)
 
 
-async def test_hanging_up_in_the_middle_of_the_body(app: Starlette, script: ScriptedModel) -> None:
+async def test_disconnect_in_the_request_body(app: Starlette, script: ScriptedModel) -> None:
     messages = [
         {"type": "http.request", "body": b'{"model":', "more_body": True},
         {"type": "http.disconnect"},
@@ -75,7 +75,7 @@ async def test_hanging_up_in_the_middle_of_the_body(app: Starlette, script: Scri
     assert not script.requests
 
 
-async def test_a_client_that_reads_too_slowly_and_goes(app: Starlette, script: ScriptedModel) -> None:
+async def test_disconnect_of_a_slow_reader(app: Starlette, script: ScriptedModel) -> None:
     """The response is blocked in `send`, not waiting for the next token."""
     script.hold = True
     body = [b'{"model": "scripted", "prompt": "a", "stream": true}']
@@ -94,4 +94,27 @@ async def test_a_client_that_reads_too_slowly_and_goes(app: Starlette, script: S
 
     await asyncio.wait_for(app(make_scope("POST", "/v1/completions"), receive, send), 60)
     assert len(sent) == 2
+    assert len(script.aborted) == 1
+
+
+async def test_one_task_under_a_server_that_cancels_on_disconnect(
+    app: Starlette, script: ScriptedModel
+) -> None:
+    """Servers with the ASGI extension cancel the task themselves, so that nothing watches for the disconnect."""
+    body = [b'{"model": "scripted", "prompt": "a"}']
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body.pop(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise AssertionError("the model never answers")
+
+    before = asyncio.all_tasks()
+    scope = {**make_scope("POST", "/v1/completions"), "extensions": {"neso.cancels_on_disconnect": {}}}
+    task = asyncio.create_task(app(scope, receive, send))
+    await until(lambda: script.requests)
+    assert len(asyncio.all_tasks() - before) <= 2, "the request's task, and the model's"
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert len(script.aborted) == 1

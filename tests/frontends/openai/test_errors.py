@@ -1,4 +1,4 @@
-"""What a client is told when it cannot have what it asked for."""
+"""Error responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def check(answer: Answer, status: int, param: str | None = None, code: str | None = None) -> str:
-    """The message of an error that must be of that kind."""
+    """The message of an error, after checking its status and type."""
     assert answer.status == status, answer.body
     assert answer.complete
     assert answer.headers["content-type"] == "application/json"
@@ -48,7 +48,7 @@ async def test_unknown_model(client: AsgiClient) -> None:
         assert "'a/b'" in message
 
 
-async def test_a_model_that_generates_no_text(client: AsgiClient) -> None:
+async def test_model_without_text(client: AsgiClient) -> None:
     for path, body in ((COMPLETIONS, ASK), (CHAT, HI)):
         message = check(await client.post(path, {**body, "model": "adder"}), 400, "model")
         assert "not a language model" in message
@@ -106,7 +106,7 @@ async def test_invalid_requests(
         (COMPLETIONS, {"max_new_tokens": 2}),
     ],
 )
-async def test_what_is_not_supported_is_named(client: AsgiClient, path: str, extra: dict[str, Any]) -> None:
+async def test_unsupported_fields_are_rejected(client: AsgiClient, path: str, extra: dict[str, Any]) -> None:
     body = HI if path == CHAT else ASK
     check(await client.post(path, {**body, **extra}), 400, next(iter(extra)), "unsupported_parameter")
 
@@ -119,7 +119,9 @@ async def test_what_is_not_supported_is_named(client: AsgiClient, path: str, ext
         (COMPLETIONS, {"suffix": "", "best_of": 2, "n": 2, "user": "me"}),
     ],
 )
-async def test_what_changes_nothing_is_accepted(client: AsgiClient, path: str, extra: dict[str, Any]) -> None:
+async def test_fields_without_effect_are_accepted(
+    client: AsgiClient, path: str, extra: dict[str, Any]
+) -> None:
     body = HI if path == CHAT else ASK
     assert (await client.post(path, {**body, **extra})).status == 200
 
@@ -139,7 +141,7 @@ async def test_too_long_prompts(client: AsgiClient) -> None:
         check(answer, 400, "messages", code)
 
 
-async def test_what_the_engine_refuses(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_engine_rejection(client: AsgiClient, script: ScriptedModel) -> None:
     script.error = InvalidParameter("top_k", "is not served by this runner")
     assert "runner" in check(await client.post(COMPLETIONS, ASK), 400, "top_k")
     for field, path, body, param in (
@@ -157,16 +159,14 @@ async def test_what_the_engine_refuses(client: AsgiClient, script: ScriptedModel
 @pytest.mark.parametrize(
     ("error", "status"), [(EngineDead("the engine has ended"), 503), (Unavailable("not now"), 503)]
 )
-async def test_the_engine_is_gone(
-    client: AsgiClient, script: ScriptedModel, error: Exception, status: int
-) -> None:
+async def test_dead_engine(client: AsgiClient, script: ScriptedModel, error: Exception, status: int) -> None:
     script.error = error
     for extra in ({}, {"stream": True}):
         assert str(error) in check(await client.post(CHAT, {**HI, **extra}), status)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("secret"), KeyError("secret")])
-async def test_surprises_keep_their_secrets(
+async def test_unexpected_errors_hide_their_text(
     client: AsgiClient, script: ScriptedModel, error: Exception
 ) -> None:
     script.error = error
@@ -182,7 +182,7 @@ async def test_surprises_keep_their_secrets(
 @pytest.mark.parametrize(
     ("path", "body"), [(CHAT, HI), (COMPLETIONS, ASK), (COMPLETIONS, {**ASK, "prompt": ["a", "b"]})]
 )
-async def test_errors_after_the_start_of_a_stream(
+async def test_error_in_a_stream(
     client: AsgiClient, script: ScriptedModel, error: Exception, type: str, path: str, body: dict[str, Any]
 ) -> None:
     script.error, script.fail_after = error, 1
@@ -194,7 +194,7 @@ async def test_errors_after_the_start_of_a_stream(
     assert len(script.aborted) == len(script.requests)
 
 
-async def test_too_large_bodies(client: AsgiClient) -> None:
+async def test_too_large_body(client: AsgiClient) -> None:
     big = b" " * 100_001
     headers = ((b"content-length", b"100001"),)
     code = "content_too_large"
@@ -202,7 +202,7 @@ async def test_too_large_bodies(client: AsgiClient) -> None:
     check(await client.request("POST", CHAT, big[:60_000], big[60_000:]), 413, code=code)
 
 
-async def test_a_compressed_body(client: AsgiClient) -> None:
+async def test_compressed_body(client: AsgiClient) -> None:
     body = json.dumps(ASK).encode()
     for path in (COMPLETIONS, "/tokenize"):
         answer = await client.request(
@@ -213,12 +213,12 @@ async def test_a_compressed_body(client: AsgiClient) -> None:
     assert (await client.request("POST", COMPLETIONS, body, headers=plain)).status == 200
 
 
-async def test_a_body_in_pieces(client: AsgiClient) -> None:
+async def test_body_in_pieces(client: AsgiClient) -> None:
     answer = await client.request("POST", COMPLETIONS, b'{"model": "scri', b'pted", "prompt": ', b'"a"}')
     assert answer.status == 200
 
 
-async def test_a_server_that_stops(client: AsgiClient, core: Core) -> None:
+async def test_stopping_server(client: AsgiClient, core: Core) -> None:
     await core.stop()
     check(await client.post(CHAT, HI), 503)
 
@@ -237,10 +237,10 @@ def test_unknown_tool_parser(core: Core) -> None:
         ("reasoning_parser", "none", ""),
     ],
 )
-async def test_a_model_that_names_a_parser(
+async def test_parser_in_model_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parameter: str, value: str, message: str
 ) -> None:
-    """One that there is not keeps it from being loaded, long before somebody asks it."""
+    """An unknown parser fails loading."""
     monkeypatch.setitem(backend.BUILTIN, "scripted", "scripted_model:ScriptedBackend")
     monkeypatch.setattr(ScriptedBackend, "scripts", {})
     core = Core(ServerOptions((), config_checks=(check_model_config,)))
@@ -254,11 +254,11 @@ async def test_a_model_that_names_a_parser(
     await core.stop()
 
 
-async def test_a_client_that_leaves_before_its_request_is_complete(
+async def test_disconnect_before_the_request_is_complete(
     client: AsgiClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     for path in ("/tokenize", "/v1/load_lora_adapter", "/v1/models/scripted/unload"):
-        await client.request("POST", path, hang_up_after=0)
+        await client.request("POST", path, disconnect_after=0)
     assert caplog.text == ""
 
 
@@ -272,7 +272,7 @@ async def test_a_client_that_leaves_before_its_request_is_complete(
         (COMPLETIONS, {"prompt": "a" * 20_000, "truncate_prompt_tokens": -1}),
     ],
 )
-async def test_a_long_text_keeps_nobody_waiting(
+async def test_long_text_is_tokenized_in_a_thread(
     client: AsgiClient, script: ScriptedModel, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
 ) -> None:
     encode, threads = script.text.encode, list[threading.Thread]()

@@ -1,4 +1,4 @@
-"""The `openai` package against the front end, on our HTTP server and a real socket."""
+"""The `openai` package against the OpenAI API, over a socket."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ async def test_chat(openai_client: openai.AsyncOpenAI) -> None:
     assert choice.logprobs.content[0].bytes == list(b"hello")
 
 
-async def test_streamed_chat_by_the_client_s_own_accumulator(
+async def test_streamed_chat_with_the_client_accumulator(
     openai_client: openai.AsyncOpenAI, script: ScriptedModel
 ) -> None:
-    """The helper refuses chunks that do not fit together, so it is a strict reader."""
+    """The client's accumulator rejects inconsistent chunks."""
     script.reply = lambda request, choice: "Let me see.\n" + CALL
     async with openai_client.chat.completions.stream(
         model="scripted", messages=HI, tools=TOOLS, n=2, stream_options={"include_usage": True}
@@ -95,7 +95,7 @@ async def test_streamed_chat_by_the_client_s_own_accumulator(
         assert call.function.arguments == '{"city": "Paris"}'
 
 
-async def test_a_turn_with_a_tool_s_answer(openai_client: openai.AsyncOpenAI, script: ScriptedModel) -> None:
+async def test_tool_result_message(openai_client: openai.AsyncOpenAI, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: CALL
     first = await openai_client.chat.completions.create(model="scripted", messages=HI, tools=TOOLS)
     message = first.choices[0].message
@@ -108,7 +108,9 @@ async def test_a_turn_with_a_tool_s_answer(openai_client: openai.AsyncOpenAI, sc
     assert '"tool_call_id"' in str(script.requests[-1].prompt)
 
 
-async def test_errors_are_the_client_s(openai_client: openai.AsyncOpenAI, script: ScriptedModel) -> None:
+async def test_errors_map_to_client_exceptions(
+    openai_client: openai.AsyncOpenAI, script: ScriptedModel
+) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         await openai_client.chat.completions.create(model="nope", messages=HI)
     assert missing.value.code == "model_not_found"
@@ -122,7 +124,7 @@ async def test_errors_are_the_client_s(openai_client: openai.AsyncOpenAI, script
             pass
 
 
-async def test_hanging_up_aborts(openai_client: openai.AsyncOpenAI, script: ScriptedModel) -> None:
+async def test_disconnect_aborts_generation(openai_client: openai.AsyncOpenAI, script: ScriptedModel) -> None:
     script.hold = True
     stream = await openai_client.chat.completions.create(model="scripted", messages=HI, stream=True)
     async for _ in stream:
@@ -138,7 +140,7 @@ async def test_hanging_up_aborts(openai_client: openai.AsyncOpenAI, script: Scri
     assert len(script.requests) > 1
 
 
-async def test_many_at_once(openai_client: openai.AsyncOpenAI, script: ScriptedModel) -> None:
+async def test_concurrent_requests(openai_client: openai.AsyncOpenAI, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: f"<{str(request.prompt)[-8:]}>"
 
     async def one(number: int) -> str:
@@ -150,7 +152,7 @@ async def test_many_at_once(openai_client: openai.AsyncOpenAI, script: ScriptedM
     assert await asyncio.gather(*map(one, range(30))) == [f"<{number:08}>" for number in range(30)]
 
 
-async def test_the_synchronous_client(url: str) -> None:
+async def test_synchronous_client(url: str) -> None:
     def talk() -> tuple[str | None, str]:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             whole = client.chat.completions.create(model="scripted", messages=HI)

@@ -1,4 +1,4 @@
-"""`POST /v1/responses` on a scripted model: what it is given, what it is told to have said, what is kept."""
+"""`POST /v1/responses` on a scripted model: prompts, events, storage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def sent_events(answer: Answer) -> list[dict[str, Any]]:
-    """The events of a stream; the name of each is its type."""
+    """The events of a stream; checks that each event's name is its type."""
     events = []
     for block in answer.body.decode().split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -46,13 +46,15 @@ async def test_text_around_calls_becomes_items(client: AsgiClient, script: Scrip
     assert first["call_id"] != second["call_id"]
 
 
-async def test_one_call_where_only_one_is_wanted(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_parallel_tool_calls_false_keeps_the_first_call(
+    client: AsgiClient, script: ScriptedModel
+) -> None:
     script.reply = lambda request, choice: f"{CALL}\n{CALL}"
     answer = (await client.post(PATH, body(tools=[WEATHER], parallel_tool_calls=False))).json()
     assert [item["type"] for item in answer["output"]] == ["function_call"]
 
 
-async def test_nothing_is_generated_behind_a_call_that_is_cut_off(core: Core, script: ScriptedModel) -> None:
+async def test_generation_stops_after_a_cut_off_call(core: Core, script: ScriptedModel) -> None:
     client = AsgiClient(create_app(core, OpenAIOptions(max_tool_call_parse_bytes=200)))
     endless = CALL.replace("Paris", "Paris" * 300)
     script.reply = lambda request, choice: endless
@@ -62,7 +64,7 @@ async def test_nothing_is_generated_behind_a_call_that_is_cut_off(core: Core, sc
     assert len(script.aborted) == 1
 
 
-async def test_events_of_a_call(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_function_call_events(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: "So:\n" + CALL
     events = sent_events(await client.post(PATH, body(tools=[WEATHER], stream=True)))
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -85,7 +87,7 @@ async def test_events_of_a_call(client: AsgiClient, script: ScriptedModel) -> No
     assert {event["item_id"] for event in events if "arguments" in event["type"]} == {added[1]["item"]["id"]}
 
 
-async def test_the_model_is_given_a_chat(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_items_are_converted_to_chat_messages(client: AsgiClient, script: ScriptedModel) -> None:
     items = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
@@ -114,20 +116,20 @@ async def test_the_model_is_given_a_chat(client: AsgiClient, script: ScriptedMod
     assert '"wet"' in lines[5]
 
 
-async def test_turns_of_the_assistant_are_kept_apart(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_assistant_turns_stay_separate_messages(client: AsgiClient, script: ScriptedModel) -> None:
     said = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
     await client.post(PATH, body(input=[{"role": "user", "content": "Hi"}, *said]))
     assert str(script.requests[0].prompt).count('"assistant"') == 2
 
 
-async def test_instructions_hold_for_one_response(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_instructions_are_not_inherited(client: AsgiClient, script: ScriptedModel) -> None:
     first = (await client.post(PATH, body(instructions="Sing."))).json()
     await client.post(PATH, body(previous_response_id=first["id"]))
     assert "Sing." in str(script.requests[0].prompt)
     assert "Sing." not in str(script.requests[1].prompt)
 
 
-async def test_the_request_is_told_again(client: AsgiClient) -> None:
+async def test_response_repeats_request_fields(client: AsgiClient) -> None:
     answer = (
         await client.post(
             PATH,
@@ -154,7 +156,7 @@ async def test_the_request_is_told_again(client: AsgiClient) -> None:
     assert answer["metadata"] == {"a": "b"}
 
 
-async def test_failure_in_a_stream(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_error_in_a_stream_is_a_failed_event(client: AsgiClient, script: ScriptedModel) -> None:
     script.error, script.fail_after = EngineDead("it died"), 1
     events = sent_events(await client.post(PATH, body(stream=True)))
     failed = events[-1]
@@ -166,21 +168,19 @@ async def test_failure_in_a_stream(client: AsgiClient, script: ScriptedModel) ->
 
 
 @pytest.mark.parametrize(("reason", "status"), [(FinishReason.ERROR, 500), (FinishReason.ABORT, 503)])
-async def test_failure_of_a_whole_response(
+async def test_error_of_a_whole_response_is_a_status(
     client: AsgiClient, script: ScriptedModel, reason: FinishReason, status: int
 ) -> None:
     script.final_reason = reason
     assert (await client.post(PATH, body())).status == status
 
 
-async def test_a_failure_before_the_first_event_is_a_status(
-    client: AsgiClient, script: ScriptedModel
-) -> None:
+async def test_error_before_the_first_event_is_a_status(client: AsgiClient, script: ScriptedModel) -> None:
     script.error = EngineDead("it died")
     assert (await client.post(PATH, body(stream=True))).status == 503
 
 
-async def test_failure_in_the_background(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_error_in_the_background_is_stored(client: AsgiClient, script: ScriptedModel) -> None:
     script.error = EngineDead("it died")
     made = (await client.post(PATH, body(background=True))).json()
     for _ in range(20):
@@ -189,16 +189,16 @@ async def test_failure_in_the_background(client: AsgiClient, script: ScriptedMod
     assert (kept["status"], kept["error"]["message"]) == ("failed", "it died")
 
 
-async def test_hanging_up_aborts(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_disconnect_aborts_generation(client: AsgiClient, script: ScriptedModel) -> None:
     script.hold = True
-    await client.post(PATH, body(stream=True), hang_up_after=1)
+    await client.post(PATH, body(stream=True), disconnect_after=1)
     assert len(script.aborted) == 1
 
 
-async def test_hanging_up_does_not_end_what_is_made_in_the_background(
+async def test_disconnect_does_not_cancel_background_responses(
     client: AsgiClient, script: ScriptedModel
 ) -> None:
-    answer = await client.post(PATH, body(background=True, stream=True), hang_up_after=1)
+    answer = await client.post(PATH, body(background=True, stream=True), disconnect_after=1)
     for _ in range(40):
         await asyncio.sleep(0)
     assert script.aborted == []
@@ -206,7 +206,7 @@ async def test_hanging_up_does_not_end_what_is_made_in_the_background(
     assert (await client.get(f"{PATH}/{made}")).json()["status"] == "completed"
 
 
-async def test_what_is_deleted_ends(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_delete_cancels_a_response_in_progress(client: AsgiClient, script: ScriptedModel) -> None:
     script.hold = True
     made = (await client.post(PATH, body(background=True))).json()["id"]
     await asyncio.sleep(0.01)
@@ -215,7 +215,7 @@ async def test_what_is_deleted_ends(client: AsgiClient, script: ScriptedModel) -
     assert (await client.get(f"{PATH}/{made}")).status == 404
 
 
-async def test_what_is_being_made_cannot_be_continued(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_response_in_progress_cannot_be_continued(client: AsgiClient, script: ScriptedModel) -> None:
     script.hold = True
     made = (await client.post(PATH, body(background=True))).json()["id"]
     answer = await client.post(PATH, body(previous_response_id=made))
@@ -223,10 +223,10 @@ async def test_what_is_being_made_cannot_be_continued(client: AsgiClient, script
     await client.post(f"{PATH}/{made}/cancel", {})
 
 
-async def test_what_is_cancelled_at_once_ends(
+async def test_cancel_before_the_task_starts(
     client: AsgiClient, app: Starlette, script: ScriptedModel
 ) -> None:
-    """Also its stream, though its task never began."""
+    """The stream ends too, although the task never started."""
     asked = asyncio.ensure_future(client.post(PATH, body(background=True, stream=True)))
     async with app.router.lifespan_context(app):
         await asyncio.sleep(0)
@@ -235,7 +235,7 @@ async def test_what_is_cancelled_at_once_ends(
     assert answer.complete
 
 
-async def test_nothing_is_made_in_the_background_where_nothing_is_kept(core: Core) -> None:
+async def test_background_requires_a_store(core: Core) -> None:
     client = AsgiClient(create_app(core, OpenAIOptions(max_stored_responses=0)))
     answer = await client.post(PATH, body(background=True))
     assert (answer.status, answer.json()["error"]["param"]) == (400, "background")
@@ -243,7 +243,7 @@ async def test_nothing_is_made_in_the_background_where_nothing_is_kept(core: Cor
     assert (await client.get(f"{PATH}/{made}")).status == 404
 
 
-async def test_the_oldest_are_forgotten(core: Core) -> None:
+async def test_least_recently_used_response_is_evicted(core: Core) -> None:
     app: Starlette = create_app(core, OpenAIOptions(max_stored_responses=2))
     client = AsgiClient(app)
     made = [(await client.post(PATH, body())).json()["id"] for _ in range(2)]
@@ -252,14 +252,14 @@ async def test_the_oldest_are_forgotten(core: Core) -> None:
     assert [(await client.get(f"{PATH}/{name}")).status for name in made] == [200, 404, 200]
 
 
-async def test_what_is_kept_takes_so_much_memory_at_most(core: Core) -> None:
+async def test_store_size_is_limited(core: Core) -> None:
     client = AsgiClient(create_app(core, OpenAIOptions(max_stored_response_bytes=4000)))
     made = [(await client.post(PATH, body(input="x" * 500))).json()["id"] for _ in range(3)]
     statuses = [(await client.get(f"{PATH}/{name}")).status for name in made]
     assert statuses[0] == 404 and statuses[-1] == 200
 
 
-async def test_a_response_belongs_to_its_key(core: Core) -> None:
+async def test_response_is_accessible_only_with_its_key(core: Core) -> None:
     access = AccessOptions(keys=ApiKeys(["mine", "yours"]))
     client = AsgiClient(create_app(core, OpenAIOptions(access=access)))
     mine, yours = (((b"authorization", f"Bearer {key}".encode()),) for key in ("mine", "yours"))
@@ -273,7 +273,7 @@ async def test_a_response_belongs_to_its_key(core: Core) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"stream": True}, {"background": True}])
-async def test_integers_of_any_size_are_told_again(client: AsgiClient, how: dict[str, Any]) -> None:
+async def test_large_integers_are_returned(client: AsgiClient, how: dict[str, Any]) -> None:
     large = 10**30
     tool = {**WEATHER, "parameters": {"type": "object", "properties": {"n": {"maximum": large}}}}
     answer = await client.post(
@@ -286,14 +286,14 @@ async def test_integers_of_any_size_are_told_again(client: AsgiClient, how: dict
     assert items[0]["n"] == large
 
 
-async def test_images_are_handed_on(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_images_are_passed_to_the_model(client: AsgiClient, script: ScriptedModel) -> None:
     pixel = "data:image/png;base64,iVBORw0KGgo="
     content = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": pixel}]
     await client.post(PATH, body(input=[{"role": "user", "content": content}]))
     assert script.requests[0].images == (pixel,)
 
 
-async def test_logprobs_are_those_of_the_text(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_logprobs_exclude_reasoning_and_calls(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: "hello"
     answer = (await client.post(PATH, body(include=["message.output_text.logprobs"], top_logprobs=1))).json()
     logprobs = answer["output"][0]["content"][0]["logprobs"]
@@ -302,7 +302,7 @@ async def test_logprobs_are_those_of_the_text(client: AsgiClient, script: Script
     assert len(logprobs[0]["top_logprobs"]) == 1
 
 
-async def test_no_text_at_all_is_an_empty_message(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_empty_output_is_an_empty_message(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: ""
     answer = (await client.post(PATH, body())).json()
     assert answer["output"][0]["content"][0]["text"] == ""
@@ -320,7 +320,7 @@ async def test_no_text_at_all_is_an_empty_message(client: AsgiClient, script: Sc
         ({"max_new_tokens": 30, "limits_tokens": True}, 900, 30),
     ],
 )
-async def test_truncation_leaves_room_for_as_many_tokens_as_the_answer_may_have(
+async def test_truncation_leaves_room_for_max_output_tokens(
     client: AsgiClient, script: ScriptedModel, defaults: dict[str, Any], asked: int | None, room: int
 ) -> None:
     script.default_sampling = SamplingDefaults(**defaults)

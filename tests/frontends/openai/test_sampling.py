@@ -1,4 +1,4 @@
-"""Which fields of a request reach the engine, and as what."""
+"""Request fields as sampling parameters of the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def sampling(client: AsgiClient, script: ScriptedModel, body: dict[str, An
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a"}, CHAT])
-async def test_fields_with_the_engine_s_names(
+async def test_fields_with_engine_names(
     client: AsgiClient, script: ScriptedModel, body: dict[str, Any]
 ) -> None:
     made = await sampling(
@@ -61,13 +61,15 @@ async def test_fields_with_the_engine_s_names(
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a"}, CHAT])
-async def test_null_is_as_left_out(client: AsgiClient, script: ScriptedModel, body: dict[str, Any]) -> None:
+async def test_null_is_the_same_as_omitted(
+    client: AsgiClient, script: ScriptedModel, body: dict[str, Any]
+) -> None:
     plain = await sampling(client, script, body)
     nulls = dict.fromkeys((*FIELDS, "stop", "max_tokens", "logit_bias", "logprobs", "stream", "user"))
     assert await sampling(client, script, {**body, **nulls}) == plain
 
 
-async def test_limits_of_length(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_max_tokens(client: AsgiClient, script: ScriptedModel) -> None:
     assert (await sampling(client, script, {"prompt": "a"})).max_tokens == 16
     assert (await sampling(client, script, CHAT)).max_tokens is None
     assert (await sampling(client, script, {**CHAT, "max_tokens": 3})).max_tokens == 3
@@ -105,7 +107,7 @@ async def test_logprobs(client: AsgiClient, script: ScriptedModel) -> None:
         ({**CHAT, "logprobs": True, "top_logprobs": -2}, "top_logprobs"),
     ],
 )
-async def test_bad_values(
+async def test_invalid_values(
     client: AsgiClient, script: ScriptedModel, body: dict[str, Any], param: str
 ) -> None:
     path = next(path for field, path in PATHS.items() if field in body)
@@ -122,7 +124,7 @@ RESPONSE = {"input": "hi"}
 
 
 @pytest.mark.parametrize("body", [{"prompt": "a"}, CHAT, RESPONSE])
-async def test_the_model_s_defaults_are_for_what_a_request_leaves_out(
+async def test_model_defaults_apply_to_omitted_fields(
     client: AsgiClient, script: ScriptedModel, body: dict[str, Any]
 ) -> None:
     script.default_sampling = DEFAULTS
@@ -132,7 +134,7 @@ async def test_the_model_s_defaults_are_for_what_a_request_leaves_out(
     assert (made.temperature, made.top_k, made.repetition_penalty, made.top_p) == (1.0, 0, 1.1, 1.0)
 
 
-async def test_the_model_s_number_of_tokens(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_model_default_max_new_tokens(client: AsgiClient, script: ScriptedModel) -> None:
     script.default_sampling = DEFAULTS
     assert (await sampling(client, script, CHAT)).max_tokens == 50
     assert (await sampling(client, script, RESPONSE)).max_tokens == 50
@@ -141,7 +143,7 @@ async def test_the_model_s_number_of_tokens(client: AsgiClient, script: Scripted
         assert (await sampling(client, script, body)).max_tokens == 90
 
 
-async def test_the_model_s_limit_of_tokens(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_model_limit_of_max_new_tokens(client: AsgiClient, script: ScriptedModel) -> None:
     script.default_sampling = SamplingDefaults(max_new_tokens=9, limits_tokens=True)
     bodies = (CHAT, RESPONSE, {"prompt": "a"}, {**CHAT, "max_completion_tokens": 90})
     for body in (*bodies, {**RESPONSE, "max_output_tokens": 90}, {"prompt": "a", "max_tokens": 90}):
@@ -150,7 +152,7 @@ async def test_the_model_s_limit_of_tokens(client: AsgiClient, script: ScriptedM
     assert (await sampling(client, script, {"prompt": "a", "max_tokens": 0, "echo": True})).max_tokens == 1
 
 
-async def test_a_beam_search_takes_only_the_limit(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_beam_search_ignores_model_defaults(client: AsgiClient, script: ScriptedModel) -> None:
     script.default_sampling = DEFAULTS
     for beams in ({"use_beam_search": True, "best_of": 3}, {"beam_width": 3}):
         made = await sampling(client, script, {**CHAT, **beams})
@@ -158,7 +160,7 @@ async def test_a_beam_search_takes_only_the_limit(client: AsgiClient, script: Sc
         assert (made.repetition_penalty, made.max_tokens) == (1.0, 50)
 
 
-async def test_a_response_tells_how_it_was_sampled(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_response_reports_its_sampling(client: AsgiClient, script: ScriptedModel) -> None:
     script.default_sampling = DEFAULTS
     answer = await client.post("/v1/responses", {"model": "scripted", **RESPONSE, "top_p": 0.5})
     assert (answer.json()["temperature"], answer.json()["top_p"]) == (0.6, 0.5)

@@ -1,4 +1,4 @@
-"""The formats of tool calls: what each reads, that cuts do not matter, limits, and how a parser is found."""
+"""Tool call formats: parsing, splits of the text, limits, selection of the parser."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 def read_stream(
     parser: ToolParser, pieces: list[str], *, eager: bool = True, limit: int = 10_000
 ) -> ParsedMessage:
-    """The events of a stream, joined."""
+    """The joined events of a stream."""
     stream = parser.stream(FUNCTIONS, eager=eager, max_call_chars=limit)
     message = ParsedMessage("")
     for event in [event for piece in pieces for event in stream.feed(piece)] + stream.finish():
@@ -107,7 +107,7 @@ def loaded(message: ParsedMessage) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in message.calls]
 
 
-def test_all_are_here() -> None:
+def test_all_parsers_are_tested() -> None:
     assert sorted(registry.BUILTIN) == NAMES
 
 
@@ -133,14 +133,14 @@ def test_no_calls(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_cut_off_is_content_of_a_whole_message(name: str) -> None:
+def test_cut_off_call_is_content(name: str) -> None:
     parser = find_tool_parser(name)
     first = MESSAGES[name][: MESSAGES[name].index("days") + 4]
     assert parser.parse(first, FUNCTIONS) == ParsedMessage(first)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_come_before_arguments_are_complete(name: str) -> None:
+def test_names_are_reported_before_arguments_are_complete(name: str) -> None:
     stream = find_tool_parser(name).stream(FUNCTIONS)
     text = MESSAGES[name]
     events = stream.feed(text[: text.index("days")])
@@ -150,8 +150,8 @@ def test_names_come_before_arguments_are_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_forced_is_read(name: str) -> None:
-    """A text of the forced form, with JSON in place of its schemas."""
+def test_forced_form_is_parsed(name: str) -> None:
+    """A text in the forced format, with JSON for its schemas."""
     parser = find_tool_parser(name)
     text = _write(parser.forced_form(FUNCTIONS, many_calls=True))
     assert loaded(parser.parse(text, FUNCTIONS)) == [("get_weather", {"city": "Oslo"}), ("now", {})]
@@ -160,7 +160,7 @@ def test_what_is_forced_is_read(name: str) -> None:
 
 
 def _write(form: dict[str, Any]) -> str:
-    """A shortest text of a form; both functions where it repeats."""
+    """A shortest text in a format; with both functions if it repeats."""
     kind = form["type"]
     if kind == "const_string":
         return form["value"]
@@ -225,9 +225,7 @@ PLACES = st.lists(st.integers(0, 10_000), max_size=14)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150, deadline=None)
 @given(st.data(), PLACES, st.sampled_from([10_000, 10_000, 40, 7]))
-def test_any_text_gives_the_same_however_it_is_cut(
-    name: str, data: Any, places: list[int], limit: int
-) -> None:
+def test_result_does_not_depend_on_the_split(name: str, data: Any, places: list[int], limit: int) -> None:
     text = data.draw(texts(name))
     parser = find_tool_parser(name)
     for eager in (True, False):
@@ -239,7 +237,7 @@ def test_any_text_gives_the_same_however_it_is_cut(
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_whole_messages_have_valid_calls_only(name: str, data: Any) -> None:
+def test_whole_messages_have_only_valid_calls(name: str, data: Any) -> None:
     text = data.draw(texts(name))
     message = find_tool_parser(name).parse(text, FUNCTIONS)
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in message.calls)
@@ -251,7 +249,7 @@ def test_whole_messages_have_valid_calls_only(name: str, data: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_call_that_is_too_long(name: str) -> None:
+def test_too_long_call(name: str) -> None:
     parser = find_tool_parser(name)
     text = MESSAGES[name].replace("Bo", "Bo" + "n" * 500)
     assert parser.parse(text, FUNCTIONS, max_call_chars=300).content == text
@@ -266,7 +264,7 @@ def test_a_call_that_is_too_long(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_full_of_beginnings_takes_linear_time(name: str) -> None:
+def test_repeated_markers_take_linear_time(name: str) -> None:
     parser = find_tool_parser(name)
     beginning = MESSAGES[name][: MESSAGES[name].index("Bo")]
     text = beginning * 4000
@@ -296,13 +294,13 @@ def test_text_full_of_beginnings_takes_linear_time(name: str) -> None:
         ("[now(a=1", None),
     ],
 )
-def test_python_values(text: str, arguments: Any) -> None:
+def test_python_literals(text: str, arguments: Any) -> None:
     message = find_tool_parser("pythonic").parse(text, FUNCTIONS)
     assert loaded(message) == ([] if arguments is None else [("now", arguments)])
     assert message.content == (text if arguments is None else "")
 
 
-def test_values_between_tags_have_the_types_of_the_schema() -> None:
+def test_tagged_values_have_schema_types() -> None:
     text = (
         "<tool_call><function=get_weather><parameter=city>\n42\n</parameter><parameter=days>seven</parameter>"
         "<parameter=hours>[1, 2]<parameter=unit>C</parameter><parameter=other>1</parameter></function></tool_call>"
@@ -325,13 +323,13 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
         ("granite", '<|tool_call|>{"name": "now", "arguments": {}}'),
     ],
 )
-def test_other_ways_to_write_it(name: str, text: str) -> None:
+def test_format_variants(name: str, text: str) -> None:
     parser = find_tool_parser(name)
     expected = ParsedMessage("", [("now", "{}")])
     assert parser.parse(text, FUNCTIONS) == read_stream(parser, list(text)) == expected
 
 
-def test_llama_without_a_tag_needs_a_function_that_is_known() -> None:
+def test_llama_without_a_tag_requires_a_known_function() -> None:
     parser = find_tool_parser("llama3")
     text = '{"name": "Bob", "parameters": {}}'
     assert parser.parse(text, FUNCTIONS).content == text
@@ -358,7 +356,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_template_tells(name: str) -> None:
+def test_detection_by_chat_template(name: str) -> None:
     assert type(detect_tool_parser(TEMPLATES[name])) is registry.BUILTIN[name]
 
 
@@ -375,7 +373,7 @@ class ForeignParser(registry.HermesParser):
         return "<elvish>" in template
 
 
-def test_parsers_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     class Point:
         name = "elvish"
 
@@ -394,13 +392,13 @@ def test_parsers_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "tool-calling.md"
 
 
-def test_the_page_has_all_parsers() -> None:
+def test_docs_list_all_parsers() -> None:
     text = PAGE.read_text()
     for name in (*registry.BUILTIN, *registry.ALIASES):
         assert f"`{name}`" in text, name
 
 
-def test_the_page_s_own_parser() -> None:
+def test_docs_example_parser() -> None:
     found = re.search(r"`bracket_parser.py`:\n\n```python\n(.*?)```", PAGE.read_text(), re.S)
     assert found is not None
     names: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""Paged attention in Triton: tiles of queries of one sequence against the blocks of its cache.
+"""Paged attention in Triton: tiles of queries of a sequence attend to the blocks of its KV cache.
 
-A tile is up to TILE_QUERIES new tokens of one sequence, with all query heads that share one head of keys and values
-as rows of one product. A decode is a tile of one token; its context is split among programs, since there are few
-tiles to fill the GPU with, and a second kernel joins the parts (FlashDecoding). The softmax runs online
-(FlashAttention, arXiv:2205.14135), in powers of two.
+A tile is up to TILE_QUERIES new tokens of one sequence; all query heads that share a key-value head are rows of one
+product. A decode is a tile of one token; its context is split among programs, since there are too few tiles to fill the
+GPU, and a second kernel merges the parts (FlashDecoding). The softmax is online (FlashAttention, arXiv 2205.14135), in
+powers of two.
 """
 
 from __future__ import annotations
@@ -87,27 +87,27 @@ def _attend_tile(
         other=0.0,
     )
 
-    # Keys that any query of the tile sees, and this program's share of them.
+    # Keys visible to any query of the tile, and this program's part of them.
     newest = computed + tl.minimum(first + QUERIES, count)
     oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(computed + first - WINDOW + 1, 0)
-    stands = position
+    query_pos = position
     if TREE:
         tree_mask = tl.load(tree_masks + begin + token, mask=row_exists, other=0)
-        stands = computed + tl.load(tree_depths + begin + token, mask=row_exists, other=0)
+        query_pos = computed + tl.load(tree_depths + begin + token, mask=row_exists, other=0)
         if WINDOW > 0:
-            # A token of a tree stands before the position that it is written to, but not before the first.
+            # The position of a token of a tree is at most that of its slot, and at least that of the first token.
             oldest = tl.maximum(computed - WINDOW + 1, 0)
-    # Sinks before the window come first in the count; what they leave out is skipped.
+    # Keys are the sinks followed by the window; the gap between them is skipped.
     skipped = 0
     sinks = 0
     if SINKS > 0:
         sinks = tl.minimum(SINKS, oldest)
         skipped = oldest - sinks
-    share = tl.cdiv(newest - oldest + sinks, SPLITS * TILE_KEYS) * TILE_KEYS
-    low = oldest - sinks + split * share
-    high = tl.minimum(low + share, newest)
+    part_size = tl.cdiv(newest - oldest + sinks, SPLITS * TILE_KEYS) * TILE_KEYS
+    low = oldest - sinks + split * part_size
+    high = tl.minimum(low + part_size, newest)
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -133,16 +133,16 @@ def _attend_tile(
             scores = tl.where(scores < 0, -softcap, softcap) * (1 - decay) / (1 + decay)
         scores = scores * _LOG2_E
         seen = exists[None, :] & (slot[None, :] <= position[:, None])
-        key_stands = slot
+        key_pos = slot
         if TREE:
             is_node = (slot >= computed) & (slot < computed + count)
             node = tl.where(is_node, slot - computed, 0)
             is_ancestor = (tree_mask[:, None] >> node.to(tl.int64)[None, :]) & 1
             seen = seen & ((tree_mask[:, None] == 0) | (slot < computed)[None, :] | (is_ancestor != 0))
             depth = tl.load(tree_depths + begin + node, mask=is_node, other=0)
-            key_stands = tl.where(is_node, computed + depth, slot)
+            key_pos = tl.where(is_node, computed + depth, slot)
         if WINDOW > 0:
-            in_window = key_stands[None, :] > stands[:, None] - WINDOW
+            in_window = key_pos[None, :] > query_pos[:, None] - WINDOW
             if SINKS > 0:
                 in_window = in_window | (slot[None, :] < SINKS)
             seen = seen & in_window
@@ -290,7 +290,7 @@ def _launch(
 
 
 def _splits(programs: int, device: torch.device) -> int:
-    """A power of two that gives every multiprocessor about two programs."""
+    """A power of two, for about two programs per multiprocessor."""
     if device.type != "cuda":
         return 4
     wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // programs

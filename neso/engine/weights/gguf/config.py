@@ -78,7 +78,7 @@ def architecture(file: GGUFFile) -> str:
     metadata = file.metadata
     kind = metadata.string("general.type", "model")
     if kind != "model":
-        raise CheckpointError(f"{file.path}: holds no model: 'general.type' is {kind!r}")
+        raise CheckpointError(f"{file.path}: contains no model: 'general.type' is {kind!r}")
     parts = metadata.integer("split.count", 1)
     if parts > 1:
         raise CheckpointError(

@@ -128,7 +128,7 @@ class GGUFFile(MappedTensors[TensorEntry]):
 
     def _check_start(self, file: BinaryIO) -> None:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise CheckpointError(f"{self.path}: no GGUF file: it does not begin with 'GGUF'")
+            raise CheckpointError(f"{self.path}: not a GGUF file: it does not begin with 'GGUF'")
 
     def _read_start(self, reader: HeaderReader) -> tuple[int, int]:
         """(number of tensors, number of metadata pairs)"""
@@ -145,7 +145,7 @@ class GGUFFile(MappedTensors[TensorEntry]):
         for index in range(count):
             key = reader.string(f"key {index} of the metadata")
             if key in pairs:
-                raise CheckpointError(f"{self.path}: metadata key {key!r} is there twice")
+                raise CheckpointError(f"{self.path}: metadata key {key!r} is duplicated")
             pairs[key] = reader.value(f"metadata key {key!r}")
         return pairs
 
@@ -154,7 +154,7 @@ class GGUFFile(MappedTensors[TensorEntry]):
         for index in range(count):
             name = reader.string(f"the name of tensor {index}")
             if name in entries:
-                raise CheckpointError(f"{self.path}: tensor {name!r} is there twice")
+                raise CheckpointError(f"{self.path}: tensor {name!r} is duplicated")
             entries[name] = self._read_entry(reader, name, alignment)
         return entries
 
@@ -175,7 +175,7 @@ class GGUFFile(MappedTensors[TensorEntry]):
         kind = TENSOR_TYPES[number]
         if shape[-1] % kind.block_size:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r}: rows of {shape[-1]} values are no multiple of {kind.name}'s "
+                f"{self.path}: tensor {name!r}: rows of {shape[-1]} values are not a multiple of {kind.name}'s "
                 f"blocks of {kind.block_size}"
             )
         if start % alignment:

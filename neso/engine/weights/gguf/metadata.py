@@ -54,7 +54,7 @@ class HeaderReader:
         try:
             return content.decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self._path}: {what} is no valid UTF-8: {error}") from None
+            raise CheckpointError(f"{self._path}: {what} is not valid UTF-8: {error}") from None
 
     def value(self, what: str) -> Value:
         """A value preceded by its type. Arrays of numbers are read-only views, arrays of strings are lists."""
@@ -89,7 +89,7 @@ class HeaderReader:
         try:
             return [item.decode() for item in strings]
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self._path}: {what} holds no valid UTF-8: {error}") from None
+            raise CheckpointError(f"{self._path}: {what} contains invalid UTF-8: {error}") from None
 
     def _number(self, kind: int, what: str) -> np.dtype[Any]:
         if kind not in _NUMBERS:
@@ -106,7 +106,7 @@ class HeaderReader:
 
     def _truncated(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path}: {what} reaches beyond the end of the file ({len(self._buffer)} bytes); "
+            f"{self._path}: {what} extends beyond the end of the file ({len(self._buffer)} bytes); "
             "it is truncated or corrupt"
         )
 

@@ -72,10 +72,11 @@ MessageEvent = Reasoning | ToolEvent
 class Message:
     """A message joined from events."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Iterable[MessageEvent] = ()) -> None:
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
+        self.add(events)
 
     def add(self, events: Iterable[MessageEvent]) -> None:
         for event in events:
@@ -119,6 +120,8 @@ class MessageParser:
         self._tools = tools
         self._many_calls = many_calls
         self.num_reasoning_tokens = 0
+        self.cut_off = False
+        """Whether a reported call was cut off because it exceeded the maximum length."""
 
     def feed(self, text: str, num_tokens: int = 0) -> list[MessageEvent]:
         """The events of more text, which has `num_tokens` tokens."""
@@ -135,12 +138,7 @@ class MessageParser:
     def finish(self) -> list[MessageEvent]:
         """The remaining events at the end of the text."""
         events = [] if self._reasoning is None else self._split_events(self._reasoning.finish())
-        return events if self._tools is None else [*events, *self._kept(self._tools.finish())]
-
-    @property
-    def cut_off(self) -> bool:
-        """Whether a reported call was cut off because it exceeded the maximum length."""
-        return self._tools is not None and self._tools.cut_off
+        return events if self._tools is None else [*events, *self._kept(self._tools, self._tools.finish())]
 
     def _split_events(self, split: Split) -> list[MessageEvent]:
         events: list[MessageEvent] = [Reasoning(split.reasoning)] if split.reasoning else []
@@ -149,9 +147,10 @@ class MessageParser:
     def _content_events(self, text: str) -> list[MessageEvent]:
         if not text:
             return []
-        return [Content(text)] if self._tools is None else self._kept(self._tools.feed(text))
+        return [Content(text)] if self._tools is None else self._kept(self._tools, self._tools.feed(text))
 
-    def _kept(self, events: list[ToolEvent]) -> list[MessageEvent]:
+    def _kept(self, tools: ToolStream, events: list[ToolEvent]) -> list[MessageEvent]:
+        self.cut_off = tools.cut_off
         return [
             event for event in events if self._many_calls or isinstance(event, Content) or event.index == 0
         ]

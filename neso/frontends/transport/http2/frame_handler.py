@@ -17,7 +17,6 @@ from neso.frontends.transport.http2.frames import (
     Http2StreamError,
 )
 from neso.frontends.transport.http2.headers import (
-    HeaderBlock,
     HeaderBlockReader,
     HeaderDecoder,
     trailers_error,
@@ -115,24 +114,24 @@ class FrameHandler:
     def _on_headers(self, flags: int, number: int, payload: bytes) -> None:
         block = self._blocks.on_headers(flags, number, payload)
         if block is not None:
-            self._on_header_block(block)
+            self._on_header_block(flags, number, block)
 
     def _on_continuation(self, flags: int, number: int, payload: bytes) -> None:
         self._useless_frames.consume()
-        block = self._blocks.on_continuation(flags, number, payload)
-        if block is not None:
-            self._on_header_block(block)
+        complete = self._blocks.on_continuation(flags, number, payload)
+        if complete is not None:
+            headers_flags, block = complete
+            self._on_header_block(headers_flags, number, block)
 
-    def _on_header_block(self, block: HeaderBlock) -> None:
-        """Open a new stream, or end one with trailers."""
-        number = block.stream
+    def _on_header_block(self, flags: int, number: int, block: bytes) -> None:
+        """Open a new stream, or end one with trailers. `flags`: of the HEADERS frame."""
         if number % 2 == 0:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"client opens stream {number}")
-        headers = self._decoder.decode(block.data)
+        headers = self._decoder.decode(block)
         if number > self.last_stream:
             self.last_stream = number
             length = headers.validate_request()
-            end = bool(block.flags & END_STREAM)
+            end = bool(flags & END_STREAM)
             if end and length:
                 raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, "body shorter than content-length")
             self._connection.open_stream(number, end, headers, length)
@@ -147,7 +146,7 @@ class FrameHandler:
         error = trailers_error(headers)
         if stream.remote_closed:
             raise Http2StreamError(ErrorCode.STREAM_CLOSED, "HEADERS after the end of the stream")
-        if not block.flags & END_STREAM or error is not None:
+        if not flags & END_STREAM or error is not None:
             raise Http2StreamError(ErrorCode.PROTOCOL_ERROR, error or "trailers without END_STREAM")
         stream.close_remote()
         stream.events.on_end()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import hpack
 
@@ -107,14 +107,6 @@ def encode_headers(headers: Fields) -> bytes:
     return b"".join(b"\x00" + _length(name) + name + _length(value) + value for name, value in headers)
 
 
-class HeaderBlock(NamedTuple):
-    """A complete header block. `flags`: of its HEADERS frame."""
-
-    stream: int
-    flags: int
-    data: bytes
-
-
 class HeaderBlockReader:
     """Joins a HEADERS frame and its CONTINUATION frames. `max_size`: of a block, in bytes.
 
@@ -126,7 +118,7 @@ class HeaderBlockReader:
         self._data = bytearray()
         self.open: tuple[int, int] | None = None
 
-    def on_headers(self, flags: int, stream: int, payload: bytes) -> HeaderBlock | None:
+    def on_headers(self, flags: int, stream: int, payload: bytes) -> bytes | None:
         """The block if the HEADERS frame completes it. Raises `Http2ConnectionError`."""
         if flags & frames.PADDED:
             payload = frames.strip_padding(payload, flags)
@@ -135,13 +127,16 @@ class HeaderBlockReader:
                 raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "HEADERS with an invalid length")
             payload = payload[5:]
         if flags & frames.END_HEADERS:
-            return HeaderBlock(stream, flags, payload)
+            return payload
         self.open = stream, flags
         self._data += payload
         return None
 
-    def on_continuation(self, flags: int, stream: int, payload: bytes) -> HeaderBlock | None:
-        """The block if the CONTINUATION frame completes it. Raises `Http2ConnectionError`."""
+    def on_continuation(self, flags: int, stream: int, payload: bytes) -> tuple[int, bytes] | None:
+        """Flags of the HEADERS frame and the block, if the CONTINUATION frame completes it.
+
+        Raises `Http2ConnectionError`.
+        """
         if self.open is None or self.open[0] != stream:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without a header block")
         self._data += payload
@@ -149,10 +144,10 @@ class HeaderBlockReader:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "header block too large")
         if not flags & frames.END_HEADERS:
             return None
-        block = HeaderBlock(*self.open, bytes(self._data))
+        headers_flags, block = self.open[1], bytes(self._data)
         self.open = None
         self._data.clear()
-        return block
+        return headers_flags, block
 
 
 def trailers_error(fields: Fields) -> str | None:

@@ -79,6 +79,15 @@ async def test_statistics_count_requests(client):
     }
 
 
+async def test_statistics_without_a_version_cover_all_ready_versions(client, repository):
+    (repository / "wait" / "2").mkdir()
+    await client.load_model("wait", config='{"backend": "test_wait", "version_policy": {"all": {}}}')
+    stats = (await client.get_inference_statistics("wait")).model_stats
+    assert sorted(each.version for each in stats) == ["1", "2"]
+    [latest] = (await client.get_inference_statistics("wait", "2")).model_stats
+    assert latest.version == "2"
+
+
 async def test_repository_index_load_and_unload(client):
     await client.unload_model("wait")
     states = {entry.name: entry.state for entry in (await client.get_model_repository_index()).models}

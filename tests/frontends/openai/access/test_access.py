@@ -1,4 +1,4 @@
-"""What stands between a request and the application."""
+"""Access control of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODY = {"model": "scripted", "prompt": "the quick", "max_tokens": 3}
 
 @pytest.fixture(autouse=True)
 def within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quotas count anew with each minute of the clock: the tests shall not run from one into the next."""
+    """Fix the clock: rate limit windows start at full minutes, and a test must not span two."""
     monkeypatch.setattr(time, "time", lambda: 1_800_000_030.0)
 
 
@@ -35,14 +35,14 @@ async def ask(client: AsgiClient, key: str = "", **headers: str) -> Answer:
     return await client.post("/v1/completions", BODY, headers=pairs)
 
 
-async def test_without_options_everybody_may_ask(core: Core) -> None:
+async def test_open_by_default(core: Core) -> None:
     client = client_of(core)
     answer = await ask(client)
     assert answer.status == 200
     assert not any(name.startswith(("x-ratelimit", "access-control")) for name in answer.headers)
 
 
-async def test_only_who_has_a_key_may_ask(core: Core) -> None:
+async def test_api_key_is_required(core: Core) -> None:
     client = client_of(core, keys=ApiKeys(["right", "other"]))
     assert (await ask(client, "right")).status == 200
     assert (await ask(client, x_api_key="other")).status == 200
@@ -65,7 +65,7 @@ async def test_only_who_has_a_key_may_ask(core: Core) -> None:
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-async def test_what_is_open_without_a_key(core: Core) -> None:
+async def test_open_groups_need_no_key(core: Core) -> None:
     paths = (
         "/health/ready",
         "/health",
@@ -86,7 +86,7 @@ async def test_what_is_open_without_a_key(core: Core) -> None:
     assert await open_paths() == []
 
 
-async def test_requests_a_minute(core: Core) -> None:
+async def test_requests_per_minute(core: Core) -> None:
     client = client_of(core, keys=ApiKeys(["a", "b"]), quota=Quota(requests=2))
     first, second, third = [await ask(client, "a") for _ in range(3)]
     assert [first.status, second.status, third.status] == [200, 200, 429]
@@ -104,7 +104,7 @@ async def test_requests_a_minute(core: Core) -> None:
     assert "x-ratelimit-limit-requests" not in (await client.get("/health")).headers
 
 
-async def test_tokens_a_minute(core: Core) -> None:
+async def test_tokens_per_minute(core: Core) -> None:
     client = client_of(core, quota=Quota(tokens=20))
     first = await ask(client)
     used = first.json()["usage"]["total_tokens"]
@@ -118,7 +118,7 @@ async def test_tokens_a_minute(core: Core) -> None:
     assert "TPM" in answers[-1].json()["error"]["message"]
 
 
-async def test_streams_and_clients_that_leave_count_too(core: Core) -> None:
+async def test_streams_and_disconnected_clients_count(core: Core) -> None:
     client = client_of(core, quota=Quota(tokens=1000))
 
     async def remaining() -> int:
@@ -128,11 +128,11 @@ async def test_streams_and_clients_that_leave_count_too(core: Core) -> None:
     await client.post("/v1/completions", {**BODY, "stream": True})
     after_stream = await remaining()
     assert after_stream < 1000
-    await client.post("/v1/completions", {**BODY, "stream": True}, hang_up_after=1)
+    await client.post("/v1/completions", {**BODY, "stream": True}, disconnect_after=1)
     assert await remaining() < after_stream
 
 
-async def test_keys_may_have_quotas_of_their_own(core: Core, tmp_path: Any) -> None:
+async def test_quota_of_a_key(core: Core, tmp_path: Any) -> None:
     file = tmp_path / "keys"
     file.write_text("few:sk-few rpm=1\nmany:sk-many\n")
     client = client_of(core, keys=ApiKeys(file=file))
@@ -140,7 +140,7 @@ async def test_keys_may_have_quotas_of_their_own(core: Core, tmp_path: Any) -> N
     assert [(await ask(client, "sk-many")).status for _ in range(3)] == [200] * 3
 
 
-def test_durations() -> None:
+def test_format_duration() -> None:
     assert [format_duration(s) for s in (0, 0.25, 1, 59.5, 60, 360)] == [
         "0ms",
         "250ms",
@@ -151,7 +151,7 @@ def test_durations() -> None:
     ]
 
 
-async def test_pages_of_other_origins(core: Core) -> None:
+async def test_cors(core: Core) -> None:
     client = client_of(core, keys=ApiKeys(["right"]), origins=("https://chat.example",))
     asked = ((b"origin", b"https://chat.example"), (b"access-control-request-method", b"POST"))
     preflight = await client.request(

@@ -1,4 +1,4 @@
-"""API keys: given, in a file, and read again."""
+"""API keys: given, read from a file, and reloaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def name_of(keys: ApiKeys, secret: str) -> str | None:
     return None if found is None else found.name
 
 
-def test_keys_that_were_given() -> None:
+def test_given_keys() -> None:
     keys = ApiKeys(["one", "two"])
     assert [name_of(keys, secret) for secret in ("one", "two", "three", "", "tw")] == [
         "key-1",
@@ -44,7 +44,7 @@ def test_keys_that_were_given() -> None:
     ]
 
 
-def test_a_file_of_keys(file: Path) -> None:
+def test_key_file(file: Path) -> None:
     keys = ApiKeys(["given"], file)
     names = [
         name_of(keys, secret) for secret in ("given", "sk-alice", "sk:with:colons", "sk-nameless", "alice")
@@ -62,7 +62,7 @@ def test_quotas_of_keys(file: Path) -> None:
     assert quotas == {"sk-alice": Quota(10, 100), "sk:with:colons": Quota(0, 500), "sk-nameless": default}
 
 
-def test_no_key_is_kept_as_it_is(file: Path) -> None:
+def test_secrets_are_not_stored(file: Path) -> None:
     keys = ApiKeys(["secret-1"], file)
     assert "secret-1" not in repr(vars(keys))
     assert "sk-alice" not in repr(vars(keys))
@@ -80,19 +80,19 @@ def test_no_key_is_kept_as_it_is(file: Path) -> None:
         ("a:b\nc:b\n", "the same"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_key_files(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=message):
         ApiKeys(file=file)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_key_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot be read"):
         ApiKeys(file=tmp_path / "keys")
 
 
-def test_the_file_is_read_again_when_it_has_changed(
+def test_changed_file_is_reloaded(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(api_keys, "_CHECK_INTERVAL", 0.0)
@@ -109,7 +109,7 @@ def test_the_file_is_read_again_when_it_has_changed(
     assert "were not reloaded" in caplog.text
 
 
-def test_it_is_not_looked_at_for_every_request(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_not_checked_on_every_request(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_keys, "_CHECK_INTERVAL", 60.0)
     keys = ApiKeys(file=file)
     file.write_text("carol:sk-carol\n")
@@ -119,8 +119,8 @@ def test_it_is_not_looked_at_for_every_request(file: Path, monkeypatch: pytest.M
     assert name_of(keys, "sk-carol") == "carol"
 
 
-def test_a_key_without_a_name_keeps_what_is_its_own_when_its_line_moves(file: Path) -> None:
-    """Responses and rates go by the owner: another key, now in that line, must not come into them."""
+def test_unnamed_key_keeps_its_owner_when_its_line_moves(file: Path) -> None:
+    """A different key in the same line must not take over stored responses and rate limits."""
     keys = ApiKeys(file=file)
     before = keys.find(b"sk-nameless")
     file.write_text("# moved\nsk-first\n\n\n\nsk-new\nsk-nameless\nalice:sk-renewed\n")
@@ -132,14 +132,14 @@ def test_a_key_without_a_name_keeps_what_is_its_own_when_its_line_moves(file: Pa
     assert alice.owner == "alice"
 
 
-def test_a_mark_of_utf8_before_the_first_line(tmp_path: Path) -> None:
+def test_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice:sk-alice\n", encoding="utf-8-sig")
     assert name_of(ApiKeys(file=file), "sk-alice") == "alice"
 
 
-def test_a_key_of_any_bytes() -> None:
-    """What is no UTF-8 on the command line comes as surrogates."""
+def test_key_of_arbitrary_bytes() -> None:
+    """Invalid UTF-8 on the command line arrives as surrogates."""
     keys = ApiKeys([os.fsdecode(b"sk-\xff\xfe"), "sk-ü"])
     found = [keys.find(secret) for secret in (b"sk-\xff\xfe", "sk-ü".encode(), b"sk-")]
     assert [key and key.name for key in found] == ["key-1", "key-2", None]

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: the prompt, the answer, tool calls."""
+"""`POST /v1/chat/completions`: prompt, response, tool calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def chat(client: AsgiClient, **fields: Any) -> Any:
 
 
 async def stream(client: AsgiClient, **fields: Any) -> list[Any]:
-    """The chunks; the end of the stream is checked."""
+    """The chunks of a stream; checks that it ends with `[DONE]`."""
     answer = await client.post(PATH, {"model": "scripted", "messages": HI, "stream": True, **fields})
     assert answer.status == 200, answer.body
     *chunks, done = answer.events()
@@ -34,7 +34,7 @@ async def stream(client: AsgiClient, **fields: Any) -> list[Any]:
 
 
 def join(chunks: list[Any], index: int = 0) -> dict[str, Any]:
-    """What a client makes of the chunks of one choice."""
+    """The message that a client joins from the chunks of one choice."""
     message: dict[str, Any] = {"role": None, "content": "", "calls": [], "finish_reason": None}
     for choice in (c for chunk in chunks for c in chunk["choices"] if c["index"] == index):
         assert message["finish_reason"] is None, "a chunk after the last one"
@@ -53,7 +53,7 @@ def join(chunks: list[Any], index: int = 0) -> dict[str, Any]:
     return message
 
 
-async def test_shape(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_response_format(client: AsgiClient, script: ScriptedModel) -> None:
     body = await chat(client)
     assert body.pop("id").startswith("chatcmpl-")
     assert isinstance(body.pop("created"), int)
@@ -83,7 +83,7 @@ async def test_shape(client: AsgiClient, script: ScriptedModel) -> None:
     assert not request.add_special_tokens
 
 
-async def test_what_the_template_is_told(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_template_inputs(client: AsgiClient, script: ScriptedModel) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "developer", "content": "be brief"},
@@ -98,7 +98,7 @@ async def test_what_the_template_is_told(client: AsgiClient, script: ScriptedMod
     assert lines[5:] == ['variables: {"enable_thinking": false}', "assistant:"]
 
 
-async def test_going_on_with_the_last_message(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_continue_final_message(client: AsgiClient, script: ScriptedModel) -> None:
     await chat(client, continue_final_message=True)
     assert str(script.requests[0].prompt).endswith('variables: {"continue_final_message": true}')
     await chat(client, add_generation_prompt=False)
@@ -106,7 +106,7 @@ async def test_going_on_with_the_last_message(client: AsgiClient, script: Script
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"max_tokens": 1}, {"stop": " there"}])
-async def test_a_stream_says_the_same(client: AsgiClient, fields: dict[str, Any]) -> None:
+async def test_stream_equals_whole_response(client: AsgiClient, fields: dict[str, Any]) -> None:
     whole = await chat(client, **fields)
     chunks = await stream(client, **fields)
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
@@ -140,7 +140,7 @@ async def test_logprobs(client: AsgiClient) -> None:
     assert [entry for entries in streamed for entry in entries] == content
 
 
-async def test_bytes_of_a_token_without_text_are_not_known(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_bytes_of_a_partial_character_are_unknown(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: "☃"
     content = (await chat(client, logprobs=True))["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in content[:3]] == [None] * 3
@@ -163,7 +163,7 @@ async def test_tool_call(client: AsgiClient, script: ScriptedModel) -> None:
     }
 
 
-async def test_arguments_are_streamed_in_pieces(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_arguments_are_streamed(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: CALL
     chunks = await stream(client, tools=TOOLS, logprobs=True)
     calls = [
@@ -176,7 +176,7 @@ async def test_arguments_are_streamed_in_pieces(client: AsgiClient, script: Scri
     assert "".join(entry["token"] for entry in tokens) == CALL + "</s>"
 
 
-async def test_several_calls_or_the_first(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_parallel_tool_calls(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: CALL + "\n" + CALL
     whole = (await chat(client, tools=TOOLS))["choices"][0]["message"]
     assert whole["content"] is None
@@ -188,7 +188,7 @@ async def test_several_calls_or_the_first(client: AsgiClient, script: ScriptedMo
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}])
-async def test_without_tools_the_text_is_left_alone(
+async def test_text_is_not_parsed_without_tools(
     client: AsgiClient, script: ScriptedModel, fields: dict[str, Any]
 ) -> None:
     script.reply = lambda request, choice: CALL
@@ -199,15 +199,15 @@ async def test_without_tools_the_text_is_left_alone(
     assert "tools:" not in str(script.requests[0].prompt)
 
 
-async def test_a_call_cut_off(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_cut_off_call(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: CALL
     choice = (await chat(client, tools=TOOLS, max_tokens=20))["choices"][0]
     assert choice["finish_reason"] == "length"
     assert CALL.startswith(choice["message"]["content"])
 
 
-async def test_a_call_without_end_is_cut_off(core: Core, script: ScriptedModel) -> None:
-    """More arguments than are read: in a stream they end there, whole it is no call."""
+async def test_too_long_call_is_cut_off(core: Core, script: ScriptedModel) -> None:
+    """In a stream, arguments end at the limit; in a whole response, the text is content."""
     client = AsgiClient(create_app(core, OpenAIOptions(max_tool_call_parse_bytes=200)))
     text = CALL.replace("Paris", "Paris" * 60)
     script.reply = lambda request, choice: text
@@ -218,8 +218,8 @@ async def test_a_call_without_end_is_cut_off(core: Core, script: ScriptedModel) 
     assert choice["message"]["content"] == text and "tool_calls" not in choice["message"]
 
 
-async def test_nothing_is_generated_behind_a_call_that_is_cut_off(core: Core, script: ScriptedModel) -> None:
-    """Not before all choices have ended: the others are told to their end."""
+async def test_generation_stops_after_a_cut_off_call(core: Core, script: ScriptedModel) -> None:
+    """Only after all choices have ended."""
     client = AsgiClient(create_app(core, OpenAIOptions(max_tool_call_parse_bytes=200)))
     endless = CALL.replace("Paris", "Paris" * 300)
     script.reply = lambda request, choice: endless if choice == 0 else "hello"
@@ -230,7 +230,7 @@ async def test_nothing_is_generated_behind_a_call_that_is_cut_off(core: Core, sc
 
 
 @pytest.mark.parametrize("name", ["self", "text", "variables", "a b"])
-async def test_variables_of_any_name(client: AsgiClient, script: ScriptedModel, name: str) -> None:
+async def test_template_variables_of_any_name(client: AsgiClient, script: ScriptedModel, name: str) -> None:
     await chat(client, chat_template_kwargs={name: 1})
     assert json.dumps({name: 1}) in str(script.requests[0].prompt)
 
@@ -253,12 +253,12 @@ async def test_allowed_tools(client: AsgiClient, script: ScriptedModel) -> None:
         ({"messages": [*HI, {"role": "user", "content": [{"type": "file"}]}]}, "messages[1].content[0]"),
     ],
 )
-async def test_what_cannot_be_read(client: AsgiClient, fields: dict[str, Any], param: str) -> None:
+async def test_unsupported_content(client: AsgiClient, fields: dict[str, Any], param: str) -> None:
     answer = await client.post(PATH, {"model": "scripted", "messages": HI, **fields})
     assert answer.status == 400 and answer.json()["error"]["param"] == param
 
 
-async def test_what_says_nothing_here(client: AsgiClient) -> None:
+async def test_fields_without_effect(client: AsgiClient) -> None:
     fields = {
         "modalities": ["text"],
         "prediction": {"type": "content", "content": "hello"},

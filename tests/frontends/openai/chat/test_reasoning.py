@@ -1,4 +1,4 @@
-"""What a model thinks, told from what it says: the parsers, and chats with them."""
+"""Reasoning: the parsers, and chats with reasoning."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read(name: str, pieces: list[str], prompt: str = "") -> Split:
         ("seed_oss", "", "<seed:think>Hm.</seed:think>Yes", "Hm.", "Yes"),
     ],
 )
-def test_splits(name: str, prompt: str, text: str, reasoning: str, content: str) -> None:
+def test_split(name: str, prompt: str, text: str, reasoning: str, content: str) -> None:
     assert read(name, [text], prompt) == Split(reasoning, content)
     assert read(name, list(text), prompt) == Split(reasoning, content)
 
@@ -74,13 +74,13 @@ PIECES = st.sampled_from(["<think>", "</think>", "<thi", "</", "x", " ", "\n", "
     st.sampled_from(["", "<think>", "</think>"]),
     st.sampled_from(["qwen3", "deepseek_r1"]),
 )
-def test_it_does_not_matter_how_text_is_cut(text: str, places: list[int], prompt: str, name: str) -> None:
+def test_result_does_not_depend_on_the_split(text: str, places: list[int], prompt: str, name: str) -> None:
     marks = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(marks)]
     assert read(name, pieces, prompt) == read(name, [text], prompt)
 
 
-def test_which_parser() -> None:
+def test_parser_selection() -> None:
     assert type(detect_reasoning_parser("{% if enable_thinking %}<think>")) is registry.BUILTIN["qwen3"]
     assert type(detect_reasoning_parser("[THINK]x[/THINK]")) is registry.BUILTIN["mistral"]
     assert detect_reasoning_parser("{{ messages }}") is None
@@ -110,7 +110,7 @@ def deltas(events: list[Any], name: str) -> str:
     return "".join(choice["delta"].get(name) or "" for event in events[:-1] for choice in event["choices"])
 
 
-async def test_whole(client: AsgiClient, thinker: ScriptedModel) -> None:
+async def test_whole_response(client: AsgiClient, thinker: ScriptedModel) -> None:
     body = await chat(client)
     assert body["choices"][0]["message"] == {
         "role": "assistant",
@@ -124,7 +124,7 @@ async def test_whole(client: AsgiClient, thinker: ScriptedModel) -> None:
     assert 3 < reasoned < body["usage"]["completion_tokens"]
 
 
-async def test_streamed(client: AsgiClient, thinker: ScriptedModel) -> None:
+async def test_stream(client: AsgiClient, thinker: ScriptedModel) -> None:
     events = await chat(client, stream=True, stream_options={"include_usage": True})
     assert deltas(events, "reasoning_content") == deltas(events, "reasoning") == "Hm, hm."
     assert deltas(events, "content") == "hello there"
@@ -133,7 +133,7 @@ async def test_streamed(client: AsgiClient, thinker: ScriptedModel) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_left_out(client: AsgiClient, thinker: ScriptedModel, stream: bool) -> None:
+async def test_include_reasoning_false(client: AsgiClient, thinker: ScriptedModel, stream: bool) -> None:
     answer = await chat(client, include_reasoning=False, stream=stream)
     if stream:
         assert deltas(answer, "reasoning_content") == ""
@@ -144,13 +144,13 @@ async def test_left_out(client: AsgiClient, thinker: ScriptedModel, stream: bool
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
 
 
-async def test_no_end_is_all_reasoning(client: AsgiClient, thinker: ScriptedModel) -> None:
+async def test_truncated_reasoning_has_no_content(client: AsgiClient, thinker: ScriptedModel) -> None:
     thinker.reply = lambda request, choice: "<think>Hm, hm, hm"
     message = (await chat(client, max_tokens=12))["choices"][0]["message"]
     assert message["content"] is None and message["reasoning_content"].startswith("Hm")
 
 
-async def test_calls_follow(client: AsgiClient, thinker: ScriptedModel) -> None:
+async def test_calls_after_reasoning(client: AsgiClient, thinker: ScriptedModel) -> None:
     thinker.reply = lambda request, choice: f"<think>I call {CALL}?</think>{CALL}"
     (choice,) = (await chat(client, tools=TOOLS))["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -162,7 +162,7 @@ async def test_calls_follow(client: AsgiClient, thinker: ScriptedModel) -> None:
     assert calls[0]["function"]["name"] == "weather"
 
 
-async def test_log_probabilities_are_of_all_tokens(client: AsgiClient, thinker: ScriptedModel) -> None:
+async def test_logprobs_include_reasoning(client: AsgiClient, thinker: ScriptedModel) -> None:
     (choice,) = (await chat(client, logprobs=True))["choices"]
     text = "".join(entry["token"] for entry in choice["logprobs"]["content"])
     assert text.removesuffix("</s>") == "<think>\nHm, hm.\n</think>\n\nhello there"
@@ -176,7 +176,7 @@ async def test_log_probabilities_are_of_all_tokens(client: AsgiClient, thinker: 
     assert entries == choice["logprobs"]["content"]
 
 
-async def test_what_the_template_is_told(client: AsgiClient, thinker: ScriptedModel) -> None:
+async def test_template_variables(client: AsgiClient, thinker: ScriptedModel) -> None:
     await chat(client, reasoning_effort="low", chat_template_kwargs={"enable_thinking": True})
     assert '{"enable_thinking": true, "reasoning_effort": "low"}' in str(thinker.requests[-1].prompt)
     await chat(client, reasoning_effort="none")

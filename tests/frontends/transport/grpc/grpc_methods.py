@@ -27,7 +27,7 @@ class Methods:
         self.contexts.append(context)
         return message
 
-    def deferred(self, message: bytes, call: CallbackCall) -> None:
+    def callback(self, message: bytes, call: CallbackCall) -> None:
         if message == b"raise":
             raise KeyError("lost")
         if message == b"fail":
@@ -106,7 +106,7 @@ class Methods:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         return {
             "Echo": unary(self.echo),
-            "Deferred": CallbackHandler(self.deferred),
+            "Callback": CallbackHandler(self.callback),
             "Abort": unary(self.abort),
             "Bug": unary(self.bug),
             "Wait": unary(self.wait),

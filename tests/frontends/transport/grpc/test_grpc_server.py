@@ -18,7 +18,7 @@ from neso.frontends.transport.grpc.call import CallbackCall
 from neso.frontends.transport.grpc.coroutine_call import CoroutineCall
 from neso.frontends.transport.http2.lifetime import Keepalive
 
-UNARY = ["/t.Test/Echo", "/t.Test/Deferred"]
+UNARY = ["/t.Test/Echo", "/t.Test/Callback"]
 
 
 async def status_of(call) -> tuple[grpc.StatusCode, str]:
@@ -37,7 +37,7 @@ async def test_unary(channel, path, message):
 
 
 async def test_callback_handler_replies_later(channel):
-    method = channel.unary_unary("/t.Test/Deferred")
+    method = channel.unary_unary("/t.Test/Callback")
     assert await asyncio.gather(*(method(b"later") for _ in range(20))) == [b"later"] * 20
 
 
@@ -65,7 +65,7 @@ async def test_bidirectional_streaming(channel):
 async def test_fifty_megabyte_messages(channel):
     message = bytes(range(256)) * (50 * 4096)
     assert await channel.unary_unary("/t.Test/Echo")(message, timeout=60) == message
-    assert await channel.unary_unary("/t.Test/Deferred")(message, timeout=60) == message
+    assert await channel.unary_unary("/t.Test/Callback")(message, timeout=60) == message
     assert await channel.stream_unary("/t.Test/Join")(iter([message[:1000]] * 3)) == message[:1000] * 3
 
 
@@ -111,11 +111,11 @@ async def test_statuses(channel):
         return channel.unary_unary(f"/t.Test/{name}")
 
     assert await status_of(method("Bug")(b"")) == (grpc.StatusCode.UNKNOWN, "Unexpected KeyError: 'lost'")
-    assert await status_of(method("Deferred")(b"raise")) == (
+    assert await status_of(method("Callback")(b"raise")) == (
         grpc.StatusCode.UNKNOWN,
         "Unexpected KeyError: 'lost'",
     )
-    assert await status_of(method("Deferred")(b"fail")) == (grpc.StatusCode.NOT_FOUND, "no such thing")
+    assert await status_of(method("Callback")(b"fail")) == (grpc.StatusCode.NOT_FOUND, "no such thing")
     assert (await status_of(method("Nowhere")(b"")))[0] is grpc.StatusCode.UNIMPLEMENTED
     assert (await status_of(method("Unreadable")(b"")))[0] is grpc.StatusCode.INTERNAL
     assert (await status_of(method("Unwritable")(b"")))[0] is grpc.StatusCode.INTERNAL
@@ -185,7 +185,7 @@ async def test_message_size_limit(serve, connect):
 # Cancellation and deadlines.
 
 
-@pytest.mark.parametrize("path", ["/t.Test/Wait", "/t.Test/Deferred"])
+@pytest.mark.parametrize("path", ["/t.Test/Wait", "/t.Test/Callback"])
 async def test_cancelled_call(channel, methods, path):
     call = channel.unary_unary(path)(b"wait")
     await until(lambda: methods.log == ["waits"])
@@ -193,7 +193,7 @@ async def test_cancelled_call(channel, methods, path):
     await until(lambda: methods.log == ["waits", "cancelled"])
 
 
-@pytest.mark.parametrize("path", ["/t.Test/Wait", "/t.Test/Deferred"])
+@pytest.mark.parametrize("path", ["/t.Test/Wait", "/t.Test/Callback"])
 async def test_deadline(channel, methods, path):
     for timeout in (0.1, 1, 10):  # a call whose deadline passes before it is sent does not arrive
         code, _ = await status_of(channel.unary_unary(path)(b"wait", timeout=timeout))
@@ -206,7 +206,7 @@ async def test_deadline(channel, methods, path):
         call.fail(grpc.StatusCode.ABORTED, "too late")
 
 
-@pytest.mark.parametrize("path", ["/t.Test/Wait", "/t.Test/Deferred"])
+@pytest.mark.parametrize("path", ["/t.Test/Wait", "/t.Test/Callback"])
 async def test_client_disconnect(serve, methods, connect, path):
     server = await serve()
     channel = connect(server)
@@ -352,7 +352,7 @@ async def test_tls(serve, methods):
         body = bytes(3 << 20)
         assert await channel.unary_unary("/t.Test/Echo")(body[:1000]) == body[:1000]
         assert await channel.stream_unary("/t.Test/Join")(iter([body[: 1 << 20]] * 3)) == body
-        call = channel.unary_unary("/t.Test/Deferred")(b"wait")
+        call = channel.unary_unary("/t.Test/Callback")(b"wait")
         await until(lambda: methods.log == ["waits"])
         stopping = asyncio.ensure_future(server.stop(60))
         call.cancel()

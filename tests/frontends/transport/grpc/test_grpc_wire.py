@@ -78,7 +78,7 @@ async def test_call(server):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 7])
-@pytest.mark.parametrize("path", ["/t.Test/Echo", "/t.Test/Deferred"])
+@pytest.mark.parametrize("path", ["/t.Test/Echo", "/t.Test/Callback"])
 async def test_messages_split_over_frames(server, size, path):
     data = framed(b"a message")
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
@@ -91,7 +91,7 @@ async def test_several_messages_in_one_frame(server):
     assert (answer.body, answer.status) == (data, 0)
 
 
-@pytest.mark.parametrize("path", ["/t.Test/Echo", "/t.Test/Deferred"])
+@pytest.mark.parametrize("path", ["/t.Test/Echo", "/t.Test/Callback"])
 @pytest.mark.parametrize("pieces", [[], [framed(b"a"), framed(b"b")], [framed(b"cut")[:-1]], [b"\0\0"]])
 async def test_unary_call_needs_exactly_one_message(server, path, pieces):
     assert (await call(server, pieces, path=path)).status == 13

@@ -1,4 +1,4 @@
-"""The forms of calls under a real engine: whatever the model likes to say, the parser reads calls that fit."""
+"""Constrained tool calls on a real engine: whatever the model generates, the parser finds valid calls."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def format_of(
 
 
 @pytest.mark.parametrize("name", sorted(registry.BUILTIN))
-def test_forced(llm: LLM, name: str) -> None:
+def test_forced_calls_are_valid(llm: LLM, name: str) -> None:
     named = {"type": "function", "function": {"name": "plan_trip"}}
     ended = 0
     for choice in ("required", named):
@@ -97,7 +97,7 @@ def tokens() -> tuple[Tokenizer, TokenTable, LLTokenizer]:
 
 
 def fits(tokens: tuple[Tokenizer, TokenTable, LLTokenizer], guided: GuidedDecoding | None, text: str) -> bool:
-    """Whether a whole answer may be `text`."""
+    """Whether the constraint accepts `text` as the whole output."""
     assert guided is not None
     tokenizer, table, ll_tokenizer = tokens
     matcher, error = make_matcher(ll_tokenizer, grammar_text(guided, table.special_tokens()))
@@ -122,7 +122,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", sorted(registry.BUILTIN))
-def test_strict_where_the_model_is_free(tokens: Any, name: str) -> None:
+def test_strict_functions_with_auto(tokens: Any, name: str) -> None:
     form = format_of(name, "auto").guided_decoding
     if name in ("llama3_json", "pythonic"):
         assert form is None
@@ -144,7 +144,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "good", "bad"), FORMS)
-def test_a_form_behind_reasoning(tokens: Any, fields: dict[str, Any], good: str, bad: str) -> None:
+def test_output_format_after_reasoning(tokens: Any, fields: dict[str, Any], good: str, bad: str) -> None:
     def form(prompt: str) -> GuidedDecoding | None:
         parsers = ModelParsers(find_tool_parser("hermes"), THINK)
         return MessageFormat(parsers, prompt=prompt, guided=GuidedDecoding(**fields)).guided_decoding
@@ -159,14 +159,14 @@ def test_a_form_behind_reasoning(tokens: Any, fields: dict[str, Any], good: str,
     assert not fits(tokens, closed, f"Hm.</think>{good}")
 
 
-def test_forced_calls_behind_reasoning(tokens: Any) -> None:
+def test_forced_calls_after_reasoning(tokens: Any) -> None:
     call = CALLS["hermes"].replace("@", "{}")
     form = format_of("hermes", "required", THINK, prompt="<think>").guided_decoding
     assert fits(tokens, form, f"I call now.</think>\n\n{call}")
     assert not fits(tokens, form, "I call now.</think>\n\nNo.")
 
 
-def test_a_grammar_has_the_answer_for_itself() -> None:
+def test_grammar_excludes_reasoning() -> None:
     guided = GuidedDecoding(grammar='start: "a"')
     message_format = MessageFormat(
         ModelParsers(find_tool_parser("hermes"), THINK), prompt="<think>", guided=guided
@@ -176,8 +176,8 @@ def test_a_grammar_has_the_answer_for_itself() -> None:
     assert [event.text for event in parser.feed("a")] == ["a"]
 
 
-def test_an_answer_in_a_form_or_calls(tokens: Any) -> None:
-    """OpenAI's way with both; an extension's form is for every answer."""
+def test_output_format_or_calls(tokens: Any) -> None:
+    """`response_format` allows calls, as with OpenAI; the format of an extension does not."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     for field, may_call in (("response_format", True), ("guided_json", False)):
         guided = GuidedDecoding(json=schema, source_field=field)

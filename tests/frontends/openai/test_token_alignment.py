@@ -1,4 +1,4 @@
-"""Where tokens are in a text that becomes known piece by piece."""
+"""Character offsets of tokens in a growing text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.generation import TokenLogprobs
 
 
 class Bytes:
-    """Tools of a tokenizer whose tokens are listed."""
+    """A tokenizer with a given list of tokens."""
 
     has_chat_template = False
     chat_template_source = ""
@@ -67,7 +67,7 @@ def test_offsets(tokens: list[bytes], text: str, expected: list[int]) -> None:
     assert offsets(tokens, text) == expected
 
 
-def test_tokens_wait_for_their_text() -> None:
+def test_tokens_stay_pending_until_their_text_is_known() -> None:
     places = places_of([b"ab", b"cd", b"</s>"])
     places.add_text("abc")
     assert [token.text for token in places.take(final=False)] == ["ab"]
@@ -78,7 +78,7 @@ def test_tokens_wait_for_their_text() -> None:
 
 
 @given(st.text(max_size=20), st.data())
-def test_any_cut_of_any_text(text: str, data: st.DataObject) -> None:
+def test_offsets_with_any_split(text: str, data: st.DataObject) -> None:
     encoded = text.encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(encoded)), max_size=8)))
     tokens = [encoded[i:j] for i, j in zip([0, *cuts], [*cuts, len(encoded)], strict=True) if j > i]
@@ -94,7 +94,7 @@ def test_any_cut_of_any_text(text: str, data: st.DataObject) -> None:
     assert places.is_exact
 
 
-def test_bytes_of_parts_of_characters() -> None:
+def test_bytes_of_partial_characters() -> None:
     tools = Bytes([b"\xe2\x98"])
     assert token_bytes(tools, "\ufffd", 0) == b"\xe2\x98"
     assert token_bytes(tools, "é", 0) == "é".encode()

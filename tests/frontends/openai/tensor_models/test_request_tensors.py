@@ -1,4 +1,4 @@
-"""Requests as the tensors that models declare."""
+"""Requests as input tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def declared(name: str, data_type: str, dims: str = "1", optional: bool = True) 
 
 
 def tensors(more: str, sampling: SamplingParams | None = None, **request: Any) -> dict[str, Any]:
-    """The inputs but for text_input, as lists."""
+    """The inputs except text_input, as lists."""
     sampling = sampling or SamplingParams()
     made = request_tensors(
         signature(more), GenerationRequest("hello", **request), "hello", sampling, stream=False
@@ -57,13 +57,13 @@ def refused(more: str, sampling: SamplingParams | None = None, **request: Any) -
     return error.value.field
 
 
-def test_only_what_a_model_declares_is_given() -> None:
+def test_only_declared_inputs_are_sent() -> None:
     assert tensors("") == {}
     assert tensors(declared("max_tokens", "INT32"), SamplingParams(max_tokens=5)) == {"max_tokens": [5]}
     assert tensors("", SamplingParams(max_tokens=5)) == {}
 
 
-def test_models_that_batch_get_a_batch_of_one() -> None:
+def test_batching_models_get_a_batch_of_one() -> None:
     more = "max_batch_size: 2 " + declared("temperature", "FP32") + declared("stop_words", "STRING", "-1")
     made = request_tensors(
         signature(more), GenerationRequest("hi"), "hi", SamplingParams(stop=("a", "b")), stream=False
@@ -74,7 +74,7 @@ def test_models_that_batch_get_a_batch_of_one() -> None:
     assert made["stop_words"].shape == (1, 2)
 
 
-def test_shapes_of_more_dimensions() -> None:
+def test_multidimensional_shapes() -> None:
     config = """
     input { name: "text_input" data_type: TYPE_STRING dims: [ 1, 1 ] }
     input { name: "stream" data_type: TYPE_BOOL dims: [ 1, 1 ] }
@@ -90,17 +90,17 @@ def test_shapes_of_more_dimensions() -> None:
     assert shapes == {"text_input": (1, 1), "stream": (1, 1), "stop_words": (1, 2), "temperature": ()}
 
 
-def test_vectors_in_place_of_a_prompt_are_refused() -> None:
+def test_prompt_embeds_are_rejected() -> None:
     assert refused("", prompt_embeds=np.zeros((2, 4))) == "prompt_embeds"
 
 
 @pytest.mark.parametrize("name", ["seed", "random_seed", "sampling_param_seed"])
-def test_an_input_may_have_any_of_its_names(name: str) -> None:
+def test_input_name_aliases(name: str) -> None:
     assert tensors(declared(name, "UINT64"), SamplingParams(seed=3)) == {name: [3]}
     assert tensors(declared(name, "UINT64"), SamplingParams(seed=-1)) == {name: [2**64 - 1]}
 
 
-def test_the_newer_api_of_tensorrt_llm() -> None:
+def test_trtllm_llm_api_inputs() -> None:
     more = "".join(
         (
             declared("streaming", "BOOL"),
@@ -123,7 +123,7 @@ def test_the_newer_api_of_tensorrt_llm() -> None:
     }
 
 
-def test_required_inputs_are_given_what_changes_nothing() -> None:
+def test_required_inputs_get_neutral_values() -> None:
     more = "".join(
         (
             declared("bad_words", "STRING", optional=False),
@@ -143,7 +143,7 @@ def test_required_inputs_are_given_what_changes_nothing() -> None:
     }
 
 
-def test_what_a_model_needs_and_nobody_gives() -> None:
+def test_unknown_required_input() -> None:
     assert "image_embedding" in unsupported_reason(signature(declared("image_embedding", "FP32", "4", False)))
     assert unsupported_reason(signature(declared("image_embedding", "FP32", "4"))) == ""
 
@@ -165,11 +165,11 @@ def test_what_a_model_needs_and_nobody_gives() -> None:
         (declared("seed", "INT32"), SamplingParams(seed=2**40), "seed"),
     ],
 )
-def test_what_a_model_cannot_be_told_is_refused(more: str, sampling: SamplingParams, field: str) -> None:
+def test_parameters_without_an_input_are_rejected(more: str, sampling: SamplingParams, field: str) -> None:
     assert refused(more, sampling) == field
 
 
-def test_guides() -> None:
+def test_guided_decoding() -> None:
     both = declared("guided_decoding_guide_type", "STRING") + declared("guided_decoding_guide", "STRING")
 
     def guide(**fields: Any) -> list[str]:
@@ -211,7 +211,7 @@ def test_sampling_parameters_as_json() -> None:
     assert refused(more, SamplingParams(return_context_logits=True)) == "return_context_logits"
 
 
-def test_log_probabilities_of_tensorrt_llms_convention() -> None:
+def test_trtllm_logprobs() -> None:
     outputs = 'output { name: "output_log_probs" data_type: TYPE_FP32 dims: [ -1, -1 ] } '
     flags = declared("return_log_probs", "BOOL") + declared("exclude_input_in_output", "BOOL")
     assert tensors(flags + outputs, SamplingParams(logprobs=0))["return_log_probs"] == [True]
@@ -221,7 +221,7 @@ def test_log_probabilities_of_tensorrt_llms_convention() -> None:
     assert refused(outputs, SamplingParams(logprobs=0)) == "logprobs"
 
 
-def test_special_tokens_that_are_to_be_shown() -> None:
+def test_shown_special_tokens() -> None:
     shown = SamplingParams(shown_special_tokens=("<tool>",))
     assert tensors("", shown) == {}
     (text,) = tensors(declared("sampling_parameters", "STRING"), shown)["sampling_parameters"]
@@ -238,7 +238,7 @@ def test_images() -> None:
     assert refused("", images=("AAAA",)) == "messages"
 
 
-def test_outputs_that_are_on_demand_are_asked_for_where_they_can_be() -> None:
+def test_optional_outputs_are_requested_if_available() -> None:
     outputs = """
     output { name: "finish_reason" data_type: TYPE_STRING dims: [ 1 ] }
     output { name: "num_output_tokens" data_type: TYPE_INT32 dims: [ 1 ] }

@@ -19,7 +19,7 @@ async def complete(client: AsgiClient, **fields: Any) -> Any:
     return answer.json()
 
 
-async def test_shape(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_response_format(client: AsgiClient, script: ScriptedModel) -> None:
     answer = await client.post(PATH, {"model": "scripted", "prompt": "the fox"})
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()
@@ -51,7 +51,7 @@ async def test_shape(client: AsgiClient, script: ScriptedModel) -> None:
     assert script.ended == [request.request_id]
 
 
-async def test_length(client: AsgiClient) -> None:
+async def test_length_limit(client: AsgiClient) -> None:
     body = await complete(client, max_tokens=1)
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["choices"][0]["text"] == "hello"
@@ -71,7 +71,7 @@ async def test_stop_string(client: AsgiClient) -> None:
         ([[70], [71, 72]], [[70], [71, 72]]),
     ],
 )
-async def test_kinds_of_prompt(
+async def test_prompt_types(
     client: AsgiClient, script: ScriptedModel, prompt: Any, expected: list[Any]
 ) -> None:
     body = await complete(client, prompt=prompt)
@@ -99,7 +99,7 @@ async def test_logprobs(client: AsgiClient) -> None:
     }
 
 
-async def test_minus_infinity_is_a_number(client: AsgiClient) -> None:
+async def test_minus_infinity_is_reported_as_a_number(client: AsgiClient) -> None:
     top = (await complete(client, logprobs=3))["choices"][0]["logprobs"]["top_logprobs"]
     assert top[0]["z"] == -9999.0
 
@@ -109,7 +109,7 @@ async def test_echo(client: AsgiClient) -> None:
     assert (await complete(client, echo=True, prompt=[70, 71]))["choices"][0]["text"] == "efhello there"
 
 
-async def test_echo_with_logprobs_of_the_prompt(client: AsgiClient) -> None:
+async def test_echo_with_prompt_logprobs(client: AsgiClient) -> None:
     for choice in (await complete(client, echo=True, logprobs=0, n=2))["choices"]:
         assert choice["logprobs"] == {
             "tokens": ["<s>", "the", " fox", "hello", " there", "</s>"],
@@ -120,7 +120,7 @@ async def test_echo_with_logprobs_of_the_prompt(client: AsgiClient) -> None:
         }
 
 
-async def test_the_echo_alone(client: AsgiClient) -> None:
+async def test_echo_with_max_tokens_0(client: AsgiClient) -> None:
     body = await complete(client, echo=True, logprobs=0, max_tokens=0)
     (choice,) = body["choices"]
     assert choice["text"] == "the fox"
@@ -132,7 +132,7 @@ async def test_the_echo_alone(client: AsgiClient) -> None:
 @pytest.mark.parametrize(
     "parameters", [{}, {"logprobs": 2}, {"echo": True, "logprobs": 1}, {"stop": ["ere"]}]
 )
-async def test_a_stream_says_the_same(client: AsgiClient, parameters: dict[str, Any]) -> None:
+async def test_stream_equals_whole_response(client: AsgiClient, parameters: dict[str, Any]) -> None:
     fields = {"prompt": ["a", "the fox"], "n": 2, **parameters}
     whole = await complete(client, **fields)
     answer = await client.post(PATH, {"model": "scripted", "stream": True, **fields})
@@ -175,7 +175,7 @@ async def test_usage_in_every_chunk(client: AsgiClient) -> None:
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
 
 
-async def test_characters_of_several_tokens_come_whole(client: AsgiClient, script: ScriptedModel) -> None:
+async def test_characters_are_not_split(client: AsgiClient, script: ScriptedModel) -> None:
     script.reply = lambda request, choice: "héé☃"
     answer = await client.post(PATH, {"model": "scripted", "prompt": "a", "stream": True})
     texts = [chunk["choices"][0]["text"] for chunk in answer.events()[:-1]]
@@ -183,7 +183,7 @@ async def test_characters_of_several_tokens_come_whole(client: AsgiClient, scrip
 
 
 @pytest.mark.parametrize(("reason", "status"), [(FinishReason.ERROR, 500), (FinishReason.ABORT, 503)])
-async def test_a_failed_sequence(
+async def test_failed_sequence(
     client: AsgiClient, script: ScriptedModel, reason: FinishReason, status: int
 ) -> None:
     script.final_reason = reason

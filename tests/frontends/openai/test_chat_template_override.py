@@ -1,4 +1,4 @@
-"""A chat template that stands in place of the models' own."""
+"""`--chat-template`, and models without a tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from neso.generation import InvalidParameter
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def test_a_template_is_compiled_once_for_models_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     def make_environment() -> Any:
@@ -31,7 +31,7 @@ def test_a_template_is_compiled_once_for_models_with_the_same_tokens(monkeypatch
     assert len(made) == 2
 
 
-def test_a_model_without_a_tokenizer_takes_text_only() -> None:
+def test_missing_tokenizer_rejects_token_ids() -> None:
     for ask in (lambda: MISSING_TOKENIZER.encode("a"), lambda: MISSING_TOKENIZER.decode([1])):
         with pytest.raises(InvalidParameter, match="no tokenizer is known") as refused:
             ask()

@@ -1,4 +1,4 @@
-"""Where the tokenizers of models that take text as tensors are."""
+"""Tokenizers of models with text tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PILOT = SHIPPED_MODELS["neso-pilot"]
 
 
 class FakeModel:
-    """As much of a `Model` as is looked at."""
+    """The parts of a `Model` that are used."""
 
     def __init__(self, name: str, directory: Path, steps: tuple[str, ...] = (), **parameters: str) -> None:
         self.name, self.directory, self.language_model = name, directory, None
@@ -44,7 +44,7 @@ def texts(*models: FakeModel, default: Any = None) -> ModelTokenizers:
     return ModelTokenizers(FakeCore(*models), default)  # type: ignore[arg-type]
 
 
-async def test_a_directory_beside_the_model(tmp_path: Path) -> None:
+async def test_relative_tokenizer_dir(tmp_path: Path) -> None:
     shutil.copytree(PILOT, tmp_path / "tokenizer")
     model = FakeModel("a", tmp_path, tokenizer_dir="tokenizer", max_seq_len="99")
     found = texts(model)
@@ -54,7 +54,7 @@ async def test_a_directory_beside_the_model(tmp_path: Path) -> None:
     assert found.max_model_len(model) == 99
 
 
-async def test_that_of_a_model_which_is_called(tmp_path: Path) -> None:
+async def test_tokenizer_of_a_called_model(tmp_path: Path) -> None:
     first = FakeModel("preprocessing", tmp_path, tokenizer_dir=str(PILOT))
     template = FakeModel("template", tmp_path, tokenizer_dir="${tokenizer_dir}")
     ensemble = FakeModel("ensemble", tmp_path, ("missing", "template", "preprocessing"))
@@ -66,16 +66,14 @@ async def test_that_of_a_model_which_is_called(tmp_path: Path) -> None:
     assert found.max_model_len(bls) == UNLIMITED_LENGTH
 
 
-async def test_models_that_call_themselves_end(tmp_path: Path) -> None:
+async def test_recursive_models(tmp_path: Path) -> None:
     one = FakeModel("one", tmp_path, tensorrt_llm_model_name="two")
     two = FakeModel("two", tmp_path, tensorrt_llm_model_name="one")
     assert await texts(one, two).find(one) is None
     assert texts(one, two).max_model_len(one) == UNLIMITED_LENGTH
 
 
-async def test_one_that_cannot_be_read_is_told_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unreadable_tokenizer_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = FakeModel("a", tmp_path, tokenizer_dir=str(tmp_path))
     default = object()
     found = texts(model, default=default)

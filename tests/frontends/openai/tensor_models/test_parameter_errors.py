@@ -1,4 +1,4 @@
-"""What a model says against an input, told of the field that made it."""
+"""Errors about input tensors, mapped to request fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GUIDE = SamplingParams(guided_decoding=GuidedDecoding(regex="(", source_field="r
         ("stop_words: too many", SamplingParams(), "stop", "too many"),
     ],
 )
-def test_an_input_that_a_field_made(message: str, sampling: SamplingParams, field: str, told: str) -> None:
+def test_error_names_the_request_field(message: str, sampling: SamplingParams, field: str, told: str) -> None:
     error = to_parameter_error(InvalidArgument(message), sampling)
     assert isinstance(error, InvalidParameter)
     assert (error.field, error.message) == (field, told)
@@ -37,5 +37,5 @@ def test_an_input_that_a_field_made(message: str, sampling: SamplingParams, fiel
         InternalError("seed: the model broke"),
     ],
 )
-def test_others_stay_as_they_are(error: Exception) -> None:
+def test_other_errors_are_unchanged(error: Exception) -> None:
     assert to_parameter_error(error, SamplingParams()) is error  # type: ignore[arg-type]

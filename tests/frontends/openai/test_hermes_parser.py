@@ -1,4 +1,4 @@
-"""Hermes' tool calls: what is one, what is none, and that it does not matter how the text was cut."""
+"""The Hermes format: valid and invalid calls, and splits of the text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</too
 
 
 def read_stream(pieces: list[str]) -> ParsedMessage:
-    """The events of a stream, joined."""
+    """The joined events of a stream."""
     stream = HermesParser().stream()
     events = [event for piece in pieces for event in stream.feed(piece)] + stream.finish()
     message = ParsedMessage("")
@@ -75,15 +75,15 @@ def read_stream(pieces: list[str]) -> ParsedMessage:
         ("<tool_call>oops " + PARIS, "<tool_call>oops", [("weather", '{"city": "Paris"}')]),
     ],
 )
-def test_whole_and_streamed_agree(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_whole_and_streamed_results_agree(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     expected = ParsedMessage(content, calls)
     assert HermesParser().parse(text) == expected
     assert read_stream([text]) == expected
     assert read_stream(list(text)) == expected
 
 
-def test_arguments_that_are_no_json() -> None:
-    """In a whole message they are content; a stream has announced the call when it turns out."""
+def test_invalid_json_arguments() -> None:
+    """Content in a whole message; in a stream, the call is already reported."""
     text = '<tool_call>{"name": "f", "arguments": {"a": b}}</tool_call>'
     assert HermesParser().parse(text) == ParsedMessage(text)
     assert read_stream(list(text)).calls == [("f", '{"a": b}')]
@@ -92,12 +92,12 @@ def test_arguments_that_are_no_json() -> None:
     assert read_stream(list(text)).calls == [("f", '{"a": ')]
 
 
-def test_a_bad_call_leaves_the_good_ones() -> None:
+def test_invalid_call_between_valid_ones() -> None:
     cut_off = '<tool_call>{"name": "f", "arguments": {"a": "'
     assert HermesParser().parse(PARIS + cut_off) == ParsedMessage(cut_off, [("weather", '{"city": "Paris"}')])
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     stream = HermesParser().stream()
     assert stream.feed('Hm. <tool_call>\n{"name": "f", ') == [Content("Hm.")]
     assert stream.feed('"arguments": {"x') == [ToolCallStart(0, "f"), ToolCallArguments(0, '{"x')]
@@ -107,7 +107,7 @@ def test_arguments_come_while_they_are_written() -> None:
     assert stream.finish() == []
 
 
-def test_text_that_only_begins_like_a_tag_is_held_back_no_longer_than_needed() -> None:
+def test_partial_tag_is_released_early() -> None:
     stream = HermesParser().stream()
     assert stream.feed("1 <") == [Content("1")]
     assert stream.feed(" 2") == [Content(" < 2")]
@@ -152,7 +152,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     st.booleans(),
     st.lists(st.integers(0, 10_000), max_size=12),
 )
-def test_valid_calls_survive_any_cut(
+def test_valid_calls_with_any_split(
     calls: list[tuple[str, dict[str, Any]]], content: str, name_first: bool, places: list[int]
 ) -> None:
     blocks = []
@@ -169,13 +169,13 @@ def test_valid_calls_survive_any_cut(
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(FRAGMENTS, max_size=12).map("".join), st.lists(st.integers(0, 10_000), max_size=12))
-def test_any_text_gives_the_same_however_it_is_cut(text: str, places: list[int]) -> None:
+def test_result_does_not_depend_on_the_split(text: str, places: list[int]) -> None:
     assert read_stream(cut(text, places)) == read_stream([text])
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(FRAGMENTS, max_size=12).map("".join))
-def test_whole_messages_have_valid_calls_only(text: str) -> None:
+def test_whole_messages_have_only_valid_calls(text: str) -> None:
     message = HermesParser().parse(text)
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in message.calls)
     if not message.calls:

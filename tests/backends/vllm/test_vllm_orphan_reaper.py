@@ -13,10 +13,10 @@ import pytest
 # A server with an engine, which is another process in a session of its own.
 SERVER = """
 import subprocess, sys, time
-from neso.backends.vllm.orphan_reaper import Guardian
+from neso.backends.vllm.orphan_reaper import OrphanReaper
 
 engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-guardian = Guardian([engine.pid])
+guardian = OrphanReaper([engine.pid])
 print(engine.pid, flush=True)
 if sys.stdin.readline() == "dismiss\\n":
     guardian.dismiss()

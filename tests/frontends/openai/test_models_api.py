@@ -1,4 +1,4 @@
-"""Models, health and the description of the API."""
+"""`/v1/models`, health, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neso.server.core import Core
 DOCUMENT_ROUTES = {"/openapi.json", "/docs", "/redoc"}
 
 
-async def test_models_that_generate_text_are_listed(client: AsgiClient) -> None:
+async def test_list_models(client: AsgiClient) -> None:
     body = (await client.get("/v1/models")).json()
     assert body["object"] == "list"
     (card,) = body["data"]
@@ -30,7 +30,7 @@ async def test_models_that_generate_text_are_listed(client: AsgiClient) -> None:
     }
 
 
-async def test_one_model(client: AsgiClient) -> None:
+async def test_get_model(client: AsgiClient) -> None:
     assert (await client.get("/v1/models/scripted")).json()["id"] == "scripted"
     answer = await client.get("/v1/models/org/nope")
     assert answer.status == 404
@@ -45,7 +45,7 @@ async def test_health(client: AsgiClient, core: Core) -> None:
     assert [(await client.get(path)).status for path in paths] == [503] * 3
 
 
-async def test_the_api_describes_itself(client: AsgiClient) -> None:
+async def test_openapi_document(client: AsgiClient) -> None:
     document = (await client.get("/openapi.json")).json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(document["paths"])
     schemas = document["components"]["schemas"]
@@ -58,7 +58,7 @@ async def test_the_api_describes_itself(client: AsgiClient) -> None:
     assert b"swagger" in page.body
 
 
-async def test_every_route_is_described(app: Starlette, client: AsgiClient) -> None:
+async def test_document_has_every_route(app: Starlette, client: AsgiClient) -> None:
     document = (await client.get("/openapi.json")).json()
     described = {(path, method.upper()) for path, methods in document["paths"].items() for method in methods}
     served = set()
@@ -76,7 +76,7 @@ def _references(value: object) -> set[str]:
     return set().union(*(_references(item) for item in value)) if isinstance(value, list) else set()
 
 
-async def test_the_description_says_where_a_key_is_needed(core: Core) -> None:
+async def test_document_has_security_schemes(core: Core) -> None:
     access = AccessOptions(keys=ApiKeys(["secret"]), open_groups=("health", "docs"))
     document = (await AsgiClient(create_app(core, OpenAIOptions(access=access))).get("/openapi.json")).json()
     (name,) = document["components"]["securitySchemes"]

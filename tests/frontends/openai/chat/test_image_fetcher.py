@@ -1,4 +1,4 @@
-"""Images by URL: only from where it is allowed, only over public addresses, and not without end."""
+"""Images by URL: allowed domains, public addresses, limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = b"\x89PNG not really"
 
 @pytest.fixture
 async def site() -> AsyncIterator[str]:
-    """A small web site on this machine."""
+    """A local web site."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode().partition("?")[0]
@@ -46,7 +46,7 @@ async def site() -> AsyncIterator[str]:
 
 @pytest.fixture
 async def fetcher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ImageFetcher]:
-    """For which this machine is a place on the internet."""
+    """A fetcher that treats local addresses as public."""
     monkeypatch.setattr(public_http, "is_public", lambda address: True)
     monkeypatch.setattr(image_fetcher, "MAX_BYTES", 1000)
     monkeypatch.setattr(image_fetcher, "MAX_SECONDS", 60.0)
@@ -55,7 +55,7 @@ async def fetcher(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ImageFetcher
     await made.close()
 
 
-async def test_files_take_the_place_of_urls(fetcher: ImageFetcher, site: str) -> None:
+async def test_urls_are_replaced_by_files(fetcher: ImageFetcher, site: str) -> None:
     images: tuple[Any, ...] = (
         "data:image/png;base64,AAAA",
         f"{site}/image",
@@ -65,7 +65,7 @@ async def test_files_take_the_place_of_urls(fetcher: ImageFetcher, site: str) ->
     assert await fetcher.fetch(images) == (images[0], FILE, b"bytes", FILE)
 
 
-async def test_nothing_is_fetched_unless_allowed(site: str) -> None:
+async def test_nothing_is_fetched_by_default(site: str) -> None:
     assert await ImageFetcher([]).fetch((f"{site}/image",)) == (f"{site}/image",)
 
 
@@ -79,7 +79,7 @@ async def test_nothing_is_fetched_unless_allowed(site: str) -> None:
         ("/elsewhere", "fetches no images from 127.0.0.1"),
     ],
 )
-async def test_what_does_not_work(
+async def test_failed_fetches(
     fetcher: ImageFetcher, site: str, monkeypatch: pytest.MonkeyPatch, path: str, why: str
 ) -> None:
     if path == "/slow":
@@ -101,7 +101,7 @@ async def test_what_does_not_work(
         ("http://localhost:1/x.png", "cannot be fetched"),
     ],
 )
-async def test_bad_urls(fetcher: ImageFetcher, url: str, why: str) -> None:
+async def test_invalid_urls(fetcher: ImageFetcher, url: str, why: str) -> None:
     with pytest.raises(ApiError, match=why):
         await fetcher.fetch((url,))
 
@@ -114,7 +114,7 @@ async def test_redirects_to_another_host_are_not_followed(
         await fetcher.fetch((f"{site}/elsewhere",))
 
 
-async def test_this_machine_and_its_network_are_out_of_reach(site: str) -> None:
+async def test_private_addresses_are_rejected(site: str) -> None:
     everywhere = ImageFetcher(["*"])
     for url in (
         f"{site}/image",
@@ -127,7 +127,7 @@ async def test_this_machine_and_its_network_are_out_of_reach(site: str) -> None:
     await everywhere.close()
 
 
-async def test_too_many() -> None:
+async def test_too_many_urls() -> None:
     with pytest.raises(ApiError, match="at most 32"):
         await ImageFetcher(["a"]).fetch(tuple(f"http://a/{number}" for number in range(33)))
 
@@ -152,5 +152,5 @@ async def test_too_many() -> None:
         ("2606:4700:4700::1111", True),
     ],
 )
-def test_public_addresses(address: str, public: bool) -> None:
+def test_is_public(address: str, public: bool) -> None:
     assert is_public(address) == public

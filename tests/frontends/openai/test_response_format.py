@@ -1,4 +1,4 @@
-"""The form of an answer: what OpenAI's fields and their extensions ask the engine for."""
+"""Output formats: OpenAI's fields and the extensions, as guided decoding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def guided(client: AsgiClient, script: ScriptedModel, path: str, **fields:
         ({"structured_outputs": {"choice": ["a"]}}, "choice", ("a",)),
     ],
 )
-async def test_forms(
+async def test_output_formats(
     client: AsgiClient, script: ScriptedModel, path: str, fields: dict[str, Any], kind: str, expected: Any
 ) -> None:
     asked = await guided(client, script, path, **fields)
@@ -57,7 +57,7 @@ async def test_forms(
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"guided_json": None}])
-async def test_no_form(client: AsgiClient, script: ScriptedModel, fields: dict[str, Any]) -> None:
+async def test_no_output_format(client: AsgiClient, script: ScriptedModel, fields: dict[str, Any]) -> None:
     assert await guided(client, script, CHAT, **fields) is None
     assert await guided(client, script, CHAT, **fields, tools=TOOLS, tool_choice="auto") is None
 
@@ -76,7 +76,7 @@ async def test_no_form(client: AsgiClient, script: ScriptedModel, fields: dict[s
         ({"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"}, "tool_choice"),
     ],
 )
-async def test_bad_forms(client: AsgiClient, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_output_formats(client: AsgiClient, fields: dict[str, Any], param: str) -> None:
     answer = await client.post(CHAT, body(CHAT, **fields))
     assert answer.status == 400 and answer.json()["error"]["param"] == param
 

@@ -1,4 +1,4 @@
-"""The text of a sequence out of a model's responses."""
+"""Output text from a model's responses."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from neso.frontends.openai.tensor_models.response_text import OutputText
 
 
 def read(answer: OutputText, *parts: str | bytes) -> list[str]:
-    """What each part adds, and the end."""
+    """The text that each part adds, and the rest at the end."""
     texts = [answer.add(part if isinstance(part, bytes) else part.encode()) for part in parts]
     return [*texts, answer.finish()]
 
 
-def test_a_character_may_come_in_two_parts() -> None:
+def test_character_split_over_responses() -> None:
     assert read(OutputText(), b"caf\xc3", b"\xa9!") == ["caf", "é!", ""]
     assert read(OutputText(), b"caf\xc3") == ["caf", "\ufffd"]
 
 
-def test_a_repeated_prompt_is_left_out() -> None:
+def test_repeated_prompt_is_removed() -> None:
     assert read(OutputText(prompts=["a b"]), "a b c") == [" c", ""]
     assert read(OutputText(prompts=["a b"]), "a", " b", " c") == ["", "", " c", ""]
     assert read(OutputText(prompts=[" a b", "x"]), "a b c") == [" c", ""]
 
 
-def test_other_text_is_not_held_up() -> None:
+def test_other_text_is_released_at_once() -> None:
     assert read(OutputText(prompts=["a b"]), "a c", " d") == ["a c", " d", ""]
 
 
-def test_a_prompt_alone_is_an_answer() -> None:
+def test_prompt_alone_is_kept() -> None:
     assert read(OutputText(prompts=["a b"]), "a b") == ["", "a b"]
     assert read(OutputText(prompts=["a b"]), "a") == ["", "a"]
 
 
-def test_text_that_accumulates() -> None:
+def test_accumulated_text() -> None:
     assert read(OutputText(accumulates=True), "a", "a b", "a b\ufffd", "a b€") == ["a", " b", "", "€", ""]
     assert read(OutputText(accumulates=True, prompts=["p"]), "p", "p a", "p a b") == ["", " a", " b", ""]
 
 
-def test_text_ends_at_a_stop_string() -> None:
+def test_stop_string() -> None:
     answer = OutputText(["END"])
     assert read(answer, "one E", "ND two", "three") == ["one ", "", "", ""]
     assert answer.stop_reason == "END"
@@ -54,9 +54,7 @@ def test_text_ends_at_a_stop_string() -> None:
     st.text(min_size=1, max_size=3),
     st.booleans(),
 )
-def test_how_the_text_is_cut_into_parts_makes_no_difference(
-    text: str, cuts: list[int], prompt: str, repeats: bool
-) -> None:
+def test_result_does_not_depend_on_the_split(text: str, cuts: list[int], prompt: str, repeats: bool) -> None:
     data = ((prompt if repeats else "") + text).encode()
     places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
     parts = [data[start:end] for start, end in pairwise(places)]

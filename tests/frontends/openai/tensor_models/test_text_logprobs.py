@@ -1,4 +1,4 @@
-"""Which tokens the numbers belong to that a model tells with its text."""
+"""Assignment of log probabilities to the tokens of pieces of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def told(entries: list[TokenLogprobs]) -> list[tuple[int, str, float]]:
     return [(entry.token_id, entry.token, entry.logprob) for entry in entries]
 
 
-def test_a_whole_text() -> None:
+def test_whole_text() -> None:
     expected = [(token, TEXT.decode([token]), number) for token, number in zip(IDS, NUMBERS, strict=True)]
     assert len(IDS) > 1
     assert told(TextLogprobs(TEXT).add(WORDS, NUMBERS)) == expected
@@ -34,7 +34,7 @@ def test_token_by_token() -> None:
     assert told(entries) == told(TextLogprobs(TEXT).add(WORDS, NUMBERS))
 
 
-def test_a_character_of_several_tokens() -> None:
+def test_character_of_several_tokens() -> None:
     pieces = TextLogprobs(TEXT)
     tokens = TEXT.encode("你", add_special_tokens=False)
     assert len(tokens) == 3
@@ -42,6 +42,6 @@ def test_a_character_of_several_tokens() -> None:
     assert [entry.token_id for entry in pieces.add("你", [-4.0])] == tokens
 
 
-def test_what_does_not_fit_counts_as_one_piece() -> None:
+def test_mismatch_counts_as_one_token() -> None:
     assert told(TextLogprobs(TEXT).add(WORDS, [-1.0])) == [(-1, WORDS, -1.0)]
     assert told(TextLogprobs(None).add(WORDS, [-1.0, -2.0])) == [(-1, WORDS, -3.0)]

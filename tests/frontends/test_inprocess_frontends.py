@@ -63,7 +63,7 @@ def slow(tmp_path):
     return tmp_path / "slow" / "1"
 
 
-def front_end(protocol, server, port=0):
+def frontend(protocol, server, port=0):
     kind = FRONT_ENDS[protocol]
     return kind(server, kind.Options(host="127.0.0.1", port=port))
 
@@ -78,7 +78,7 @@ def ask(protocol, port, model="identity"):
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
 def test_restart(protocol, server):
-    service = front_end(protocol, server)
+    service = frontend(protocol, server)
     with pytest.raises(neso.Unavailable, match="has not been started"):
         _ = service.port
     for _ in range(3):
@@ -92,8 +92,8 @@ def test_restart(protocol, server):
     service.stop()
 
 
-def test_all_front_ends_with_in_process_requests(server):
-    with front_end("http", server) as http, front_end("grpc", server) as grpc:
+def test_all_frontends_with_in_process_requests(server):
+    with frontend("http", server) as http, frontend("grpc", server) as grpc:
         metrics = neso.Metrics(server, neso.Metrics.Options(host="127.0.0.1", port=0)).start()
         assert ask("http", http.port) == ask("grpc", grpc.port) == [1, 2]
         (response,) = server.model("identity").infer(inputs={"IN": [3]})
@@ -105,8 +105,8 @@ def test_all_front_ends_with_in_process_requests(server):
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
 def test_port_in_use(protocol, server):
-    with front_end(protocol, server) as service:
-        second = front_end(protocol, server, service.port)
+    with frontend(protocol, server) as service:
+        second = frontend(protocol, server, service.port)
         with pytest.raises((BindError, neso.Unavailable), match="in use"):
             second.start()
         second.stop()
@@ -115,7 +115,7 @@ def test_port_in_use(protocol, server):
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
 def test_stop_waits_for_requests_in_flight(protocol, server, slow):
-    service = front_end(protocol, server).start()
+    service = frontend(protocol, server).start()
     answers = []
     client = threading.Thread(target=lambda: answers.append(ask(protocol, service_port, "slow")))
     service_port = service.port
@@ -128,8 +128,8 @@ def test_stop_waits_for_requests_in_flight(protocol, server, slow):
 
 
 @pytest.mark.parametrize("protocol", FRONT_ENDS)
-def test_server_stop_stops_front_ends(protocol, server, slow):
-    service = front_end(protocol, server).start()
+def test_server_stop_stops_frontends(protocol, server, slow):
+    service = frontend(protocol, server).start()
     port = service.port
     answers = []
     client = threading.Thread(target=lambda: answers.append(ask(protocol, port, "slow")))
@@ -150,8 +150,8 @@ def test_server_stop_stops_front_ends(protocol, server, slow):
 def test_two_servers_in_one_process(server, tmp_path):
     with (
         neso.Server(model_repository=tmp_path, server_id="other") as other,
-        front_end("grpc", server) as first,
-        front_end("grpc", other) as second,
+        frontend("grpc", server) as first,
+        frontend("grpc", other) as second,
     ):
         names = []
         for service in (first, second):

@@ -1,4 +1,4 @@
-"""Special tokens that a parser needs, for models that are asked by tensors: those know all or none."""
+"""Special tokens needed by a parser, for models that show all or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from neso.frontends.openai.tensor_models.input_tensors import sampling_json
 from neso.generation import SamplingParams
 
 
-def test_models_that_know_all_or_none_show_all() -> None:
+def test_all_special_tokens_are_shown() -> None:
     needed = SamplingParams(shown_special_tokens=("[TOOL_CALLS]",))
     assert json.loads(sampling_json(needed))["skip_special_tokens"] is False
     assert "shown_special_tokens" not in json.loads(sampling_json(needed))
