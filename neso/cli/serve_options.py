@@ -24,18 +24,25 @@ SHIPPED_MODEL = "neso-pilot"
 
 ENGINE_FLAGS = (
     Flag("runner", "Runner that executes the model; auto selects the fastest available.", default="auto"),
-    Flag("dtype", "Type of weights and activations: float32, float16, bfloat16.", default_text="the model's"),
+    Flag(
+        "dtype",
+        "Type of weights and activations; auto is the checkpoint's: float32, float16, bfloat16.",
+        default_text="auto",
+    ),
     Flag(
         "quantization",
-        "Quantize dense weights while loading: int8, int4, int8_dynamic.",
+        "Quantize dense weights while loading: int8, int4, int8_dynamic, fp8.",
         default_text="none",
     ),
-    Flag("num-threads", "Number of threads of each CPU engine.", integer(1), default_text="all cores"),
+    Flag(
+        "num-threads",
+        "Threads of a CPU runner; by default the physical cores within the CPU quota.",
+        integer(1),
+    ),
     Flag(
         "max-model-len",
-        "Maximum number of prompt and output tokens of a sequence.",
+        "Maximum number of prompt and output tokens; the model's by default.",
         integer(1),
-        default_text="the model's",
     ),
     Flag("max-num-seqs", "Maximum number of sequences in a step.", integer(1), default_text="64"),
     Flag("max-num-batched-tokens", "Token budget of a step.", integer(1), default_text="1024"),
@@ -47,21 +54,29 @@ ENGINE_FLAGS = (
     ),
     Flag(
         "generation-config",
-        "Source of default sampling parameters: auto for the model's generation_config.json, vllm for none, or a "
-        "directory with such a file.",
+        "Source of sampling defaults: auto (checkpoint), vllm (none), or a directory.",
         metavar="auto|vllm|PATH",
         default_text="auto",
     ),
     Flag(
         "override-generation-config",
-        'Default sampling parameters that override those of the file: {"temperature": 0.5}.',
+        'Sampling defaults that override those of the file: {"temperature": 0.5}.',
         JSON_OBJECT,
     ),
     Flag("enable-lora", "Enable LoRA adapters; --lora-modules enables them too.", SWITCH),
-    Flag("max-loras", "Maximum number of LoRA adapters in a batch.", integer(1), default_text="8"),
-    Flag("max-lora-rank", "Maximum rank of a LoRA adapter.", integer(1), default_text="64"),
+    Flag(
+        "max-loras",
+        "Maximum number of adapters in a step; requests for others wait.",
+        integer(1),
+        default_text="8",
+    ),
+    Flag("max-lora-rank", "Maximum rank of an adapter.", integer(1), default_text="64"),
 )
-"""Flags named after engine options, with dashes in place of underscores."""
+"""Engine options with a flag of their own, which has dashes in place of underscores.
+
+`neso.engine.config` declares the options. It is not imported here because it needs numpy, which `--help` must not
+load; a test compares the names, help texts and defaults.
+"""
 _LORA_MODULES = Flag("lora-modules", "LoRA adapter to load at start.", repeated=True, metavar="NAME=PATH")
 _SPECULATIVE = Flag(
     "speculative-config",
