@@ -290,5 +290,5 @@ def test_missing_tokenizer_and_invalid_file(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"none\.gguf.*tokenizer\.ggml\.tokens"):
         Tokenizer.from_model(finish(writer))
     (tmp_path / "text.gguf").write_text("no model")
-    with pytest.raises(TokenizerError, match=r"text\.gguf: no GGUF file"):
+    with pytest.raises(TokenizerError, match=r"text\.gguf: not a GGUF file"):
         Tokenizer.from_model(tmp_path / "text.gguf")
