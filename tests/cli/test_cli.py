@@ -11,7 +11,8 @@ from serve_arguments import parse
 
 import neso
 from neso.cli.flag_values import OptionError
-from neso.cli.serve_options import ENGINE_FLAGS, ModelArgument
+from neso.cli.serve_flags import ENGINE_FLAGS
+from neso.cli.serve_options import ModelArgument
 from neso.engine.config import EngineConfig, engine_options
 from neso.server.cache_options import RedisOptions
 from neso.server.options import ModelControlMode
