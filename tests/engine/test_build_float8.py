@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from plan_builder import PlanBuilder, random_tokens, run_in_chunks
+from runners.plan_builder import PlanBuilder, random_tokens, run_in_chunks
 
 from neso.engine.client.llm import LLM
 from neso.engine.load.build import build_float8, round_to_float8

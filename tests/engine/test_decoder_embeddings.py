@@ -78,7 +78,7 @@ def test_a_checkpoint_without_an_lm_head(tmp_path, llama_checkpoint, hidden_stat
     with torch.no_grad():
         expected = model(torch.tensor([PROMPTS[2]])).last_hidden_state[0, -1].numpy()
     np.testing.assert_allclose(llm.embed(PROMPTS[2], PoolingParams(normalize=False))[0], expected, atol=ATOL)
-    with pytest.raises(InvalidParameter, match="no head"):
+    with pytest.raises(InvalidParameter, match="no LM head"):
         llm.generate("x", progress=False)
 
 

@@ -25,17 +25,17 @@ from neso.generation import GuidedDecoding
 logger = logging.getLogger(__name__)
 
 COMPILE_STACK = 64 << 20
-"""Stack of a compiler thread in bytes: llguidance parses grammars recursively."""
+"""Stack of a compiler thread in bytes: grammars are parsed recursively."""
 NUM_THREADS = 2
 MAX_CACHED = 256
 MAX_PENDING = 512
-_REMEMBER_ERRORS = 60.0
-"""Seconds for which an error is cached. It may have been a timeout because the machine was busy."""
+ERROR_TTL = 60.0
+"""Seconds after which a failed grammar is compiled again: it may have failed because the machine was busy."""
 
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar that is being compiled. `result` is set before `done`."""
+    """The compilation of a grammar; `result` is available when `done` is set."""
 
     guided: GuidedDecoding
     done: threading.Event = field(default_factory=threading.Event)
@@ -47,49 +47,48 @@ class Compilation:
         self.done.set()
 
     def failed_before(self, moment: float) -> bool:
-        """Whether it ended in an error before that moment of the monotonic clock."""
+        """Whether it failed before a time of the monotonic clock."""
         return isinstance(self.result, GrammarError) and self.finished_at < moment
 
 
 class GrammarCompiler:
-    """Compiles the grammars of one model, and caches compiled grammars and errors by the options of the request.
+    """Compiles and caches grammars of one model. Errors are cached, too.
 
-    Each grammar is checked in a separate process first (`GrammarSandbox`). Tokenizer, threads and processes are created
-    on first use.
+    Each grammar is checked in a separate process first (`GrammarSandbox`). Nothing is loaded before the first request.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
-        """`vocab_size`: of the logits. `timeout`: seconds for one grammar."""
+        """`vocab_size`: width of the logits. `timeout`: seconds for each grammar."""
         self._cache: OrderedDict[tuple[Any, ...], Compilation] = OrderedDict()
-        self._threads = _CompilerThreads(load_tokenizer, vocab_size, timeout)
-        weakref.finalize(self, self._threads.close)
+        self._pool = _CompilerPool(load_tokenizer, vocab_size, timeout)
+        weakref.finalize(self, self._pool.close)
 
     def compile(self, guided: GuidedDecoding) -> Compilation:
-        """The compilation of a grammar, which may be cached or in progress. Does not wait.
+        """The compilation of a grammar, which may be new, running or done. Does not wait.
 
-        Raises `GrammarError` if too many grammars are waiting.
+        Raises `GrammarError` when too many are waiting.
         """
-        # The same grammar may be given in different request fields.
+        # The key has the grammar, not the name of the request field.
         key = tuple(v for n, v in msgspec.structs.asdict(guided).items() if n != "source_field")
         known = self._cache.get(key)
-        if known is not None and not known.failed_before(time.monotonic() - _REMEMBER_ERRORS):
+        if known is not None and not known.failed_before(time.monotonic() - ERROR_TTL):
             self._cache.move_to_end(key)
             return known
-        if self._threads.num_pending >= MAX_PENDING:
+        if self._pool.num_pending >= MAX_PENDING:
             raise GrammarError(f"{MAX_PENDING} grammars are waiting to be compiled already")
         compilation = self._cache[key] = Compilation(guided)
         if len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
-        self._threads.add(compilation)
+        self._pool.add(compilation)
         return compilation
 
     def wait(self, timeout: float) -> None:
-        """Wait until a compilation is done, at most `timeout` seconds."""
-        self._threads.wait(timeout)
+        """Wait until a compilation ends, at most `timeout` seconds."""
+        self._pool.wait(timeout)
 
 
-class _CompilerThreads:
-    """The threads and their queue. Holds no reference to the compiler, whose finalizer ends the threads."""
+class _CompilerPool:
+    """The threads and their queue. It has no reference to the compiler, whose finalizer ends the threads."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
         self._load_tokenizer = load_tokenizer
@@ -97,7 +96,7 @@ class _CompilerThreads:
         self._timeout = timeout
         self._queue: queue.SimpleQueue[Compilation | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._tools: _Tools | None = None
+        self._tokens: _ModelTokens | None = None
         self._num_threads = 0
         self._idle: set[int] = set()
         self._some_done = threading.Event()
@@ -118,7 +117,7 @@ class _CompilerThreads:
             self._some_done.clear()
 
     def close(self) -> None:
-        """End each thread after its current grammar."""
+        """Let the threads end after their current compilation."""
         self._closed = True
         for _ in range(self._num_threads):
             self._queue.put(None)
@@ -133,12 +132,12 @@ class _CompilerThreads:
                 if compilation is None or self._closed:
                     return
                 try:
-                    tools = self._get_tools()
-                    sandbox = sandbox or GrammarSandbox(tools.table, self._timeout)
-                    compilation.finish(tools.compile(compilation.guided, sandbox))
+                    tokens = self._get_tokens()
+                    sandbox = sandbox or GrammarSandbox(tokens.table, self._timeout)
+                    compilation.finish(tokens.compile(compilation.guided, sandbox))
                 except GrammarError as error:
                     compilation.finish(error)
-                except BaseException as error:  # a panic in llguidance is not an `Exception`
+                except BaseException as error:  # a panic in the library is no Exception
                     logger.error("compiling a grammar failed", exc_info=error)
                     compilation.finish(GrammarError(f"cannot be compiled: {error}"))
                 self._some_done.set()
@@ -146,23 +145,23 @@ class _CompilerThreads:
             if sandbox is not None:
                 sandbox.close()
 
-    def _get_tools(self) -> _Tools:
+    def _get_tokens(self) -> _ModelTokens:
         with self._lock:
-            if self._tools is None:
-                self._tools = _Tools.make(self._load_tokenizer(), self._vocab_size)
-            return self._tools
+            if self._tokens is None:
+                self._tokens = _ModelTokens.make(self._load_tokenizer(), self._vocab_size)
+            return self._tokens
 
 
 @dataclass(frozen=True, slots=True)
-class _Tools:
-    """The vocabulary of a model, in the forms that compilation needs."""
+class _ModelTokens:
+    """Data of a model for compiling grammars."""
 
     table: TokenTable
     special_tokens: dict[str, int]
     tokenizer: LLTokenizer
 
     @classmethod
-    def make(cls, tokenizer: Tokenizer, vocab_size: int) -> _Tools:
+    def make(cls, tokenizer: Tokenizer, vocab_size: int) -> _ModelTokens:
         table = TokenTable.of(tokenizer, vocab_size)
         return cls(table, table.special_tokens(), table.ll_tokenizer())
 
@@ -180,7 +179,7 @@ class _Tools:
 
 
 def _start_thread(target: Callable[[], None], name: str) -> None:
-    # The stack size applies to all threads that are created from now on, so it is reset at once.
+    # The size of the stack is that of all threads made from now on, so it is set back at once.
     before = threading.stack_size(COMPILE_STACK)
     try:
         threading.Thread(target=target, name=name, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Grammar state of a sequence, on llguidance: the mask of the next token, and masks along draft tokens."""
+"""The grammar state of one sequence, based on llguidance's matchers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 MAX_LEXER_STATES = 50_000
-"""Maximum number of lexer states of a sequence."""
+"""Limit of the lexer states of a sequence."""
 NOTHING_FITS = "no text that this model can write fits it"
 MAX_MESSAGE_LENGTH = 500
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
-    """A matcher in its initial state, and the error in the grammar; empty if there is none."""
+    """A matcher in its initial state, and the error in its grammar, empty if there is none."""
     from llguidance import LLMatcher, LLParserLimits
 
-    # The library's own limits bound most grammars. Lexer states are per sequence and take 1 to 2 kB each.
+    # The library's own limits bound most grammars. Each sequence has its states of the lexer, of 1 to 2 kB.
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
-        # Computing a mask creates the first lexer states, which copies of the matcher share.
+        # The first mask makes the first states of the lexer, which copies then have.
         matcher.compute_bitmask()
         if matcher.is_stopped() and not matcher.is_error():
             return matcher, NOTHING_FITS
@@ -37,7 +37,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """The error of a matcher; empty if it has none."""
+    """The error message of a matcher, empty if there is none."""
     if not matcher.is_error():
         return ""
     message: str = matcher.get_error().replace("<non-verbose/>", "").strip()
@@ -47,33 +47,33 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 MaskRows = npt.NDArray[np.int32]
-"""int32[rows, mask_width]: bit t % 32 of word t // 32 is set if token t is allowed."""
+"""Bit t % 32 of word t // 32 is set if token t is allowed; int32[rows, mask_width]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar over a vocabulary. Its matcher stays in the initial state: each sequence gets a copy."""
+    """A grammar over a vocabulary. Its matcher stays in the initial state: sequences use copies."""
 
     matcher: LLMatcher
     vocab_size: int
 
     def start(self, end_token_ids: Iterable[int]) -> GrammarMatcher:
-        """A matcher for a new sequence; `end_token_ids` are allowed where the text is complete."""
+        """A guide for a new sequence; `end_token_ids` are allowed when its text is complete."""
         return GrammarMatcher(self.matcher.deep_copy(), self.vocab_size, end_token_ids)
 
 
 class GrammarMatcher:
-    """The state of the grammar after the tokens of one sequence.
+    """The grammar's state after the tokens of one sequence.
 
-    For speculative decoding, `fill_after` computes the masks along a draft and `count_valid` its valid length; neither
-    changes the state.
+    For speculative decoding: `fill_after` gives the masks along a draft, `count_valid` how much of it fits; both
+    leave the state as it is. `rollback` takes tokens back.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, end_token_ids: Iterable[int]) -> None:
         self._matcher = matcher
         self.mask_width = vocab_size // 32 + 1
         """Words of a mask: a bit for each token, and one for the end of the grammar."""
-        # A tokenizer may have an end token for which the model has no logits.
+        # A tokenizer may name an end that the model has no logits for.
         self._end_token_ids = tuple(token for token in end_token_ids if token < vocab_size)
         self._end_words = [token // 32 for token in self._end_token_ids]
         self._end_bits = [_BITS[token % 32] for token in self._end_token_ids]
@@ -85,9 +85,9 @@ class GrammarMatcher:
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill(self, masks: MaskRows, row: int) -> None:
-        """Write the mask of the next token into a row of int32[rows, mask_width], C order.
+        """Write the mask of the next token to a row of int32[rows, mask_width], C order.
 
-        Where the text is complete, the end tokens are allowed. Raises `MatcherError`.
+        If the text is complete, tokens that end the sequence are allowed. Raises `MatcherError`.
         """
         words = masks[row]
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -102,22 +102,22 @@ class GrammarMatcher:
                 raise MatcherError("nothing can follow, and the request has no token that ends it")
 
     def advance(self, token_id: int) -> bool:
-        """Advance by a token that is not an end token; returns `complete`. Raises `MatcherError`."""
+        """Consume the next token, which does not end the sequence; returns `complete`. Raises `MatcherError`."""
         if not self._matcher.consume_token(token_id):
             raise MatcherError(f"token {token_id} does not fit the grammar: {error_of(self._matcher)}")
         return self.complete
 
     def count_valid(self, draft: list[int]) -> int:
-        """Number of draft tokens, from the first one on, that the grammar allows, up to an end token."""
+        """Number of draft tokens that fit the grammar, up to one that ends the sequence."""
         ends = (i for i, token in enumerate(draft) if token in self._end_token_ids)
         valid: int = self._matcher.validate_tokens(draft[: next(ends, len(draft))])
         return valid
 
     def fill_after(self, draft: list[int], masks: MaskRows, row: int) -> int:
-        """Write the masks before each token of a draft, and after the last, into rows from `row` on.
+        """Write the masks before each token of a draft, and after the last, to the rows from `row` on.
 
-        Stops at the first token that is not allowed or ends the text. Returns the number of masks written, from 1 to
-        `len(draft)` + 1. Raises `MatcherError`.
+        Returns how many were written: up to the first token that does not fit or that ends the text, so at least one
+        and at most `len(draft)` + 1. Raises `MatcherError`.
         """
         self.fill(masks, row)
         taken = 0

@@ -1,4 +1,4 @@
-"""Checks grammars in a separate process, where they may take too long, run out of memory or crash."""
+"""Compiles grammars in a separate process first, where they may take too long, run out of memory or crash."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _START_TIMEOUT = 120.0
 
 
 class GrammarSandbox:
-    """A process that checks one grammar at a time, for one thread. Started on first use, and again after a failure."""
+    """A process that tries grammars for one thread; started with the first one, and again after a failure."""
 
     def __init__(self, table: TokenTable, timeout: float) -> None:
-        """`timeout`: seconds for one grammar."""
+        """`timeout`: seconds for each grammar."""
         self._table = msgspec.msgpack.encode(table)
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
     def start(self) -> None:
-        """Start the process; does not wait until it is ready."""
+        """Start the process without waiting for it."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [
@@ -44,15 +44,15 @@ class GrammarSandbox:
             self._ready = False
 
     def check(self, grammar: str) -> None:
-        """Raises `GrammarError` for a grammar that is invalid, takes too long or needs too much memory."""
+        """Raises `GrammarError` for a grammar that cannot be used or takes too long."""
         self.start()
         if not self._ready:
-            if self._request(self._table, _START_TIMEOUT) is None:
+            if self._ask(self._table, _START_TIMEOUT) is None:
                 self.close()
                 raise GrammarError("cannot be compiled: the process for it does not start")
             self._ready = True
         killed = threading.Event()
-        answer = self._request(grammar.encode(), self._timeout, killed)
+        answer = self._ask(grammar.encode(), self._timeout, killed)
         if answer is None:
             self.close()
             if killed.is_set():
@@ -68,21 +68,21 @@ class GrammarSandbox:
             process.kill()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    # Closing flushes data that the process has not read.
+                    # What it has not read yet is flushed on closing, to nobody.
                     with contextlib.suppress(OSError):
                         pipe.close()
             process.wait()
 
-    def _request(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
-        """Send a message and return the reply; None if the process has ended. It is killed after `timeout` seconds."""
+    def _ask(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
+        """The reply to a message; None if the process has ended. It is killed when the time is over."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        lock, answered = threading.Lock(), False
+        turn, answered = threading.Lock(), False
 
         def kill() -> None:
-            with lock:
+            with turn:
                 if answered:
-                    return  # the reply arrived just in time: keep the process for the next grammar
+                    return  # in the last moment: the process is for the next grammar
                 if killed is not None:
                     killed.set()
                 process.kill()
@@ -96,7 +96,7 @@ class GrammarSandbox:
         except OSError:
             return None
         finally:
-            with lock:
+            with turn:
                 answered = True
             timer.cancel()
         return None if killed is not None and killed.is_set() else answer

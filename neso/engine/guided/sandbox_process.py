@@ -1,4 +1,4 @@
-"""The process of `GrammarSandbox`: resource limits, messages over pipes, and its main loop."""
+"""The process that tries grammars: resource limits, messages over pipes, and its main loop."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from neso.engine.guided.grammar_matcher import make_matcher
 from neso.engine.guided.token_table import TokenTable
 
 SANDBOX_STACK = 8 << 20
-"""Stack of the process in bytes, smaller than that of the engine's compiler threads."""
+"""Stack in bytes; less than a compiler thread has, so that a grammar that passes is safe in the engine."""
 SANDBOX_MEMORY = 4 << 30
-"""Address space of the process in bytes."""
+"""Limit of the address space in bytes."""
 SANDBOX_TOKENS = 24
-"""Number of random tokens for which masks are computed."""
+"""Random tokens that a sandbox consumes."""
 MASK_SECONDS = 1.0
-"""Maximum duration of one mask; normal ones take microseconds, rarely a millisecond."""
+"""Limit of the time for one mask; usually it takes microseconds."""
 _LENGTH = struct.Struct("<I")
 
 
 def write_frame(target: IO[bytes], data: bytes) -> None:
-    """Write one message. Raises `OSError` if the other end is closed."""
+    """Write a message: four bytes of length, then the data. Raises `OSError` if the pipe is closed."""
     target.write(_LENGTH.pack(len(data)) + data)
     target.flush()
 
 
 def read_frame(source: IO[bytes]) -> bytes | None:
-    """The next message; None at the end, also within a message."""
+    """Read the next message; None at the end, also within a message."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -45,7 +45,7 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 
 
 def main(seconds: int) -> None:
-    """Check grammars until standard input ends. `SIGALRM` ends the process if a grammar takes more than `seconds`."""
+    """Serve until standard input ends. A grammar that takes too many seconds ends the process."""
     resource.setrlimit(resource.RLIMIT_AS, (SANDBOX_MEMORY, SANDBOX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(SANDBOX_STACK)
@@ -60,19 +60,19 @@ def _serve(source: IO[bytes], target: IO[bytes], seconds: int) -> None:
     write_frame(target, b"")
     while (grammar := read_frame(source)) is not None:
         signal.alarm(seconds)
-        error = _check(tokenizer, grammar.decode())
+        error = _try(tokenizer, grammar.decode())
         signal.alarm(0)
         write_frame(target, error.encode())
 
 
-def _check(tokenizer: LLTokenizer, grammar: str) -> str:
-    """Compile a grammar and compute some masks. Returns the error, or an empty string."""
+def _try(tokenizer: LLTokenizer, grammar: str) -> str:
+    """Compile a grammar and consume some tokens."""
     matcher, error = make_matcher(tokenizer, grammar)
     return error or _walk(matcher)
 
 
 def _walk(matcher: LLMatcher) -> str:
-    """Follow random tokens: if a grammar has slow masks, they usually come early."""
+    """Consume random tokens: slow masks usually show after a few."""
     generator = random.Random(0)
     for _ in range(SANDBOX_TOKENS):
         started = time.perf_counter()
@@ -86,7 +86,7 @@ def _walk(matcher: LLMatcher) -> str:
 
 
 def _pick(mask: bytes, generator: random.Random) -> int | None:
-    """A random token of a mask; None if the mask is empty."""
+    """A random token of a mask."""
     start = generator.randrange(len(mask))
     for i in range(len(mask)):
         byte = mask[(start + i) % len(mask)]
