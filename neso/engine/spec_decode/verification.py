@@ -1,11 +1,11 @@
 """Verification of draft tokens.
 
-Without a draft distribution, a draft token is accepted if it equals the token that is sampled in its place. The output is
-the same as without drafts, because the random number of each position is the same.
+Without a draft distribution, a draft token is accepted if it equals the token that is sampled in its place. The output
+is the same as without drafts, because the random number of each position is the same.
 
-A token drawn from a distribution q is accepted with the probability min(1, p / q); in place of the first rejected one, a
-token is drawn from max(p - q, 0) (arXiv 2211.17192, 2302.01318). The output has the model's distribution p, but the same
-seed gives other tokens than without drafts.
+A token drawn from a distribution q is accepted with the probability min(1, p / q); in place of the first rejected one,
+a token is drawn from max(p - q, 0) (arXiv 2211.17192, 2302.01318). The output has the model's distribution p, but the
+same seed gives other tokens than without drafts.
 """
 
 from __future__ import annotations
