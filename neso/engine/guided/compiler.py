@@ -16,9 +16,9 @@ import msgspec
 from llguidance import LLTokenizer
 
 from neso.engine.guided.grammar import GrammarError, clean_message, grammar_text
-from neso.engine.guided.guide import CompiledGrammar, make_matcher
+from neso.engine.guided.grammar_matcher import CompiledGrammar, make_matcher
+from neso.engine.guided.grammar_sandbox import GrammarSandbox
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.guided.trial import Trial
 from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import GuidedDecoding
 
@@ -54,7 +54,7 @@ class Compilation:
 class GrammarCompiler:
     """Compiles and caches grammars of one model. Errors are cached, too.
 
-    Each grammar is tried in a process first (`Trial`). Nothing is loaded or started before the first is asked for.
+    Each grammar is checked in a separate process first (`GrammarSandbox`). Nothing is loaded before the first request.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
@@ -123,7 +123,7 @@ class _CompilerPool:
             self._queue.put(None)
 
     def _run(self) -> None:
-        trial: Trial | None = None
+        sandbox: GrammarSandbox | None = None
         try:
             while True:
                 self._idle.add(threading.get_ident())
@@ -133,8 +133,8 @@ class _CompilerPool:
                     return
                 try:
                     tokens = self._get_tokens()
-                    trial = trial or Trial(tokens.table, self._timeout)
-                    compilation.finish(tokens.compile(compilation.guided, trial))
+                    sandbox = sandbox or GrammarSandbox(tokens.table, self._timeout)
+                    compilation.finish(tokens.compile(compilation.guided, sandbox))
                 except GrammarError as error:
                     compilation.finish(error)
                 except BaseException as error:  # a panic in the library is no Exception
@@ -142,8 +142,8 @@ class _CompilerPool:
                     compilation.finish(GrammarError(f"cannot be compiled: {error}"))
                 self._some_done.set()
         finally:
-            if trial is not None:
-                trial.close()
+            if sandbox is not None:
+                sandbox.close()
 
     def _get_tokens(self) -> _ModelTokens:
         with self._lock:
@@ -165,11 +165,11 @@ class _ModelTokens:
         table = TokenTable.of(tokenizer, vocab_size)
         return cls(table, table.special_tokens(), table.ll_tokenizer())
 
-    def compile(self, guided: GuidedDecoding, trial: Trial) -> CompiledGrammar:
+    def compile(self, guided: GuidedDecoding, sandbox: GrammarSandbox) -> CompiledGrammar:
         """Raises `GrammarError`."""
         grammar = grammar_text(guided, self.special_tokens)
         try:
-            trial.check(grammar)
+            sandbox.check(grammar)
             matcher, error = make_matcher(self.tokenizer, grammar)
             if error:
                 raise GrammarError(error)

@@ -173,7 +173,7 @@ class GrammarError(ValueError):
     """A grammar cannot be used. The message is for the client."""
 
 
-class GuideError(RuntimeError):
+class MatcherError(RuntimeError):
     """A sequence cannot continue in its grammar. The message is for the client."""
 
 

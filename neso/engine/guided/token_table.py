@@ -35,7 +35,7 @@ class TokenTable(msgspec.Struct, frozen=True):
     def ll_tokenizer(self) -> LLTokenizer:
         """llguidance's tokenizer: the vocabulary and, after it, one more token for the end of a grammar.
 
-        That token is no row of the logits. Which tokens end a sequence is up to each request; see `Guide`.
+        That token is no row of the logits. Which tokens end a sequence is up to each request; see `GrammarMatcher`.
         """
         wrapper = _Wrapper(self)
         # By its attributes it is what the library asks for, whose own class only wraps such an object.

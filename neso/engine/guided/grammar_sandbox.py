@@ -11,13 +11,13 @@ import threading
 import msgspec
 
 from neso.engine.guided.grammar import GrammarError
+from neso.engine.guided.sandbox_process import read_frame, write_frame
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.guided.trial_process import read_frame, write_frame
 
 _START_TIMEOUT = 120.0
 
 
-class Trial:
+class GrammarSandbox:
     """A process that tries grammars for one thread; started with the first one, and again after a failure."""
 
     def __init__(self, table: TokenTable, timeout: float) -> None:
@@ -31,7 +31,12 @@ class Trial:
         """Start the process without waiting for it."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "neso.engine.guided.trial_process", str(math.ceil(self._timeout) + 1)],
+                [
+                    sys.executable,
+                    "-m",
+                    "neso.engine.guided.sandbox_process",
+                    str(math.ceil(self._timeout) + 1),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -14,15 +14,15 @@ from typing import IO
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from neso.engine.guided.guide import make_matcher
+from neso.engine.guided.grammar_matcher import make_matcher
 from neso.engine.guided.token_table import TokenTable
 
-TRIAL_STACK = 8 << 20
+SANDBOX_STACK = 8 << 20
 """Stack in bytes; less than a compiler thread has, so that a grammar that passes is safe in the engine."""
-TRIAL_MEMORY = 4 << 30
+SANDBOX_MEMORY = 4 << 30
 """Limit of the address space in bytes."""
-TRIAL_TOKENS = 24
-"""Random tokens that a trial consumes."""
+SANDBOX_TOKENS = 24
+"""Random tokens that a sandbox consumes."""
 MASK_SECONDS = 1.0
 """Limit of the time for one mask; usually it takes microseconds."""
 _LENGTH = struct.Struct("<I")
@@ -46,9 +46,9 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 
 def main(seconds: int) -> None:
     """Serve until standard input ends. A grammar that takes too many seconds ends the process."""
-    resource.setrlimit(resource.RLIMIT_AS, (TRIAL_MEMORY, TRIAL_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (SANDBOX_MEMORY, SANDBOX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(TRIAL_STACK)
+    threading.stack_size(SANDBOX_STACK)
     thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer, seconds))
     thread.start()
     thread.join()
@@ -74,7 +74,7 @@ def _try(tokenizer: LLTokenizer, grammar: str) -> str:
 def _walk(matcher: LLMatcher) -> str:
     """Consume random tokens: slow masks usually show after a few."""
     generator = random.Random(0)
-    for _ in range(TRIAL_TOKENS):
+    for _ in range(SANDBOX_TOKENS):
         started = time.perf_counter()
         mask = matcher.compute_bitmask()
         if time.perf_counter() - started > MASK_SECONDS:

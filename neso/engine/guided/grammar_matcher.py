@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.guided.grammar import GuideError
+from neso.engine.guided.grammar import MatcherError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -57,12 +57,12 @@ class CompiledGrammar:
     matcher: LLMatcher
     vocab_size: int
 
-    def start(self, end_token_ids: Iterable[int]) -> Guide:
+    def start(self, end_token_ids: Iterable[int]) -> GrammarMatcher:
         """A guide for a new sequence; `end_token_ids` are allowed when its text is complete."""
-        return Guide(self.matcher.deep_copy(), self.vocab_size, end_token_ids)
+        return GrammarMatcher(self.matcher.deep_copy(), self.vocab_size, end_token_ids)
 
 
-class Guide:
+class GrammarMatcher:
     """The grammar's state after the tokens of one sequence.
 
     For speculative decoding: `fill_after` gives the masks along a draft, `count_valid` how much of it fits; both
@@ -87,24 +87,24 @@ class Guide:
     def fill(self, masks: MaskRows, row: int) -> None:
         """Write the mask of the next token to a row of int32[rows, mask_width], C order.
 
-        If the text is complete, tokens that end the sequence are allowed. Raises `GuideError`.
+        If the text is complete, tokens that end the sequence are allowed. Raises `MatcherError`.
         """
         words = masks[row]
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise GuideError(error_of(self._matcher))
+            raise MatcherError(error_of(self._matcher))
         word, bit = self._grammar_end
         if words[word] & bit:
             words[word] &= ~bit
             for end_word, end_bit in zip(self._end_words, self._end_bits, strict=True):
                 words[end_word] |= end_bit
             if not words.any():
-                raise GuideError("nothing can follow, and the request has no token that ends it")
+                raise MatcherError("nothing can follow, and the request has no token that ends it")
 
     def advance(self, token_id: int) -> bool:
-        """Consume the next token, which does not end the sequence; returns `complete`. Raises `GuideError`."""
+        """Consume the next token, which does not end the sequence; returns `complete`. Raises `MatcherError`."""
         if not self._matcher.consume_token(token_id):
-            raise GuideError(f"token {token_id} does not fit the grammar: {error_of(self._matcher)}")
+            raise MatcherError(f"token {token_id} does not fit the grammar: {error_of(self._matcher)}")
         return self.complete
 
     def count_valid(self, draft: list[int]) -> int:
@@ -117,7 +117,7 @@ class Guide:
         """Write the masks before each token of a draft, and after the last, to the rows from `row` on.
 
         Returns how many were written: up to the first token that does not fit or that ends the text, so at least one
-        and at most `len(draft)` + 1. Raises `GuideError`.
+        and at most `len(draft)` + 1. Raises `MatcherError`.
         """
         self.fill(masks, row)
         taken = 0
@@ -135,9 +135,9 @@ class Guide:
         return rows
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens. Raises `GuideError`."""
+        """Undo the last `count` tokens. Raises `MatcherError`."""
         if count and not self._matcher.rollback(count):
-            raise GuideError(error_of(self._matcher))
+            raise MatcherError(error_of(self._matcher))
 
 
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
