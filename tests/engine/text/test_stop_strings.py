@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import BACKENDS
 
-from neso.engine.text.sequence_text import SequenceText, StopChecker, StopWordFilter, StopWords, TextDelta
+from neso.engine.text.stop_strings import SequenceText, StopChecker, StopWordFilter, StopWords, TextDelta
 from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.text.tokenizer_files import SpecialTokens
 
