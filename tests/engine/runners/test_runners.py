@@ -89,7 +89,7 @@ oracle = lru_cache(load_oracle)
 
 
 def new_builder(runner: Runner, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> PlanBuilder:
-    """Return a plan builder and a cache; the reference cache is filled with NaN, since unwritten slots must not be read."""
+    """Return a plan builder and a cache; the reference cache is filled with NaN to detect reads of unwritten slots."""
     builder = PlanBuilder(block_size, num_blocks, seed)
     runner.allocate_cache(builder.layout)
     if isinstance(runner, ReferenceRunner):

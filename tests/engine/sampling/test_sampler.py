@@ -1,4 +1,4 @@
-"""The sampler: filters compared with a naive reference, empirical distributions, seeds, penalties, log probabilities."""
+"""The sampler: filters against a naive reference, empirical distributions, seeds, penalties, log probabilities."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ class Machine:
         return self.tokens / self.seconds
 
 
-def compare(*machine: float, most: int = 5) -> tuple[float, float, float]:
+def compare(*machine: float, longest: int = 5) -> tuple[float, float, float]:
     """Return tokens per second without drafts, with fixed drafts, and with the chosen lengths."""
     constant, per_row, accepted, sequences = machine
     plain = sequences / (constant + per_row * sequences)
-    fixed = Machine(constant, per_row, accepted, int(sequences)).rate(DraftLength(most, fixed=True))
-    chosen = Machine(constant, per_row, accepted, int(sequences)).rate(DraftLength(most))
+    fixed = Machine(constant, per_row, accepted, int(sequences)).rate(DraftLength(longest, fixed=True))
+    chosen = Machine(constant, per_row, accepted, int(sequences)).rate(DraftLength(longest))
     return plain, fixed, chosen
 
 
