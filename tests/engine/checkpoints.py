@@ -45,6 +45,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, **_WINDOWED},
     "phi3": {},
     "gpt2": {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
+    "gpt_bigcode": {"tie_word_embeddings": True},
     "gpt_neox": {"hidden_size": 64},
     "opt": {"ffn_dim": 80, "init_std": 0.3, "tie_word_embeddings": True},
     "phi": {},
