@@ -1,4 +1,4 @@
-"""Tiny models of every family: name to architecture and fields of its config.json."""
+"""Tiny models of every family: architecture and config.json fields by name."""
 
 from __future__ import annotations
 
