@@ -89,7 +89,7 @@ class SupportsLora(Protocol):
         """Return the names of the loaded adapters, with the path of adapters that were loaded from a path."""
 
     async def load_lora(self, lora: LoraRequest) -> None:
-        """Load an adapter. Until it is ready, a loaded adapter with the same name stays in use. Raises `ServerError`."""
+        """Load an adapter. A loaded adapter with the same name serves until it is ready. Raises `ServerError`."""
 
     async def unload_lora(self, name: str) -> None:
         """Unload an adapter. Requests in flight finish with it. Raises `NotFound` if it is not loaded."""

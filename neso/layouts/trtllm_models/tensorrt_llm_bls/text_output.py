@@ -118,7 +118,7 @@ class TextStream:
 
 
 def added_text(before, after):
-    """Return the part of `after` that follows the common prefix; `after` can complete the last character of `before`."""
+    """Return the part of `after` that follows the common prefix. `before` can end within a character."""
     if after.startswith(before):
         return after[len(before) :]
     same = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
