@@ -14,7 +14,7 @@ import time
 import numpy as np
 from smoke import parse_arguments
 
-from neso.engine.beams.beam_search import BeamGroup
+from neso.engine.beams.beam_search import BeamSearch
 from neso.engine.client.llm import LLM
 from neso.engine.core.request import EngineRequest
 from neso.engine.core.sequence import Sequence
@@ -109,11 +109,11 @@ def microseconds_a_beam(vocabulary: int, width: int) -> float:
     )
     rng, best = np.random.default_rng(0), np.inf
     logits = rng.normal(size=(width, vocabulary)).astype(np.float32) * 4
-    group = BeamGroup(Sequence(id=0, request=request, arrival=0))
-    group.advance(logits[:1])
+    search = BeamSearch(Sequence(id=0, request=request, arrival=0))
+    search.advance(logits[:1])
     for _ in range(30):
         started = time.perf_counter()
-        group.advance(logits)
+        search.advance(logits)
         best = min(best, time.perf_counter() - started)
     return 1e6 * best / width
 

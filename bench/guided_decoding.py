@@ -20,7 +20,7 @@ from smoke import parse_arguments
 
 from neso.engine.client.llm import LLM
 from neso.engine.guided.compiler import GrammarCompiler
-from neso.engine.guided.guide import CompiledGrammar
+from neso.engine.guided.grammar_matcher import CompiledGrammar
 from neso.generation import GuidedDecoding, SamplingParams
 
 SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate": 1408}
@@ -122,7 +122,7 @@ def report(checkpoint: Path, vocab: int, batches: list[int], tokens: int) -> Non
         print(f"{batch:>24} {free:11.0f} {guided:13.0f} {guided / free:6.2f}")
     compiler = GrammarCompiler(lambda: llm.tokenizer, vocab, timeout=60)
     _, first = compile_grammar(compiler, GuidedDecoding(regex="a"))
-    print(f"first grammar: {first:.2f} s, including the tokenizer and the trial process")
+    print(f"first grammar: {first:.2f} s, including the tokenizer and the sandbox process")
     print(f"{'':>24} {'compile ms':>11} {'mask µs':>13} {'longest':>8}")
     for name, guided_decoding in GRAMMARS.items():
         grammar, seconds = compile_grammar(compiler, guided_decoding)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from neso.cli.serve_options import TOPICS
+from neso.cli.serve_flags import TOPICS
 from neso.flags import Flag
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"

@@ -84,7 +84,7 @@ class Attention {
             }
             if (shape_.softcap > 0) cap_scores(count * slots_);
             mask(block, count, key_begin, key_end);
-            for (int row = 0; row < rows_; ++row) weigh(row, count * slots_);
+            for (int row = 0; row < rows_; ++row) update_softmax(row, count * slots_);
             if (tiled()) {
                 add_values_in_tiles(block, count);
             } else {
@@ -121,9 +121,9 @@ class Attention {
 
     // Two panels at a time: with the few rows of a decode, sums of a single panel would stall on latency.
     void compute_scores(int first_block, int count) {
-        const int panels_a_block = slots_ / kPanel, panels = count * panels_a_block;
+        const int panels_per_block = slots_ / kPanel, panels = count * panels_per_block;
         const auto panel_at = [&](int panel) {
-            return keys(first_block + panel / panels_a_block) + panel % panels_a_block * kPanel * kInterleave;
+            return keys(first_block + panel / panels_per_block) + panel % panels_per_block * kPanel * kInterleave;
         };
         int panel = 0;
         for (; panel + 2 <= panels; panel += 2) {
@@ -162,9 +162,9 @@ class Attention {
         const int last_position = task_.first_position + task_.num_tokens - 1;
         // Keys up to the first query, or the root of the tree, are visible to all queries.
         const int common = task_.tree_masks ? task_.tree_begin : task_.first_position;
-        const bool all_seen = slots_ == shape_.block_size && begin >= key_begin && end <= key_end &&
+        const bool all_visible = slots_ == shape_.block_size && begin >= key_begin && end <= key_end &&
                               end <= common + 1 && (!task_.window || begin > last_position - task_.window);
-        if (all_seen) return;
+        if (all_visible) return;
         for (int row = 0; row < rows_; ++row) {
             if (task_.tree_masks) {
                 mask_in_tree(row, begin, count, key_begin, key_end);
@@ -209,7 +209,7 @@ class Attention {
     }
 
     // Convert the scores of a row to weights, and rescale earlier sums to the new maximum.
-    void weigh(int row, int count) {
+    void update_softmax(int row, int count) {
         const float* scores = scratch_->scores.data() + int64_t(row) * width_;
         F32 peak = splat(scratch_->maxima.data()[row]);
         for (int i = 0; i < count; i += kLanes) peak = max(load<F32>(scores + i), peak);

@@ -119,7 +119,7 @@ struct Kernels {
     // Index of the first maximum; -1 if there is a NaN.
     int (*argmax)(const float* logits, int count);
     // See softmax.h.
-    int (*weigh_logits)(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
+    int (*softmax_weights)(const float* logits, int count, float maximum, float temperature, float floor, float* weights,
                         int32_t* ids, double* total);
 
     void (*rms_norm)(const float* x, const float* weight, float eps, int count, float* out);

@@ -214,7 +214,7 @@ void Decoder::run_layer(const Step& step, int index) {
     int rows = step.num_tokens;
     float *x = x_.data(), *attended = attended_.data();
     if (is_last(index)) {
-        keep_wanted(step);
+        gather_wanted_rows(step);
         rows = step.num_wanted;
         x = wanted_x_.data();
         attended = wanted_attended_.data();
@@ -340,7 +340,7 @@ void Decoder::row_states(const int32_t* rows, int count, float* out) const {
     }
 }
 
-void Decoder::keep_wanted(const Step& step) {
+void Decoder::gather_wanted_rows(const Step& step) {
     team_.for_each(step.num_wanted, [&](int row) {
         const int64_t token = step.wanted_rows[row];
         std::copy_n(x_.data() + token * x_stride_, shape_.hidden_size, wanted_x_.data() + row * x_stride_);

@@ -78,7 +78,7 @@ class Decoder {
     void run_layer(const Step& step, int index);
     void write_cache(const Step& step, int index);
     void attend(int index, const Step& step);
-    void keep_wanted(const Step& step);
+    void gather_wanted_rows(const Step& step);
     const float* norm_row(const Norm& norm, const float* x, float* out) const;
     Input normed(const float* x, const Norm& norm, const Matrix& matrix, int rows);
     void add_attention(int index, const float* attended, float* x, int rows);

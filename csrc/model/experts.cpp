@@ -8,7 +8,7 @@ namespace neso {
 void ExpertsRunner::reserve(const Experts& experts, int rows) {
     const int64_t slots = int64_t(rows) * shape_.top_k;
     scores_.reserve(int64_t(rows) * experts.router.outputs);
-    shares_.reserve(slots);
+    expert_weights_.reserve(slots);
     results_.reserve(slots * (spread_stride(int64_t(shape_.hidden_size) * 4) / 4));
     chosen_.resize(slots);
     slots_.resize(slots);
@@ -48,19 +48,19 @@ void ExpertsRunner::choose(const Experts& experts, int row) {
     float total = 0;
     for (int i = 0; i < count; ++i) total += std::exp(scores[i] - maximum);
     int* chosen = chosen_.data() + int64_t(row) * top_k;
-    float* shares = shares_.data() + int64_t(row) * top_k;
+    float* weights = expert_weights_.data() + int64_t(row) * top_k;
     float kept = 0;
-    for (int place = 0; place < top_k; ++place) {
+    for (int rank = 0; rank < top_k; ++rank) {
         int best = -1;
         for (int i = 0; i < count; ++i) {
-            if (std::find(chosen, chosen + place, i) != chosen + place) continue;
+            if (std::find(chosen, chosen + rank, i) != chosen + rank) continue;
             if (best < 0 || scores[i] > scores[best]) best = i;
         }
-        chosen[place] = best;
-        shares[place] = std::exp(scores[best] - maximum) / total;
-        kept += shares[place];
+        chosen[rank] = best;
+        weights[rank] = std::exp(scores[best] - maximum) / total;
+        kept += weights[rank];
     }
-    for (int place = 0; shape_.normalized && place < top_k; ++place) shares[place] /= kept;
+    for (int rank = 0; shape_.normalized && rank < top_k; ++rank) weights[rank] /= kept;
 }
 
 // Sort chosen experts, and assign memory to each expert's rows.
@@ -83,8 +83,8 @@ void ExpertsRunner::group_rows(const Experts& experts, int rows) {
         const Mlp& mlp = experts.experts[expert];
         group.input = kernels_.describe_input(mlp.first(), group.count);
         group.activated = kernels_.describe_input(mlp.down, group.count);
-        place(group.input, group.input_at);
-        place(group.activated, group.activated_at);
+        allocate(group.input, group.input_at);
+        allocate(group.activated, group.activated_at);
         first_chunks += ProductChunks(kernels_, mlp.first(), group.count, team_.size()).count();
         down_chunks += ProductChunks(kernels_, mlp.down, group.count, team_.size()).count();
         groups_.push_back(group);
@@ -101,12 +101,12 @@ void ExpertsRunner::group_rows(const Experts& experts, int rows) {
     scales_.reserve(sizes_[1]);
     sums_.reserve(sizes_[2]);
     for (Group& group : groups_) {
-        group.input = attached(group.input, group.input_at);
-        group.activated = attached(group.activated, group.activated_at);
+        group.input = with_memory(group.input, group.input_at);
+        group.activated = with_memory(group.activated, group.activated_at);
     }
 }
 
-void ExpertsRunner::place(const Input& input, int64_t (&at)[3]) {
+void ExpertsRunner::allocate(const Input& input, int64_t (&at)[3]) {
     const int64_t sizes[3] = {input.value_bytes, input.num_groups, input.num_groups};
     for (int i = 0; i < 3; ++i) {
         at[i] = sizes_[i];
@@ -114,7 +114,7 @@ void ExpertsRunner::place(const Input& input, int64_t (&at)[3]) {
     }
 }
 
-Input ExpertsRunner::attached(Input input, const int64_t (&at)[3]) {
+Input ExpertsRunner::with_memory(Input input, const int64_t (&at)[3]) {
     input.values = values_.data() + at[0];
     input.scales = scales_.data() + at[1];
     input.sums = sums_.data() + at[2];
@@ -129,8 +129,8 @@ void ExpertsRunner::add_results(const Experts& experts, int row, int64_t stride,
     if (!accumulate) std::fill_n(to, hidden, 0.0f);
     for (int i = row * shape_.top_k; i < (row + 1) * shape_.top_k; ++i) {
         const float* from = results_.data() + slots_[i] * stride;
-        const float share = shares_.data()[i];
-        for (int k = 0; k < hidden; ++k) to[k] += share * from[k];
+        const float weight = expert_weights_.data()[i];
+        for (int k = 0; k < hidden; ++k) to[k] += weight * from[k];
     }
     if (!experts.has_shared()) return;
     const float* from = shared_out + row * stride;

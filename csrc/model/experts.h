@@ -34,8 +34,8 @@ class ExpertsRunner {
 
     void choose(const Experts& experts, int row);
     void group_rows(const Experts& experts, int rows);
-    void place(const Input& input, int64_t (&at)[3]);
-    Input attached(Input input, const int64_t (&at)[3]);
+    void allocate(const Input& input, int64_t (&at)[3]);
+    Input with_memory(Input input, const int64_t (&at)[3]);
     void add_results(const Experts& experts, int row, int64_t stride, const float* shared_out, float* out,
                      bool accumulate);
     // The end of each group's chunks, and the total number; read between loops.
@@ -50,7 +50,7 @@ class ExpertsRunner {
     ThreadTeam& team_;
     const Kernels& kernels_;
     const DecoderShape& shape_;
-    Buffer<float> scores_, shares_, results_;
+    Buffer<float> scores_, expert_weights_, results_;
     std::vector<int> chosen_, slots_, row_of_slot_;  // by row and place; by slot
     std::vector<int> firsts_;
     std::vector<Group> groups_;

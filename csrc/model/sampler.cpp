@@ -16,7 +16,7 @@ int bucket_of(float weight) {
 }
 
 // Most words of a mask are all zeros or all ones.
-void forbid(float* logits, int count, const int32_t* allowed) {
+void apply_mask(float* logits, int count, const int32_t* allowed) {
     const int words = count / 32;
     for (int w = 0; w < words; ++w) {
         const uint32_t word = uint32_t(allowed[w]);
@@ -35,18 +35,18 @@ void forbid(float* logits, int count, const int32_t* allowed) {
 }  // namespace
 
 int RowSampler::choose(const Kernels& kernels, float* logits, int count, const Draw& draw) {
-    if (draw.allowed != nullptr) forbid(logits, count, draw.allowed);
+    if (draw.allowed != nullptr) apply_mask(logits, count, draw.allowed);
     const int best = kernels.argmax(logits, count);
     if (best < 0 || logits[best] == -INFINITY) return -1;
     if (draw.temperature <= 0) return best;
     weights_.resize(count);
     ids_.resize(count);
     double mass = 0;
-    const int kept = kernels.weigh_logits(logits, count, logits[best], draw.temperature, floor_of(count, draw),
+    const int kept = kernels.softmax_weights(logits, count, logits[best], draw.temperature, min_kept_weight(count, draw),
                                           weights_.data(), ids_.data(), &mass);
     weights_.resize(kept);
     const bool filtered = (draw.top_k > 0 && draw.top_k < count) || draw.top_p < 1.0f || draw.min_p > 0.0f;
-    if (filtered) mass = keep_above(nucleus(mass, draw));
+    if (filtered) mass = drop_below(filter_threshold(mass, draw));
     const double target = draw.uniform * mass;
     double reached = 0;
     for (size_t i = 0; i < weights_.size(); ++i) {
@@ -59,18 +59,18 @@ int RowSampler::choose(const Kernels& kernels, float* logits, int count, const D
 // Lower bound of the kept weights. All weights below (1 - top_p) / count sum to less than 1 - top_p, while the most likely
 // token alone has weight 1, so the others reach the fraction top_p without them. Not valid with top_k, whose mass may
 // include them.
-float RowSampler::floor_of(int count, const Draw& draw) {
+float RowSampler::min_kept_weight(int count, const Draw& draw) {
     if (draw.top_p >= 1.0f) return draw.min_p;
     if (draw.top_k > 0 && draw.top_k < count) return 0.0f;
     return std::max(draw.min_p, 0.999f * (1.0f - draw.top_p) / float(count));
 }
 
-double RowSampler::keep_above(const Edge& edge) {
-    int kept = 0, at_edge = edge.kept_at_edge;
+double RowSampler::drop_below(const Threshold& threshold) {
+    int kept = 0, at_threshold = threshold.kept_at_threshold;
     double mass = 0;
     for (size_t i = 0; i < weights_.size(); ++i) {
         const float weight = weights_[i];
-        if (weight > edge.weight || (weight == edge.weight && at_edge-- > 0)) {
+        if (weight > threshold.weight || (weight == threshold.weight && at_threshold-- > 0)) {
             weights_[kept] = weight;
             ids_[kept++] = ids_[i];
             mass += weight;
@@ -81,30 +81,30 @@ double RowSampler::keep_above(const Edge& edge) {
 }
 
 // `mass`: sum of all weights, including dropped ones.
-RowSampler::Edge RowSampler::nucleus(double mass, const Draw& draw) {
+RowSampler::Threshold RowSampler::filter_threshold(double mass, const Draw& draw) {
     const int count = int(weights_.size());
-    Edge edge{0.0f, count};
-    const int most = draw.top_k > 0 ? std::min(draw.top_k, count) : count;
-    if (most < count) edge = edge_of(most, INFINITY);
+    Threshold threshold{0.0f, count};
+    const int max_count = draw.top_k > 0 ? std::min(draw.top_k, count) : count;
+    if (max_count < count) threshold = threshold_of(max_count, INFINITY);
     if (draw.top_p < 1.0f) {
-        if (most < count) {
+        if (max_count < count) {
             mass = 0;
-            int at_edge = edge.kept_at_edge;
+            int at_threshold = threshold.kept_at_threshold;
             for (float weight : weights_) {
-                if (weight > edge.weight || (weight == edge.weight && at_edge-- > 0)) mass += weight;
+                if (weight > threshold.weight || (weight == threshold.weight && at_threshold-- > 0)) mass += weight;
             }
         }
-        const Edge inner = edge_of(most, draw.top_p * mass);
-        if (inner.weight > edge.weight || (inner.weight == edge.weight && inner.kept_at_edge < edge.kept_at_edge)) {
-            edge = inner;
+        const Threshold inner = threshold_of(max_count, draw.top_p * mass);
+        if (inner.weight > threshold.weight || (inner.weight == threshold.weight && inner.kept_at_threshold < threshold.kept_at_threshold)) {
+            threshold = inner;
         }
     }
     // The most likely token has weight 1.
-    if (draw.min_p > edge.weight) edge = {draw.min_p, count};
-    return edge;
+    if (draw.min_p > threshold.weight) threshold = {draw.min_p, count};
+    return threshold;
 }
 
-RowSampler::Edge RowSampler::edge_of(int most, double mass) {
+RowSampler::Threshold RowSampler::threshold_of(int max_count, double mass) {
     bucket_mass_.assign(kBuckets, 0.0);
     bucket_count_.assign(kBuckets, 0);
     for (float weight : weights_) {
@@ -115,24 +115,24 @@ RowSampler::Edge RowSampler::edge_of(int most, double mass) {
     double reached = 0;
     int taken = 0, bucket = kBuckets - 1;
     for (; bucket > 0; --bucket) {
-        if (reached + bucket_mass_[bucket] >= mass || taken + bucket_count_[bucket] >= most) break;
+        if (reached + bucket_mass_[bucket] >= mass || taken + bucket_count_[bucket] >= max_count) break;
         reached += bucket_mass_[bucket];
         taken += bucket_count_[bucket];
     }
-    edge_weights_.clear();
+    threshold_bucket_.clear();
     for (float weight : weights_) {
-        if (bucket_of(weight) == bucket) edge_weights_.push_back(weight);
+        if (bucket_of(weight) == bucket) threshold_bucket_.push_back(weight);
     }
-    std::sort(edge_weights_.begin(), edge_weights_.end(), std::greater<>());
-    Edge edge{0.0f, int(weights_.size())};
-    for (size_t i = 0; i < edge_weights_.size(); ++i) {
+    std::sort(threshold_bucket_.begin(), threshold_bucket_.end(), std::greater<>());
+    Threshold threshold{0.0f, int(weights_.size())};
+    for (size_t i = 0; i < threshold_bucket_.size(); ++i) {
         // The token that reaches the mass is kept, and always the most likely one.
-        if (edge.weight != edge_weights_[i]) edge = {edge_weights_[i], 0};
-        ++edge.kept_at_edge;
-        reached += edge_weights_[i];
-        if (++taken >= most || reached >= mass) break;
+        if (threshold.weight != threshold_bucket_[i]) threshold = {threshold_bucket_[i], 0};
+        ++threshold.kept_at_threshold;
+        reached += threshold_bucket_[i];
+        if (++taken >= max_count || reached >= mass) break;
     }
-    return edge;
+    return threshold;
 }
 
 }  // namespace neso

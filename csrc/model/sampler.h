@@ -22,25 +22,25 @@ class RowSampler {
     int choose(const Kernels& kernels, float* logits, int count, const Draw& draw);
 
    private:
-    // The smallest kept weight; among equal ones, the first `kept_at_edge` by id are kept.
-    struct Edge {
+    // The smallest kept weight; among equal ones, the first `kept_at_threshold` by id are kept.
+    struct Threshold {
         float weight;
-        int kept_at_edge;
+        int kept_at_threshold;
     };
 
-    static float floor_of(int count, const Draw& draw);
+    static float min_kept_weight(int count, const Draw& draw);
     // Drop the other weights; returns the sum of the rest.
-    double keep_above(const Edge& edge);
-    Edge nucleus(double mass, const Draw& draw);
-    // The edge of the most likely tokens: at most `most`, and only as many as needed to reach `mass`.
-    Edge edge_of(int most, double mass);
+    double drop_below(const Threshold& threshold);
+    Threshold filter_threshold(double mass, const Draw& draw);
+    // The threshold of the most likely tokens: at most `max_count`, and only as many as needed to reach `mass`.
+    Threshold threshold_of(int max_count, double mass);
 
     // Candidates in order of ids.
     std::vector<float> weights_;
     std::vector<int32_t> ids_;
     std::vector<double> bucket_mass_;
     std::vector<int> bucket_count_;
-    std::vector<float> edge_weights_;
+    std::vector<float> threshold_bucket_;
 };
 
 }  // namespace neso

@@ -16,7 +16,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpinTime = std::chrono::microseconds(20);
 constexpr int kSpinsPerCheck = 32;
 
-void relax() {
+void pause_cpu() {
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
@@ -26,14 +26,14 @@ void relax() {
 
 // Wait until done(value): spin for a while, then sleep.
 template <typename Done>
-void await(const std::atomic<uint32_t>& value, const Done& done) {
+void wait_until(const std::atomic<uint32_t>& value, const Done& done) {
     uint32_t seen = value.load(std::memory_order_acquire);
     if (done(seen)) return;
     const auto end = Clock::now() + kSpinTime;
     do {
         for (int i = 0; i < kSpinsPerCheck; ++i) {
             if (done(value.load(std::memory_order_acquire))) return;
-            relax();
+            pause_cpu();
         }
     } while (Clock::now() < end);
     while (!done(seen = value.load(std::memory_order_acquire))) value.wait(seen, std::memory_order_acquire);
@@ -44,9 +44,9 @@ void await(const std::atomic<uint32_t>& value, const Done& done) {
 thread_local int ThreadTeam::current_thread_ = 0;
 thread_local uint32_t ThreadTeam::current_loop_ = 0;
 
-ThreadTeam::ThreadTeam(int num_threads) : num_threads_(num_threads), shares_(num_threads) {
+ThreadTeam::ThreadTeam(int num_threads) : num_threads_(num_threads), queues_(num_threads) {
     for (int thread = 1; thread < num_threads; ++thread) {
-        workers_.emplace_back([this, thread] { serve(thread); });
+        workers_.emplace_back([this, thread] { worker_loop(thread); });
     }
 }
 
@@ -67,13 +67,13 @@ void ThreadTeam::run(const std::function<void(int)>& work) {
     current_loop_ = 0;
     work(0);
     inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
-    await(inside_, [](uint32_t inside) { return inside == 0; });  // no thread uses `work` after this function returns
+    wait_until(inside_, [](uint32_t inside) { return inside == 0; });  // no thread uses `work` after this function returns
 }
 
 // No thread is executing a chunk now.
 void ThreadTeam::open(uint32_t loop) {
     done_.store(0, std::memory_order_relaxed);
-    for (Share& share : shares_) share.open(loop);
+    for (ChunkQueue& queue : queues_) queue.open(loop);
     loop_.store(loop, std::memory_order_release);
 }
 
@@ -83,15 +83,15 @@ void ThreadTeam::finish(uint32_t loop, int done, int chunks) {
         open(loop + 1);
         loop_.notify_all();
     } else {
-        await(loop_, [loop](uint32_t open) { return open != loop; });
+        wait_until(loop_, [loop](uint32_t open) { return open != loop; });
     }
 }
 
-void ThreadTeam::serve(int thread) {
+void ThreadTeam::worker_loop(int thread) {
     uint32_t call = 0;
     current_thread_ = thread;
     while (true) {
-        await(call_, [call](uint32_t now) { return now != call; });
+        wait_until(call_, [call](uint32_t now) { return now != call; });
         call = call_.load();
         if (closing_.load()) return;
         if (inside_.fetch_add(1, std::memory_order_acquire) & kOpen) {

@@ -47,7 +47,7 @@ class ThreadTeam {
             const int owner = (current_thread_ + turn) % num_threads_;
             const int begin = int(int64_t(chunks) * owner / num_threads_);
             const int end = int(int64_t(chunks) * (owner + 1) / num_threads_);
-            for (int taken; (taken = shares_[owner].take(loop, end - begin)) >= 0; ++done) {
+            for (int taken; (taken = queues_[owner].take(loop, end - begin)) >= 0; ++done) {
                 if (begin + taken < count) work(begin + taken);
             }
         }
@@ -57,7 +57,7 @@ class ThreadTeam {
    private:
     // A thread's part of the open loop: the loop's number, and how many of its chunks are taken. On separate cache lines,
     // since they are written often.
-    class alignas(64) Share {
+    class alignas(64) ChunkQueue {
        public:
         void open(uint32_t loop) { state_.store(uint64_t(loop) << 32, std::memory_order_release); }
 
@@ -78,14 +78,14 @@ class ThreadTeam {
 
     void open(uint32_t loop);
     void finish(uint32_t loop, int done, int chunks);
-    void serve(int thread);
+    void worker_loop(int thread);
 
     static thread_local int current_thread_;
     static thread_local uint32_t current_loop_;
 
     const int num_threads_;
     const std::function<void(int)>* work_ = nullptr;
-    std::vector<Share> shares_;
+    std::vector<ChunkQueue> queues_;
     alignas(64) std::atomic<int> done_{0};         // finished chunks of the open loop
     alignas(64) std::atomic<uint32_t> loop_{0};    // number of the open loop, from 0 in each call of run
     alignas(64) std::atomic<uint32_t> call_{0};    // counts calls of run

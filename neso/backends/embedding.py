@@ -1,4 +1,4 @@
-"""The backend of embedding models and rerankers on Neso's engine; its name is `embedding`."""
+"""The backend `embedding`: embedding models and rerankers on Neso's engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Value = TypeVar("Value", bool, int)
 
 
 class EmbeddingBackend(EngineBackend):
-    """Texts in, vectors or scores out; the engine is that of the backend `llm`."""
+    """Maps texts to embeddings, class probabilities or scores of text pairs."""
 
     @classmethod
     def auto_complete(
@@ -88,7 +88,7 @@ def _params(request: InferenceRequest) -> PoolingParams:
 
 
 def _value(request: InferenceRequest, name: str, kind: type[Value]) -> Value | None:
-    """The one element of an input, or the request parameter of that name; None without either."""
+    """A scalar input, or the request parameter of that name; None if both are absent."""
     tensor = request.inputs.get(name)
     value = request.parameters.get(name) if tensor is None else tensor.array.reshape(-1)[0].item()
     try:
@@ -113,7 +113,7 @@ INPUTS = (
     TensorField("normalize", "TYPE_BOOL", optional=True),
     TensorField("truncate", "TYPE_BOOL", optional=True),
 )
-"""`text_pair`: the second text of each pair, for scores."""
+"""`text_pair`: the second text of each pair to score."""
 
 OUTPUTS = (
     TensorField("embedding", "TYPE_FP32", (-1, -1)),
@@ -121,11 +121,11 @@ OUTPUTS = (
     TensorField("probabilities", "TYPE_FP32", (-1, -1)),
     TensorField("num_input_tokens", "TYPE_UINT32", (-1,)),
 )
-"""`score` comes with `text_pair`, else `embedding`; `probabilities` (of classes) when asked for."""
+"""`score` is returned for text pairs, `probabilities` (of classes) if requested, else `embedding`."""
 
 
 def complete_config(config: Any) -> None:
-    """Add the inputs and outputs that the `ModelConfig` does not name."""
+    """Add missing inputs and outputs to a `ModelConfig`."""
     config.max_batch_size = 0
     add_inputs(config, INPUTS)
     add_outputs(config, OUTPUTS)

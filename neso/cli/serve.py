@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from neso.cli.serve_options import FLAGS, TOPICS
+from neso.cli.serve_flags import FLAGS, TOPICS
 from neso.flags import Flag
 
 SUMMARY = "Serve models over HTTP, gRPC and the OpenAI API."

@@ -1,15 +1,15 @@
-"""What can go wrong with an engine as a whole."""
+"""Errors of an engine as a whole."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The engine could not be started or could not do what was asked; the message is fit for the user."""
+    """The engine could not be started, or could not execute a request. The message is for the user."""
 
 
 class EngineBusy(EngineError):
-    """The engine has no room, or had no time, for a request: it may be tried again later."""
+    """The engine has no capacity for a request, or its queue timeout expired; it can be retried later."""
 
 
 class EngineDead(EngineError):
-    """The engine's process has ended; nothing more can be generated until the model is loaded again."""
+    """The engine's process has ended; requests fail until the model is loaded again."""

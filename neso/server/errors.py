@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from neso.generation import InvalidParameter
-
 
 class ErrorCode(str, Enum):
     """Triton's error codes; each frontend maps them to the status codes of its protocol."""
@@ -91,6 +89,10 @@ def as_server_error(error: Exception) -> ServerError:
     """`error` as a `ServerError`, whose `__cause__` is the original."""
     if isinstance(error, ServerError):
         return error
+    from neso.generation import (
+        InvalidParameter,
+    )  # needs numpy, which the options of `neso serve` must not import
+
     wrapped = (InvalidArgument if isinstance(error, InvalidParameter) else InternalError)(str(error))
     wrapped.__cause__ = error
     return wrapped

@@ -11,8 +11,9 @@ from serve_arguments import parse
 
 import neso
 from neso.cli.flag_values import OptionError
-from neso.cli.serve_options import ENGINE_FLAGS, ModelArgument
-from neso.engine.config import EngineConfig
+from neso.cli.serve_flags import ENGINE_FLAGS
+from neso.cli.serve_options import ModelArgument
+from neso.engine.config import EngineConfig, engine_options
 from neso.server.cache_options import RedisOptions
 from neso.server.options import ModelControlMode
 
@@ -122,13 +123,14 @@ def test_engine_options():
 
 
 @pytest.mark.parametrize("flag", ENGINE_FLAGS, ids=lambda flag: flag.name)
-def test_engine_flags_match_the_engine_config(flag):
-    name = flag.name.replace("-", "_")
-    assert name in EngineConfig.option_names()
-    config = EngineConfig.from_options("model", {})
-    if flag.default_text.isdecimal():
-        owner = config.lora if hasattr(config.lora, name) else config.scheduler
-        assert getattr(owner, name) == int(flag.default_text)
+def test_engine_flags_match_the_engine_options(flag):
+    options = {option.name: option for option in engine_options()}
+    option = options[flag.name.replace("-", "_")]
+    if flag.name != "enable-lora":  # a switch, while the option has the value auto too
+        assert flag.help.startswith(option.help.removesuffix("."))
+    default = flag.default_text or flag.default
+    if default not in (None, "none", "at most a quarter of the free memory"):
+        assert default == str(option.default)
 
 
 def test_lora_and_speculation_options_reach_the_engine():

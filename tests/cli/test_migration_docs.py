@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from neso.cli.serve_options import FLAGS
+from neso.cli.serve_flags import FLAGS
 from neso.engine.config import EngineConfig
 
 DOCS = Path(__file__).parents[2] / "docs"

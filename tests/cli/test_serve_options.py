@@ -11,7 +11,7 @@ import pytest
 from serve_arguments import parse
 
 from neso.cli.flag_values import OptionError
-from neso.cli.serve_options import FLAGS
+from neso.cli.serve_flags import FLAGS
 from neso.flags import Flag
 from neso.frontends.frontend_options import ResponseCompression
 from neso.server.options import LogFormat, LogOptions, ModelControlMode, RateLimitMode, ResourceLimit

@@ -1,4 +1,4 @@
-"""The options and errors of `tritonfrontend`; that it serves is seen in scripts (test_tritonserver.py)."""
+"""Options and errors of `tritonfrontend`. test_tritonserver.py tests serving."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_options_without_effect_warn():
         tritonfrontend.KServeGrpc.Options(http2_max_pings_without_data=1).to_neso()
 
 
-def test_headers_are_forwarded_and_ports_shared():
+def test_header_forwarding_and_reuse_port():
     for options in (
         tritonfrontend.KServeHttp.Options(header_forward_pattern="x-.*", reuse_port=True),
         tritonfrontend.KServeGrpc.Options(forward_header_pattern="x-.*", reuse_port=True),
@@ -104,7 +104,7 @@ def test_mutual_tls(server, tmp_path):
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_wrong_uses(service, server):
+def test_invalid_uses_are_rejected(service, server):
     with pytest.raises(tritonfrontend.InvalidArgumentError, match=f"type {service.__name__}.Options"):
         service(server, {"port": 1})
     with pytest.raises(tritonfrontend.InvalidArgumentError, match="Server not started"):

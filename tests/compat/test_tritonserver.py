@@ -1,4 +1,4 @@
-"""Programs written for Triton's in-process packages, against Neso's in their place."""
+"""Programs written for Triton's `tritonserver` and `tritonfrontend`, run with Neso's replacements."""
 
 from __future__ import annotations
 
@@ -215,25 +215,25 @@ with KServeHttp(server, KServeHttp.Options(port=http)) as http_service:
 """
 
 
-def test_a_script_runs_unchanged(repository, tmp_path):
+def test_unchanged_script_runs(repository, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run("-m", "neso.compat", "script.py", str(repository), cwd=tmp_path)
     assert (done.stdout, done.returncode) == (EXPECTED, 0), done.stderr
 
 
-def test_a_script_that_installs_the_packages_itself(repository, tmp_path):
+def test_script_may_install_the_packages(repository, tmp_path):
     (tmp_path / "script.py").write_text("import neso.compat\nneso.compat.install()\n" + SCRIPT)
     done = run("script.py", str(repository), cwd=tmp_path)
     assert (done.stdout, done.returncode) == (EXPECTED, 0), done.stderr
 
 
-def test_front_ends_in_a_script(repository, tmp_path):
+def test_frontends_in_a_script(repository, tmp_path):
     (tmp_path / "front_ends.py").write_text(FRONT_ENDS)
     done = run("-m", "neso.compat", "-m", "front_ends", str(repository), cwd=tmp_path)
     assert done.stdout == "[[b'Roger Roger']] [[b'Roger Roger']]\nTrue\nrefused\nrefused\n", done.stderr
 
 
-def test_a_real_package_is_not_hidden(tmp_path):
+def test_installed_package_is_not_hidden(tmp_path):
     (tmp_path / "tritonserver.py").write_text("print('the real one')\n")
     (tmp_path / "script.py").write_text("import tritonserver\nprint(tritonserver.__name__)\n")
     environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": ""}
@@ -245,7 +245,7 @@ def test_a_real_package_is_not_hidden(tmp_path):
     assert plain.stdout == "the real one\ntritonserver\n"
 
 
-def test_arguments_and_exit_status_are_the_programs(tmp_path):
+def test_arguments_and_exit_status_are_passed_through(tmp_path):
     (tmp_path / "beside.py").write_text("value = 5\n")
     (tmp_path / "script.py").write_text(
         "import sys, beside\nprint(sys.argv, __name__)\nsys.exit(beside.value)\n"
@@ -256,12 +256,12 @@ def test_arguments_and_exit_status_are_the_programs(tmp_path):
     )
 
 
-def test_every_name_is_there():
+def test_all_public_names_exist():
     for name in tritonserver.__all__:
         assert getattr(tritonserver, name)
 
 
-def test_calls_before_the_start_and_after_the_stop(options):
+def test_calls_require_a_running_server(options):
     server = tritonserver.Server(options)
     calls = (
         server.ready,
@@ -300,14 +300,14 @@ def test_calls_before_the_start_and_after_the_stop(options):
         ({"cache_config": {"other": {"a": 1}}}, tritonserver.TritonError),
     ],
 )
-def test_wrong_options(options, wrong, error):
+def test_invalid_options_are_rejected(options, wrong, error):
     for name, value in wrong.items():
         setattr(options, name, value)
     with pytest.raises(error):
         tritonserver.Server(options).start()
 
 
-def test_options_that_have_a_meaning(repository):
+def test_options_are_converted(repository):
     options = tritonserver.Options(
         [str(repository)],
         strict_model_config=True,
@@ -335,7 +335,7 @@ def test_options_that_have_a_meaning(repository):
     assert found.startup_models == ()  # the mode is not EXPLICIT
 
 
-def test_options_that_have_none_are_accepted_with_a_warning(repository):
+def test_options_without_effect_cause_a_warning(repository):
     options = tritonserver.Options(
         str(repository),
         pinned_memory_pool_size=0,
@@ -353,7 +353,7 @@ def test_options_that_have_none_are_accepted_with_a_warning(repository):
     ]
 
 
-def test_a_model_that_cannot_be_loaded(options, repository):
+def test_model_that_fails_to_load(options, repository):
     (repository / "words" / "1" / "model.py").write_text("raise ValueError('bad')")
     with pytest.raises(tritonserver.InternalError, match="bad"):
         tritonserver.Server(options).start()
@@ -366,13 +366,13 @@ def test_a_model_that_cannot_be_loaded(options, repository):
     server.stop()
 
 
-def test_a_start_that_takes_too_long(options, repository):
+def test_start_timeout(options, repository):
     (repository / "words" / "1" / "model.py").write_text("import time\ntime.sleep(2)\n" + WORDS)
     with pytest.raises(tritonserver.UnavailableError, match="Timeout"):
         tritonserver.Server(options).start(wait_until_ready=True, timeout=0.05)
 
 
-def test_models_and_what_they_tell(server):
+def test_model_metadata_and_statistics(server):
     models = server.models()
     assert set(models) == {("echo", 1), ("words", 1)} == set(server.models(exclude_not_ready=True))
     assert repr(models["echo", 1]) == "{'name': 'echo', 'version': 1, 'state': 'READY'}"
@@ -450,7 +450,7 @@ def test_requests(server):
     assert response.outputs["text_output"].to_string_array().tolist() == [["a"]]
 
 
-def test_responses_that_were_read_after_the_stop(options):
+def test_responses_are_readable_after_stop(options):
     server = tritonserver.Server(options).start()
     responses = server.model("words").infer(inputs={"text_input": ["a b"]})
     server.stop()
@@ -476,7 +476,7 @@ async def test_async_with_a_queue(server):
         server.model("words").async_infer(inputs={"text_input": ["a"]}, response_queue=queue.SimpleQueue())
 
 
-def test_an_allocator_gives_the_memory_of_outputs(server):
+def test_outputs_use_the_memory_allocator(server):
     given = []
 
     class Allocator(tritonserver.MemoryAllocator):
@@ -501,7 +501,7 @@ def test_an_allocator_gives_the_memory_of_outputs(server):
         list(server.model("echo").infer(inputs=inputs, output_memory_allocator=TooSmall()))
 
 
-def test_programs_that_read_through_pointers(server):
+def test_outputs_are_readable_by_pointer(server):
     def text(response: tritonserver._api._response.InferenceResponse) -> str:
         tensor = response.outputs["text_output"]
         return ctypes.string_at(tensor.data_ptr + 4, tensor.size - 4).decode()
@@ -552,7 +552,7 @@ def test_metrics(server, options):
         tritonserver.MetricFamily(tritonserver.MetricKind.COUNTER, "compat_gauge", "A gauge")
 
 
-def test_what_is_measured(options):
+def test_server_metrics(options):
     options.cpu_metrics = False
     options.metrics_configuration = {"": {"summary_latencies": "true"}}
     with tritonserver.Server(options) as server:

@@ -1,4 +1,4 @@
-"""`neso build`: what comes out of an engine directory is what went in."""
+"""`neso build`: engine directories give the same tokens as their checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokens(model: Path, **options: Any) -> list[list[int]]:
     ("arch", "overrides"),
     [("llama", {"tie_word_embeddings": True}), ("qwen3", {"attention_bias": True}), ("qwen2", {})],
 )
-def test_an_engine_gives_the_tokens_of_its_checkpoint(
+def test_same_tokens_as_the_checkpoint(
     checkpoint_factory: Factory, tmp_path: Path, quantization: Any, arch: str, overrides: dict[str, Any]
 ) -> None:
     checkpoint = checkpoint_factory(arch, **SHAPE, **overrides)
@@ -67,7 +67,7 @@ def test_from_a_gguf_file_with_its_tokenizer(checkpoint_factory: Factory, tmp_pa
     assert answers[0].text == answers[1].text
 
 
-def test_shards_put_together_are_the_whole(checkpoint_factory: Factory, tmp_path: Path) -> None:
+def test_shards_add_up_to_the_whole(checkpoint_factory: Factory, tmp_path: Path) -> None:
     checkpoint = checkpoint_factory("llama", **SHAPE)
     for ranks in (1, 2):
         info = build_engine(checkpoint, tmp_path / str(ranks), RunnerOptions(), ranks)
@@ -104,7 +104,7 @@ def _matrices(directory: Path, rank: int) -> dict[str, np.ndarray]:
     return result
 
 
-def test_what_does_not_match_is_refused(checkpoint_factory: Factory, tmp_path: Path) -> None:
+def test_mismatches_are_rejected(checkpoint_factory: Factory, tmp_path: Path) -> None:
     checkpoint = checkpoint_factory("llama", **SHAPE)
     engine = tmp_path / "engine"
     build_engine(checkpoint, engine, RunnerOptions(quantization="int8"))
@@ -131,7 +131,7 @@ def test_what_does_not_match_is_refused(checkpoint_factory: Factory, tmp_path: P
         load_engine(EngineConfig(model=str(engine)))
 
 
-def test_a_build_that_fails_leaves_no_engine(checkpoint_factory: Factory, tmp_path: Path) -> None:
+def test_a_failed_build_leaves_no_engine(checkpoint_factory: Factory, tmp_path: Path) -> None:
     checkpoint = checkpoint_factory("llama", **SHAPE)
 
     def fail(done: int, total: int) -> None:
@@ -143,7 +143,7 @@ def test_a_build_that_fails_leaves_no_engine(checkpoint_factory: Factory, tmp_pa
     assert not list((tmp_path / "engine").iterdir())
 
 
-def test_the_command(checkpoint_factory: Factory, tmp_path: Path) -> None:
+def test_command_line(checkpoint_factory: Factory, tmp_path: Path) -> None:
     checkpoint, engine = str(checkpoint_factory("llama", **SHAPE)), str(tmp_path / "engine")
     built = CliRunner().invoke(app, ["build", checkpoint, engine, "--quantization", "int4"])
     assert built.exit_code == 0, built.output

@@ -1,4 +1,4 @@
-"""`neso build --quantization fp8`: the checkpoint that it writes."""
+"""`neso build --quantization fp8`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from plan_builder import PlanBuilder, random_tokens, run_in_chunks
+from runners.plan_builder import PlanBuilder, random_tokens, run_in_chunks
 
 from neso.engine.client.llm import LLM
 from neso.engine.load.build import build_float8, round_to_float8
@@ -23,7 +23,7 @@ from neso.engine.weights.quantized import Float8Matrix
 from neso.generation import SamplingParams
 
 
-def test_rounding_errs_by_half_a_step_at_most() -> None:
+def test_rounding_error_is_at_most_half_a_step() -> None:
     weights = np.random.default_rng(0).standard_normal((5, 70)).astype(np.float32)
     weights[2] = 0
     rounded = round_to_float8(weights).dequantize()
@@ -44,7 +44,7 @@ def logits(runner: str, directory: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     "overrides", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}]
 )
-def test_all_runners_read_it(
+def test_all_runners_load_it(
     checkpoint_factory: Callable[..., Path], tmp_path: Path, overrides: dict[str, bool]
 ) -> None:
     source = checkpoint_factory("llama", **overrides)
@@ -61,7 +61,7 @@ def test_all_runners_read_it(
         assert checkpoint.tensor("model.embed_tokens.weight").dtype == ml_dtypes.bfloat16
 
 
-def test_the_tokenizer_comes_along(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_copied(llama_checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "fp8"
     build_float8(llama_checkpoint, target)
     (result,) = LLM(target, runner="reference").generate(
@@ -70,13 +70,13 @@ def test_the_tokenizer_comes_along(llama_checkpoint: Path, tmp_path: Path) -> No
     assert len(result.outputs[0].token_ids) == 4
 
 
-def test_progress_ends_at_the_number_of_tensors(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_progress_reaches_the_number_of_tensors(llama_checkpoint: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     build_float8(llama_checkpoint, tmp_path / "fp8", lambda done, total: seen.append((done, total)))
     assert seen == [(done, len(seen)) for done in range(1, len(seen) + 1)]
 
 
-def test_a_directory_that_is_not_empty_is_left_alone(llama_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_non_empty_directory_is_rejected(llama_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(FileExistsError, match="not empty"):
         build_float8(llama_checkpoint, tmp_path)

@@ -1,4 +1,4 @@
-"""How many blocks the key-value cache gets, by the options that limit it."""
+"""Size of the KV cache, from the options that limit it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def blocks(max_model_len: int = 10_000, **options) -> int:
         ({"kv_cache_free_gpu_mem_fraction": 1.0, "max_num_seqs": 2, "block_size": 4}, 400),
     ],
 )
-def test_the_least_limit_counts(options, expected):
+def test_the_lowest_limit_applies(options, expected):
     assert blocks(**options) == expected
 
 
-def test_no_more_than_can_be_used():
+def test_size_is_limited_to_the_need_of_all_sequences():
     assert blocks(max_model_len=20, kv_cache_free_gpu_mem_fraction=1.0, max_num_seqs=3) == 6
 
 
@@ -55,12 +55,12 @@ def test_no_more_than_can_be_used():
         ({"kv_cache_free_gpu_mem_fraction": 1.5}, "kv_cache_free_gpu_mem_fraction must be"),
     ],
 )
-def test_too_little_is_refused(options, message):
+def test_too_few_blocks_are_rejected(options, message):
     with pytest.raises(EngineError, match=message):
         blocks(**options)
 
 
-def test_tensorrt_llms_name_for_the_prefix_cache():
+def test_tensorrt_llm_alias_of_prefix_caching():
     assert not EngineConfig.from_options(
         "model", {"enable_kv_cache_reuse": "false"}
     ).scheduler.enable_prefix_caching

@@ -1,4 +1,4 @@
-"""Embeddings by a decoder's hidden states, against transformers."""
+"""Embeddings from a decoder's hidden states, compared with transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_hidden_states_are_pooled(llama_checkpoint, hidden_states, runner, optio
     assert not llm.core.has_work
 
 
-def test_generation_goes_on_beside(llama_checkpoint, hidden_states):
+def test_generation_beside_pooling(llama_checkpoint, hidden_states):
     llm = LLM(llama_checkpoint, runner="native", max_prefill_chunk=4)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     alone = llm.generate(PROMPTS[2], greedy, progress=False)[0].text
@@ -66,7 +66,7 @@ def test_generation_goes_on_beside(llama_checkpoint, hidden_states):
     assert llm.info.pooling.kind == "last" and llm.info.generates
 
 
-def test_a_checkpoint_without_a_head(tmp_path, llama_checkpoint, hidden_states):
+def test_a_checkpoint_without_an_lm_head(tmp_path, llama_checkpoint, hidden_states):
     directory = make_checkpoint(tmp_path / "whole", "mistral")
     model = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path / "bare")
@@ -78,11 +78,11 @@ def test_a_checkpoint_without_a_head(tmp_path, llama_checkpoint, hidden_states):
     with torch.no_grad():
         expected = model(torch.tensor([PROMPTS[2]])).last_hidden_state[0, -1].numpy()
     np.testing.assert_allclose(llm.embed(PROMPTS[2], PoolingParams(normalize=False))[0], expected, atol=ATOL)
-    with pytest.raises(InvalidParameter, match="no head"):
+    with pytest.raises(InvalidParameter, match="no LM head"):
         llm.generate("x", progress=False)
 
 
-def test_what_cannot_be_pooled_is_refused(llama_checkpoint):
+def test_unsupported_pooling_is_rejected(llama_checkpoint):
     llm = LLM(llama_checkpoint, runner="transformers", num_blocks=16)
     with pytest.raises(InvalidParameter, match="no vectors"):
         llm.embed("x")
@@ -93,7 +93,7 @@ def test_what_cannot_be_pooled_is_refused(llama_checkpoint):
         llm.classify("x")
 
 
-def test_what_was_generated_from_is_found_for_the_last_token(llama_checkpoint, hidden_states):
+def test_generation_and_pooling_share_cached_prefixes(llama_checkpoint, hidden_states):
     llm = LLM(llama_checkpoint, runner="reference", block_size=4)
     llm.generate(PROMPTS[3], SamplingParams(temperature=0, max_tokens=2), progress=False)
     embedding = llm.embed(PROMPTS[3], PoolingParams(pooling="last", normalize=False))[0]

@@ -1,4 +1,4 @@
-"""Decoding options through the offline API: beams, best_of, words, logits."""
+"""Decoding options of `neso.LLM`: beam search, best_of, stop words, bad words, logits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def oracle(llama_checkpoint, ids, **options):
         )
 
 
-def test_beams(llm, llama_checkpoint):
+def test_beam_search(llm, llama_checkpoint):
     result = run(llm, beam_width=4, n=3, length_penalty=0.5, ignore_eos=False, logprobs=2)
     expected = oracle(
         llama_checkpoint, result.prompt_token_ids, num_beams=4, num_return_sequences=3, length_penalty=0.5
@@ -65,7 +65,7 @@ def test_beams(llm, llama_checkpoint):
         assert total == pytest.approx(output.cumulative_logprob, rel=1e-4)
 
 
-def test_beams_come_once_beside_a_stream_of_tokens(llm):
+def test_beams_are_output_once_beside_a_stream(llm):
     other = llm.stream("A server", SamplingParams(**FREE))
     next(other)
     outputs = list(llm.stream(PROMPT, SamplingParams(**FREE, beam_width=3, n=2)))
@@ -78,7 +78,7 @@ def test_beams_come_once_beside_a_stream_of_tokens(llm):
     ]
 
 
-def test_stop_string_cuts_the_text_of_a_beam(llm):
+def test_stop_string_truncates_a_beam(llm):
     whole = run(llm, beam_width=3).outputs[0]
     stop = whole.text[3:5]
     cut = run(llm, beam_width=3, stop=(stop,)).outputs[0]
@@ -87,7 +87,7 @@ def test_stop_string_cuts_the_text_of_a_beam(llm):
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)] and len(cut.token_ids) < 20
 
 
-def test_best_of_returns_the_likeliest(llm):
+def test_best_of_returns_the_most_likely(llm):
     params = {"temperature": 1.5, "seed": 3, "max_tokens": 8}
     every = run(llm, n=5, logprobs=0, **params)
     every.outputs.sort(key=lambda o: -(o.cumulative_logprob or 0) / len(o.token_ids))
@@ -101,7 +101,7 @@ def test_best_of_returns_the_likeliest(llm):
     assert streamed.usage.completion_tokens == 40
 
 
-def test_best_of_with_stop_strings_ranks_what_is_left(llm):
+def test_best_of_ranks_texts_without_stop_strings(llm):
     params = {"temperature": 1.5, "seed": 3, "max_tokens": 8, "stop": ("e", "a")}
     every = run(llm, n=4, logprobs=0, **params)
     every.outputs.sort(key=lambda o: -(o.cumulative_logprob or 0) / len(o.token_ids))
@@ -109,7 +109,7 @@ def test_best_of_with_stop_strings_ranks_what_is_left(llm):
     assert best.outputs[0].token_ids == every.outputs[0].token_ids
 
 
-def test_stop_words_end_text_and_are_no_part_of_it(llm):
+def test_stop_words_end_the_text_and_are_removed(llm):
     free = run(llm).outputs[0]
     word = tuple(free.token_ids[6:9])
     result = run(llm, stop_words=(word, (word[0], 383), (383, 383, 383, 383)))
@@ -141,7 +141,7 @@ def test_bad_words_as_text_and_tokens(llm):
         assert not any(tokens[i : i + len(ids)] == ids for i in range(len(tokens)))
 
 
-def test_logits_are_those_of_transformers(llm, llama_checkpoint):
+def test_logits_equal_those_of_transformers(llm, llama_checkpoint):
     result = run(llm, return_context_logits=True, return_generation_logits=True, prompt_logprobs=0)
     ids, (output,) = result.prompt_token_ids, result.outputs
     model = load_oracle(llama_checkpoint)
@@ -164,7 +164,7 @@ def test_logits_of_beams(llm, llama_checkpoint):
         np.testing.assert_allclose(output.generation_logits, rows[len(ids) - 1 : -1], atol=2e-3)
 
 
-def test_seeds_are_reproducible_beside_anything(llm):
+def test_seeds_are_reproducible_in_any_batch(llm):
     odd = {"temperature": 1.2, "seed": 8, "top_p": 0.9, "top_p_decay": 0.8, "no_repeat_ngram_size": 2}
     alone = run(llm, **odd)
     mates = [{"beam_width": 3}, {"n": 2, "best_of": 3, "temperature": 1.0}, {"repetition_penalty": 1.4}]
@@ -184,13 +184,13 @@ def test_seeds_are_reproducible_beside_anything(llm):
         {"embedding_bias": np.where(np.arange(VOCAB_SIZE) == 7, 0.0, -1e30).astype(np.float32)},
     ],
 )
-def test_extremes_that_are_allowed_stay_numbers(llm, extreme):
+def test_extreme_parameters_give_finite_logits(llm, extreme):
     extreme = {name: v.tobytes() if isinstance(v, np.ndarray) else v for name, v in extreme.items()}
     for more in ({}, {"top_p": 0.9}, {"beam_width": 2}):
         assert run(llm, **{"temperature": 1.0, "seed": 1, **extreme, **more}).outputs[0].token_ids == [7] * 20
 
 
-def test_below_the_lowest_temperature_the_likeliest_token_comes(llm):
+def test_very_low_temperature_is_greedy(llm):
     greedy = run(llm).outputs[0].token_ids
     for temperature in (1e-5, 9e-6, 1e-40, 1e-300):
         assert run(llm, temperature=temperature, seed=1).outputs[0].token_ids == greedy
@@ -210,13 +210,13 @@ def test_below_the_lowest_temperature_the_likeliest_token_comes(llm):
         ("embedding_bias", {"embedding_bias": np.full(VOCAB_SIZE, np.nan, np.float32).tobytes()}),
     ],
 )
-def test_what_the_model_cannot_do_is_refused(llm, field, params):
+def test_unsupported_parameters_are_rejected(llm, field, params):
     with pytest.raises(InvalidParameter) as caught:
         run(llm, **params)
     assert caught.value.field == field
 
 
-def test_ends_that_the_model_has_no_logits_for_are_left_out(llama_checkpoint, tmp_path):
+def test_end_tokens_outside_the_vocabulary_are_ignored(llama_checkpoint, tmp_path):
     """Configurations name such tokens; a request with `min_tokens` would have no column to keep them out of."""
     directory = tmp_path / "model"
     shutil.copytree(llama_checkpoint, directory)

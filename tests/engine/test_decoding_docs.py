@@ -1,4 +1,4 @@
-"""The examples of docs/guides/decoding.md, run as they stand."""
+"""Runs the examples of docs/guides/decoding.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the defaults of sampling are from, and that the engine knows them."""
+"""Sampling defaults of a model: sources, overrides, errors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def read(model: Path, **options: Any) -> SamplingDefaults:
     return read_default_sampling(EngineConfig.from_options(str(model), options))
 
 
-def test_the_checkpoint_s_own(model):
+def test_file_of_the_checkpoint(model):
     assert read(model) == SamplingDefaults(top_k=20, temperature=0.6, max_new_tokens=99)
 
 
-def test_none(model, tmp_path):
+def test_no_file(model, tmp_path):
     assert read(model, generation_config="vllm") == SamplingDefaults()
     assert read(tmp_path) == SamplingDefaults()
     (tmp_path / "model.gguf").touch()
@@ -44,14 +44,14 @@ def test_none(model, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "generation_config.json"])
-def test_another_file_whose_number_of_tokens_is_a_limit(model, tmp_path, name):
+def test_max_new_tokens_of_another_file_is_a_limit(model, tmp_path, name):
     other = directory(tmp_path / "other", top_p=0.5, max_new_tokens=7)
     expected = SamplingDefaults(top_p=0.5, max_new_tokens=7, limits_tokens=True)
     assert read(model, generation_config=str(other / name)) == expected
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_the_override_goes_before_the_file(model, as_text):
+def test_the_override_takes_precedence(model, as_text):
     def override(**values: Any) -> Any:
         return json.dumps(values) if as_text else values
 
@@ -72,21 +72,21 @@ def test_the_override_goes_before_the_file(model, as_text):
         ({}, {"topk": 2}, "override_generation_config: unknown parameter 'topk', known are temper"),
     ],
 )
-def test_errors_name_the_place_and_the_field(model, values, override, message):
+def test_errors_name_the_file_and_the_field(model, values, override, message):
     directory(model, **values)
     with pytest.raises(CheckpointError) as caught:
         read(model, override_generation_config=override)
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_not_there(model, tmp_path):
+def test_missing_file(model, tmp_path):
     with pytest.raises(CheckpointError, match=r"generation_config: .*: there is no such file"):
         read(model, generation_config=str(tmp_path))
     with pytest.raises(CheckpointError, match=r"generation_config: .*nowhere: there is no such directory"):
         read(model, generation_config=str(tmp_path / "nowhere"))
 
 
-def test_a_model_with_defaults(llama_checkpoint, tmp_path):
+def test_llm_uses_the_defaults(llama_checkpoint, tmp_path):
     checkpoint = shutil.copytree(llama_checkpoint, tmp_path / "copy")
     directory(checkpoint, top_k=1, max_new_tokens=6, eos_token_id=1)
     llm = LLM(checkpoint, runner="reference")

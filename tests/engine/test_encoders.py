@@ -1,4 +1,4 @@
-"""Encoders against transformers, float32: embeddings, classifiers, rerankers."""
+"""Encoders, compared with transformers in float32: embeddings, classifiers, rerankers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def oracle(directory, ids: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_mean_embeddings_are_those_of_transformers(encoder_factory, arch, runner):
+def test_mean_embeddings_equal_transformers(encoder_factory, arch, runner):
     directory = encoder_factory(arch)
     llm = LLM(directory, runner=runner)
     embeddings = llm.embed(prompts(), RAW)
@@ -86,7 +86,7 @@ def test_kinds_of_pooling(encoder_factory, kind):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_rerankers_score_pairs_as_transformers_does(encoder_factory, arch, runner):
+def test_reranker_scores_equal_transformers(encoder_factory, arch, runner):
     directory = encoder_factory(arch, labels=1)
     llm = LLM(directory, runner=runner)
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
@@ -105,7 +105,7 @@ def test_rerankers_score_pairs_as_transformers_does(encoder_factory, arch, runne
     assert len(set(scores.tolist())) == 3
 
 
-def test_classes_exclude_each_other(encoder_factory):
+def test_class_probabilities_add_up_to_one(encoder_factory):
     directory = encoder_factory("roberta", labels=3)
     llm = LLM(directory, runner="native")
     model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
@@ -118,7 +118,7 @@ def test_classes_exclude_each_other(encoder_factory):
         llm.score("a", "b")
 
 
-def test_without_a_classifier_the_cosine_is_the_score(encoder_factory):
+def test_scores_without_a_classifier_are_cosines(encoder_factory):
     llm = LLM(encoder_factory("bert"), runner="reference")
     query, *documents = embeddings = llm.embed(["query", "one", "two"])
     np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-6)
@@ -127,7 +127,7 @@ def test_without_a_classifier_the_cosine_is_the_score(encoder_factory):
         llm.classify("x")
 
 
-def test_padding_tokens_do_not_count_as_positions_of_roberta(encoder_factory):
+def test_positions_of_roberta_skip_padding(encoder_factory):
     directory = encoder_factory("roberta")
     ids = [7, PAD, 8, 9]
     model = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
@@ -137,7 +137,7 @@ def test_padding_tokens_do_not_count_as_positions_of_roberta(encoder_factory):
     np.testing.assert_allclose(embedding, hidden.mean(0), atol=ATOL)
 
 
-def test_files_of_sentence_transformers_say_how_to_pool(encoder_factory, tmp_path):
+def test_pooling_options_of_sentence_transformers(encoder_factory, tmp_path):
     directory = make_encoder(tmp_path, "bert")
     modules = ["Transformer", "Pooling", "Dense", "Normalize"]
     entries = [
@@ -172,7 +172,7 @@ def test_files_of_sentence_transformers_say_how_to_pool(encoder_factory, tmp_pat
 
 
 @pytest.mark.parametrize("file", ["sentence_bert_config.json", "1_Pooling/config.json"])
-def test_a_module_whose_file_holds_no_object_is_refused_by_its_name(tmp_path, file):
+def test_an_invalid_module_file_is_named(tmp_path, file):
     directory = make_encoder(tmp_path, "bert")
     pooling = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
     (directory / "modules.json").write_text(json.dumps([pooling]))
@@ -183,7 +183,7 @@ def test_a_module_whose_file_holds_no_object_is_refused_by_its_name(tmp_path, fi
         LLM(directory, runner="reference")
 
 
-def test_names_of_older_checkpoints(encoder_factory, tmp_path):
+def test_tensor_names_of_older_checkpoints(encoder_factory, tmp_path):
     directory = make_encoder(tmp_path, "bert")
     before = LLM(directory, runner="reference").embed(prompts(), RAW)
     path = directory / "model.safetensors"
@@ -199,7 +199,7 @@ def test_names_of_older_checkpoints(encoder_factory, tmp_path):
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["bfloat16", "int8"]
 )
-def test_less_exact_weights_come_close(encoder_factory, options):
+def test_quantized_weights_are_close(encoder_factory, options):
     directory = encoder_factory("bert", initializer_range=0.05)
     exact = LLM(directory, runner="reference").embed(prompts())
     close = LLM(directory, runner="native", **options).embed(prompts())
@@ -228,7 +228,7 @@ def test_lengths(encoder_factory):
 
 
 @pytest.mark.parametrize("arch", ["bert", "roberta"])
-def test_a_cut_leaves_something_of_the_text(encoder_factory, arch):
+def test_truncation_keeps_a_token_of_the_text(encoder_factory, arch):
     llm = LLM(encoder_factory(arch), runner="reference")
     for prompt, num_special in (("a text", 2), (("a text", "and another"), 3)):
         for limit in range(1, num_special + 1):
@@ -241,7 +241,7 @@ def test_a_cut_leaves_something_of_the_text(encoder_factory, arch):
     assert len(ids) == 1
 
 
-def test_encoders_do_not_generate_and_requests_fail_by_themselves(encoder_factory):
+def test_encoders_reject_generation_and_invalid_requests(encoder_factory):
     llm = LLM(encoder_factory("bert"), runner="native")
     with pytest.raises(InvalidParameter, match="no LM head"):
         llm.generate("x", SamplingParams(), progress=False)

@@ -1,4 +1,4 @@
-"""Vectors in place of tokens, against transformers' generate with inputs_embeds."""
+"""Prompt embeddings, compared with transformers' generate with inputs_embeds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def random_rows(count: int, width: int = 48, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_prompts_of_vectors_continue_as_with_transformers(llama_checkpoint, oracle, runner, options):
+def test_prompt_embeddings_equal_transformers(llama_checkpoint, oracle, runner, options):
     llm = LLM(llama_checkpoint, runner=runner, **options)
     prompts = [random_rows(n, seed=n) for n in (1, 9, 21, 30)]
     results = llm.generate([*prompts, list(range(10, 30))], GREEDY, progress=False)
@@ -65,7 +65,7 @@ def test_prompts_of_vectors_continue_as_with_transformers(llama_checkpoint, orac
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_virtual_tokens_stand_for_rows_of_the_table(llama_checkpoint, oracle, runner, options):
+def test_virtual_tokens_are_rows_of_the_table(llama_checkpoint, oracle, runner, options):
     llm = LLM(llama_checkpoint, runner=runner, **options)
     table = random_rows(6)
     # Rows at the beginning, in the middle, one twice; the placeholder is a real token of the prompt too.
@@ -78,7 +78,7 @@ def test_virtual_tokens_stand_for_rows_of_the_table(llama_checkpoint, oracle, ru
     assert second.outputs[0].token_ids == continued(oracle, everything[ids[2:16]])
 
 
-def test_text_follows_the_whole_table(llama_checkpoint, oracle):
+def test_a_text_prompt_follows_the_whole_table(llama_checkpoint, oracle):
     llm = LLM(llama_checkpoint, runner="reference")
     table = random_rows(3)
     (result,) = llm.generate({"prompt": "The quick", "prompt_embedding_table": table}, GREEDY, progress=False)
@@ -86,7 +86,7 @@ def test_text_follows_the_whole_table(llama_checkpoint, oracle):
     assert result.outputs[0].token_ids == continued(oracle, rows)
 
 
-def test_prefix_cache_tells_rows_by_their_content(llama_checkpoint, oracle):
+def test_prefix_cache_compares_rows_by_content(llama_checkpoint, oracle):
     llm = LLM(llama_checkpoint, runner="reference", block_size=4)
     one, other = random_rows(13, seed=1), random_rows(13, seed=2)
     # The ids that stand where the rows are: their blocks must not be taken for those of the rows.
@@ -105,7 +105,7 @@ def test_prefix_cache_tells_rows_by_their_content(llama_checkpoint, oracle):
     assert llm.core.stats().prefix_hit_tokens == 3 * 12 + 8
 
 
-def test_several_answers_share_the_rows(llama_checkpoint, oracle):
+def test_sequences_of_a_request_share_the_rows(llama_checkpoint, oracle):
     llm = LLM(llama_checkpoint, runner="native", num_blocks=24, block_size=4)
     rows = random_rows(9)
     params = SamplingParams(n=3, temperature=0, max_tokens=8, ignore_eos=True)
@@ -145,14 +145,14 @@ def test_placeholders_are_not_penalized(llama_checkpoint):
         ("promt", {"promt": "x"}),
     ],
 )
-def test_bad_vectors_are_refused_by_name(llama_checkpoint, field, prompt):
+def test_invalid_embeddings_name_their_field(llama_checkpoint, field, prompt):
     llm = LLM(llama_checkpoint, runner="reference", num_blocks=16)
     with pytest.raises(InvalidParameter) as caught:
         llm.generate(prompt, GREEDY, progress=False)
     assert caught.value.field == field
 
 
-def test_runners_that_cannot_are_not_asked(llama_checkpoint):
+def test_runners_without_embeddings_reject_them(llama_checkpoint):
     llm = LLM(llama_checkpoint, runner="transformers", num_blocks=16)
     with pytest.raises(InvalidParameter, match="token ids only"):
         llm.generate(random_rows(3), GREEDY, progress=False)

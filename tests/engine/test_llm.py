@@ -1,4 +1,4 @@
-"""The offline API."""
+"""`neso.LLM`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_progress_bar_does_not_change_results(llm, capsys):
     )
 
 
-def test_stream_gives_the_same_text_piece_by_piece(llm):
+def test_stream_gives_the_same_text(llm):
     outputs = list(llm.stream("The quick", GREEDY))
     assert len(outputs) > 1
     assert (
@@ -85,7 +85,7 @@ def test_stop_string_ends_the_text_before_it(llm):
     assert not llm.core.has_work
 
 
-def test_stop_token_is_not_shown(llm):
+def test_stop_token_is_not_output(llm):
     (free,) = llm.generate(
         [10, 11], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), progress=False
     )
@@ -128,7 +128,7 @@ def test_logprobs_and_prompt_logprobs(llm):
         ("x", {"min_tokens": 600}, "min_tokens"),
     ],
 )
-def test_what_cannot_be_served_is_refused(llm, prompt, params, field):
+def test_unsupported_requests_are_rejected(llm, prompt, params, field):
     with pytest.raises(InvalidParameter) as caught:
         llm.generate(["fine", prompt], SamplingParams(**params), progress=False)
     assert caught.value.field == field
@@ -160,7 +160,7 @@ def test_bad_sampling_parameters_name_their_field(params, field):
     assert caught.value.field == field
 
 
-def test_max_tokens_is_cut_to_the_context(llm):
+def test_max_tokens_is_limited_to_the_context(llm):
     (result,) = llm.generate(
         [[7] * 500], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), progress=False
     )
@@ -177,7 +177,7 @@ def test_bad_engine_options(llama_checkpoint, options):
 
 
 @pytest.mark.parametrize("runner", ["auto", "transformers"])
-def test_a_length_that_does_not_do_is_refused_before_the_weights_are_read(llama_checkpoint, tmp_path, runner):
+def test_invalid_max_model_len_is_rejected_before_loading(llama_checkpoint, tmp_path, runner):
     directory = shutil.copytree(llama_checkpoint, tmp_path / "no_weights")
     tensors = load_file(directory / "model.safetensors")
     save_file({name: tensor[:1].clone() for name, tensor in tensors.items()}, directory / "model.safetensors")

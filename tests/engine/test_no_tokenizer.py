@@ -1,4 +1,4 @@
-"""Engines without a tokenizer, or with that of another model; requests whose text nobody needs."""
+"""Engines without a tokenizer or with that of another model; requests without detokenization."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[int]:
     return llm.generate([PROMPT], params, progress=False)[0].outputs[0].token_ids
 
 
-def test_tokens_go_in_and_come_out(weights, expected):
+def test_token_ids_in_and_out(weights, expected):
     llm = LLM(weights, skip_tokenizer_init=True)
     (result,) = llm.generate([PROMPT], GREEDY, progress=False)
     assert (result.outputs[0].token_ids, result.text) == (expected, "")
@@ -50,7 +50,7 @@ def test_tokens_go_in_and_come_out(weights, expected):
         (PROMPT, {"guided_decoding": GuidedDecoding(regex="a")}, "no bytes for single tokens"),
     ],
 )
-def test_what_needs_text_is_refused(weights, prompt, further, message):
+def test_text_features_are_rejected(weights, prompt, further, message):
     llm = LLM(weights, skip_tokenizer_init=True)
     with pytest.raises(InvalidParameter, match=message):
         llm.generate([prompt], SamplingParams(max_tokens=4, **further), progress=False)
@@ -64,12 +64,12 @@ def test_the_tokenizer_of_another_model(weights, llama_checkpoint, expected):
     assert llm.generate(["x"], guided, progress=False)[0].text == "abc"
 
 
-async def test_an_engine_says_that_it_has_none(weights):
+async def test_error_without_a_tokenizer(weights):
     with pytest.raises(EngineError, match=r"tokenizer\.json"):
         await AsyncEngine.start(EngineConfig(model=str(weights)), in_process=True)
 
 
-async def test_text_is_made_where_it_is_wanted(llama_checkpoint, expected):
+async def test_detokenization_is_per_request(llama_checkpoint, expected):
     engine = await AsyncEngine.start(EngineConfig(model=str(llama_checkpoint)), in_process=True)
     try:
         for detokenize in (True, False):

@@ -1,4 +1,4 @@
-"""What requests may ask for of the model's scores, by the engine's options."""
+"""Limits of log probabilities and logits of a request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(llama_checkpoint):
     return lambda **options: LLM(llama_checkpoint, runner="reference", num_blocks=64, **options)
 
 
-def test_log_probabilities_by_default(load):
+def test_default_limit_of_logprobs(load):
     llm = load()
     assert len(run(llm, logprobs=20).outputs[0].logprobs[0].top) == 20
     for params in ({"logprobs": 21}, {"logprobs": -1}, {"prompt_logprobs": 21}):
@@ -49,7 +49,7 @@ def test_max_logprobs(load):
     assert "at most 0" in refused(load(max_logprobs=0), logprobs=1)
 
 
-def test_all_log_probabilities_need_the_option(load):
+def test_all_logprobs_need_the_option(load):
     llm = load(max_logprobs="-1")
     for count in (-1, VOCAB_SIZE):
         assert len(run(llm, logprobs=count).outputs[0].logprobs[0].top) == VOCAB_SIZE
@@ -68,7 +68,7 @@ def test_all_log_probabilities_need_the_option(load):
         ("gather_generation_logits", {"return_generation_logits": True, "beam_width": 3}, 9),
     ],
 )
-def test_logits_of_a_request_are_bounded(load, monkeypatch, option, params, rows):
+def test_logits_of_a_request_are_limited(load, monkeypatch, option, params, rows):
     field = next(iter(params))
     by_default, allowed, forbidden = load(), load(**{option: True}), load(**{option: "false"})
     monkeypatch.setattr("neso.engine.sampling.limits.MAX_LOGITS_BYTES", rows * ROW)
@@ -80,7 +80,7 @@ def test_logits_of_a_request_are_bounded(load, monkeypatch, option, params, rows
     run(allowed, **params)
 
 
-def test_without_max_tokens_all_that_fit_count(load, monkeypatch):
+def test_without_max_tokens_the_context_counts(load, monkeypatch):
     llm = load()
     room = llm.info.max_model_len - len(PROMPT)
     monkeypatch.setattr("neso.engine.sampling.limits.MAX_LOGITS_BYTES", (room - 1) * ROW)

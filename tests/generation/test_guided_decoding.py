@@ -1,4 +1,4 @@
-"""How a request may ask for guided decoding, and what it is told when it asks wrongly."""
+"""Guided decoding in requests: accepted names and error messages."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_names_of_vllm_openai_and_tensorrt_llm(
         {"structured_outputs": {"json": None}},
     ],
 )
-def test_what_asks_for_nothing(values: dict[str, Any]) -> None:
+def test_values_without_a_constraint(values: dict[str, Any]) -> None:
     assert SamplingParams.from_mapping(values).guided_decoding is None
 
 
-def test_structural_tags_and_white_space() -> None:
+def test_structural_tags_and_whitespace() -> None:
     for value in (TAG, msgspec.json.encode(TAG).decode()):
         for asked in ({"structural_tag": value}, {"response_format": value}):
             guided = SamplingParams.from_mapping(asked).guided_decoding
@@ -123,7 +123,7 @@ def test_bad_requests_name_their_field(values: dict[str, Any], field: str) -> No
     assert caught.value.field == field
 
 
-def test_choices_in_a_list():
+def test_choice_accepts_a_list():
     guided = GuidedDecoding(choice=["a", "b"])
     assert guided == GuidedDecoding(choice=("a", "b")) and hash(guided)
     with pytest.raises(InvalidParameter, match="choices must be strings"):
@@ -131,12 +131,12 @@ def test_choices_in_a_list():
 
 
 @pytest.mark.parametrize("fields", [{}, {"regex": "a", "json": {}}, {"json_object": True, "choice": ("a",)}])
-def test_exactly_one_constraint(fields: dict[str, Any]) -> None:
+def test_exactly_one_constraint_is_required(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter, match="exactly one"):
         GuidedDecoding(**fields)
 
 
-def test_it_crosses_to_the_engine() -> None:
+def test_serialization_round_trip() -> None:
     params = SamplingParams(guided_decoding=GuidedDecoding(json=SCHEMA, disable_any_whitespace=True))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
@@ -153,7 +153,7 @@ def test_it_crosses_to_the_engine() -> None:
         {"response_format": '{"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}'},
     ],
 )
-def test_half_a_surrogate_pair_is_refused(values):
+def test_lone_surrogates_are_rejected(values):
     """It is no text that a message to the engine can hold."""
     with pytest.raises(InvalidParameter, match=r"not valid Unicode|no Unicode"):
         SamplingParams.from_mapping(values)

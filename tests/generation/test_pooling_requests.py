@@ -1,4 +1,4 @@
-"""Scores out of vectors, many requests at once, images among messages."""
+"""Scores from vectors, concurrent pooling requests, images in messages."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def test_each_text_is_embedded_once():
     np.testing.assert_allclose(scoring.scores([output(1, 0), output(0.6, 0.8)]), [0.6, 1, 0.6])
 
 
-def test_a_cross_encoder_reads_pairs():
+def test_cross_encoder_reads_pairs():
     scoring = Scoring.of(RERANKER, ["a", "b"], ["c", "d"], activation=False)
     assert scoring.prompts == [("a", "c"), ("b", "d")] and not scoring.params.activation
     np.testing.assert_allclose(scoring.scores([output(3), output(-1)]), [3, -1])
 
 
-def test_what_is_no_pairs_is_refused():
+def test_unpaired_texts_are_rejected():
     with pytest.raises(InvalidParameter, match="2 queries and 3 documents"):
         Scoring.of(EMBEDDER, ["a", "b"], ["c", "d", "e"])
 
 
-async def test_many_requests_keep_their_order():
+async def test_results_keep_the_order_of_requests():
     async def pool(request: PoolingRequest) -> PooledOutput:
         await asyncio.sleep(0.001 * (request.prompt[0] % 3))
         return output(request.prompt[0])
@@ -46,7 +46,7 @@ async def test_many_requests_keep_their_order():
     assert [o.values[0] for o in pooled] == list(range(count))
 
 
-async def test_one_that_fails_cancels_the_others():
+async def test_a_failure_cancels_the_other_requests():
     cancelled = []
 
     async def pool(request: PoolingRequest) -> PooledOutput:
@@ -64,7 +64,7 @@ async def test_one_that_fails_cancels_the_others():
     assert cancelled == [[0], [2]]
 
 
-def test_images_leave_their_places():
+def test_images_are_separated_from_messages():
     parts = [
         {"type": "text", "text": "a"},
         {"type": "image_url", "image_url": {"url": "data:one"}},

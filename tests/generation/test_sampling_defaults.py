@@ -1,4 +1,4 @@
-"""What of a `generation_config.json` becomes a default of sampling."""
+"""Sampling defaults from `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ QWEN: dict[str, Any] = {
 }
 
 
-def test_a_file_as_checkpoints_have_it():
+def test_typical_file():
     defaults = SamplingDefaults.from_mapping(QWEN)
     assert defaults.given() == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     assert defaults.params() == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     assert str(defaults) == "temperature 0.6, top_p 0.95, top_k 20"
 
 
-def test_a_file_without_any():
+def test_file_without_defaults():
     ids = {"bos_token_id": 0, "eos_token_id": [2, 0], "max_length": 20, "num_beams": 4}
     assert SamplingDefaults.from_mapping(ids) == SamplingDefaults()
     assert SamplingDefaults().params() == SamplingParams()
 
 
-def test_numbers_may_be_whole():
+def test_integers_are_accepted_for_floats():
     defaults = SamplingDefaults.from_mapping({"temperature": 0, "repetition_penalty": 1, "top_k": -1})
     assert defaults.params() == SamplingParams(temperature=0.0, top_k=-1)
 
@@ -44,13 +44,13 @@ def test_numbers_may_be_whole():
     ("limits", "asked", "gets"),
     [(False, None, 8), (False, 100, 100), (True, None, 8), (True, 100, 8), (True, 3, 3), (True, 0, 0)],
 )
-def test_tokens(limits, asked, gets):
+def test_max_tokens_of_a_request(limits, asked, gets):
     defaults = SamplingDefaults.from_mapping({"max_new_tokens": 8}, limits_tokens=limits)
     assert defaults.max_tokens(asked) == gets
     assert str(defaults) == "max_new_tokens 8" + " at most" * limits
 
 
-def test_no_limit_without_a_number():
+def test_no_limit_without_max_new_tokens():
     defaults = SamplingDefaults.from_mapping({"max_new_tokens": None}, limits_tokens=True)
     assert defaults == SamplingDefaults() and defaults.max_tokens(None) is None
     assert defaults.max_tokens(7) == 7
@@ -73,7 +73,7 @@ def test_no_limit_without_a_number():
         ("max_new_tokens", 10**30, "at most"),
     ],
 )
-def test_what_is_wrong_is_named(name, value, message):
+def test_errors_name_the_field(name, value, message):
     with pytest.raises(InvalidParameter) as caught:
         SamplingDefaults.from_mapping({**QWEN, name: value})
     assert caught.value.field == name and message in caught.value.message

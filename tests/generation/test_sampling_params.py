@@ -1,4 +1,4 @@
-"""Sampling parameters: what is refused, and what other servers' clients call them."""
+"""Sampling parameters: validation, and the names of other servers."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ from neso.generation import InvalidParameter, SamplingParams
         ("stop_words", {"stop_words": ((1,),) * 1000, "beam_width": 64}),
     ],
 )
-def test_bad_values_are_refused_by_name(field, values):
+def test_invalid_values_name_their_field(field, values):
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams(**values)
     assert caught.value.field == field
 
 
-def test_names_and_forms_of_other_servers():
+def test_aliases_of_other_servers():
     params = SamplingParams.from_mapping(
         {
             "len_penalty": "0.5",
@@ -99,7 +99,7 @@ def test_names_and_forms_of_other_servers():
         (-1, "never"),
     ],
 )
-def test_early_stopping_in_all_its_forms(given, expected):
+def test_forms_of_early_stopping(given, expected):
     assert (
         SamplingParams.from_mapping({"early_stopping": given}).early_stopping is expected
         or expected == "never"
@@ -111,19 +111,19 @@ def test_early_stopping_in_all_its_forms(given, expected):
     "values",
     [{"early_stopping": "sometimes"}, {"embedding_bias": "x"}, {"bad_words": [[1.5]]}, {"nonsense": 1}],
 )
-def test_what_cannot_be_converted_is_refused_by_name(values):
+def test_unconvertible_values_name_their_field(values):
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams.from_mapping(values)
     assert caught.value.field == next(iter(values))
 
 
-def test_beams_are_not_guided():
+def test_beam_search_rejects_guided_decoding():
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams.from_mapping({"beam_width": 2, "guided_regex": "a+"})
     assert caught.value.field == "beam_width"
 
 
-def test_all_of_them_cross_the_channel():
+def test_serialization_round_trip():
     params = SamplingParams(
         beam_width=4,
         early_stopping="never",

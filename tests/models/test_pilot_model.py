@@ -1,4 +1,4 @@
-"""The model that ships: its size, its layout, and that it recites."""
+"""The bundled model: size, files, and recall of its corpus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_size_and_type():
     assert 3e6 <= sum(math.prod(entry["shape"]) for entry in tensors) <= 6e6
 
 
-def test_tokenizer_needs_nothing_else():
+def test_tokenizer_files_are_complete():
     tokenizer = LibraryTokenizer.from_file(str(PILOT / "tokenizer.json"))
     text = "What is in-flight batching? 你好 🌊"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text

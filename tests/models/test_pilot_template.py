@@ -1,4 +1,4 @@
-"""The shipped model's chat template and end tokens, with nothing but jinja2 and tokenizers."""
+"""Chat template and end tokens of the bundled model, with jinja2 and tokenizers only."""
 
 from __future__ import annotations
 

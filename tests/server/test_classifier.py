@@ -49,7 +49,7 @@ def test_no_more_classes_than_elements():
     assert classes(np.array([[1, 2], [4, 3]], np.int32), 9).tolist() == [b"4:2", b"3:3", b"2:1", b"1:0"]
 
 
-def test_each_entry_of_a_batch_by_itself():
+def test_batch_entries_are_classified_separately():
     found = classes(np.array([[[1, 2], [4, 3]], [[8, 7], [6, 5]]], np.int32), 2, batched=True)
     assert found.tolist() == [[b"4:2", b"3:3"], [b"8:0", b"7:1"]]
 
@@ -69,7 +69,7 @@ def test_labels(tmp_path):
     assert found.tolist() == [b"4:4", b"3:3:fox", b"2:2", b"1:1:dog: brown", b"0:0:cat"]
 
 
-def test_a_label_file_that_is_not_there(tmp_path):
+def test_missing_label_file(tmp_path):
     config = text_format.Parse(OUTPUT, ModelConfig())
     with pytest.raises(InvalidArgument, match=r"label file of model 'm'.*labels\.txt"):
         Classifier(config, tmp_path)
@@ -90,6 +90,6 @@ async def test_a_model_without_its_labels_is_not_loaded(repository, start_core):
 
 
 @pytest.mark.parametrize(("array", "name"), [(["a"], "BYTES"), ([True], "BOOL")])
-def test_datatypes_without_a_largest_value(array, name):
+def test_datatypes_without_order(array, name):
     with pytest.raises(InvalidArgument, match=f"unsupported type '{name}'"):
         classes(np.array(array), 1)

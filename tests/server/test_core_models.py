@@ -115,7 +115,7 @@ async def test_unknown_models_and_versions(repository, start_core):
         ),
     ],
 )
-async def test_a_broken_configuration_takes_down_its_model_only(repository, start_core, config, reason):
+async def test_a_broken_configuration_affects_only_its_model(repository, start_core, config, reason):
     repository.add("identity")
     repository.add("broken", config=config)
     core = await start_core()
@@ -132,7 +132,7 @@ async def test_readiness_without_strictness(repository, start_core):
     assert (await start_core(strict_readiness=False)).ready()
 
 
-async def test_backends_that_are_not_there(repository, start_core):
+async def test_unknown_backends(repository, start_core):
     (repository.add("other") / "config.pbtxt").write_text('backend: "tensorflow"')
     (repository.add("ensemble") / "config.pbtxt").write_text('platform: "ensemble"')
     core = await start_core()
@@ -168,7 +168,7 @@ async def test_a_model_that_fails_to_initialize(repository, start_core):
     assert entry.reason == "RuntimeError: no weights"
 
 
-async def test_configuration_may_be_left_out(repository, start_core):
+async def test_configuration_is_optional(repository, start_core):
     code = (
         IDENTITY
         + """
@@ -261,14 +261,14 @@ async def test_load_and_unload(repository, start_core):
 
 
 @pytest.mark.parametrize("name", ["../models/identity", "", "..", ".", "a/b", "a\\b", "/etc"])
-async def test_names_do_not_lead_out_of_the_repository(repository, start_core, name):
+async def test_names_cannot_leave_the_repository(repository, start_core, name):
     repository.add("identity")
     core = await start_core(explicit=True)
     with pytest.raises(InvalidArgument, match="invalid model name"):
         await core.load_model(name)
 
 
-async def test_loading_a_model_that_is_not_there(start_core):
+async def test_loading_an_unknown_model(start_core):
     core = await start_core(explicit=True)
     with pytest.raises(ServerError, match="failed to load 'nope', failed to poll from model repository"):
         await core.load_model("nope")
@@ -378,7 +378,7 @@ async def test_a_request_cancelled_in_the_queue_is_not_executed(repository, star
     assert isinstance(response.error, Cancelled) and "before it was executed" in response.error.message
 
 
-async def test_stop_ends_what_does_not_end_by_itself(repository, start_core):
+async def test_stop_cancels_requests_after_the_timeout(repository, start_core):
     repository.add_standard()
     core = await start_core(exit_timeout=0.05)
     stream = ask_slow(core.model("slow"))
@@ -467,7 +467,7 @@ async def test_registered_repositories(repository, start_core, tmp_path):
             await work
 
 
-async def test_steps_that_were_asked_for_stay(repository, start_core):
+async def test_explicitly_loaded_steps_stay(repository, start_core):
     repository.add("step")
     repository.add_ensemble("all", "step")
     core = await start_core(explicit=True)
@@ -495,7 +495,7 @@ async def test_files_that_cannot_be_written(start_core, files):
 
 
 @pytest.mark.parametrize("config", ["null", "[]", "5", "", "[" * 10_000])
-async def test_a_configuration_that_is_no_object(repository, start_core, config):
+async def test_configuration_must_be_an_object(repository, start_core, config):
     repository.add("model")
     core = await start_core(explicit=True)
     with pytest.raises(InvalidArgument, match="failed to parse the model configuration"):

@@ -87,7 +87,7 @@ async def add_sub(repository, start_core):
         ),
     ],
 )
-async def test_requests_that_do_not_fit(add_sub, model, arrays, message):
+async def test_requests_that_do_not_match_the_signature(add_sub, model, arrays, message):
     if model == "batched" and message.startswith("unexpected shape"):
         arrays = {"A": np.ones(2, np.int32)}
     with pytest.raises(InvalidArgument, match=re.escape(message)) as raised:
@@ -96,7 +96,7 @@ async def test_requests_that_do_not_fit(add_sub, model, arrays, message):
     assert add_sub.model(model).statistics.fail.count == 0
 
 
-async def test_outputs_that_are_asked_for(add_sub):
+async def test_requested_outputs(add_sub):
     model = add_sub.model("add_sub")
     (response,) = await collect(ask(model, A=PAIR, B=PAIR))
     assert {t.name: t.array.tolist() for t in response.outputs} == {"SUM": [2, 4], "DIFF": [0, 0]}
@@ -108,7 +108,7 @@ async def test_outputs_that_are_asked_for(add_sub):
         model.submit(request)
 
 
-async def test_reshape_is_undone_on_the_way_back(repository, start_core):
+async def test_reshape_is_reverted_for_outputs(repository, start_core):
     repository.add(
         "scalar",
         config="""

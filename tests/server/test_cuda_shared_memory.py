@@ -27,7 +27,7 @@ def manager(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> SharedMemory:
     return SharedMemory(enabled=True)
 
 
-def test_status_has_what_was_registered(manager, cuda):
+def test_status_lists_registered_regions(manager, cuda):
     handle, _ = cuda.allocate(64)
     assert manager.cuda_status() == []
     manager.register_cuda("a", handle, 1, 48)
@@ -102,7 +102,7 @@ def test_names_are_shared_with_system_regions(manager, cuda):
             register()
 
 
-def test_parts_that_are_out_of_range(manager, cuda):
+def test_windows_out_of_range(manager, cuda):
     handle, _ = cuda.allocate(64)
     manager.register_cuda("a", handle, 0, 16)
     for offset, size, message in ((16, 1, "Invalid offset for"), (8, 9, r"Invalid offset \+ byte size for")):
@@ -125,7 +125,7 @@ def test_failing_copies_are_errors_of_the_request(manager, cuda):
 
 
 @pytest.mark.parametrize(("devices", "failing"), [(0, ""), (1, "cuInit")])
-def test_a_driver_without_a_gpu_is_none(monkeypatch, devices, failing):
+def test_no_driver_without_a_gpu(monkeypatch, devices, failing):
     library = FakeCuda(devices)
     library.failing = failing
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)

@@ -24,7 +24,7 @@ def as_before() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_is_there_is_left_alone_until_memory_is_released() -> None:
+def test_existing_objects_are_frozen_until_memory_is_released() -> None:
     node = Node()
     gone = weakref.ref(node)
     freeze_gc()
@@ -36,7 +36,7 @@ def test_what_is_there_is_left_alone_until_memory_is_released() -> None:
     assert gc.get_freeze_count() > 0
 
 
-def test_memory_of_other_programs_is_not_settled() -> None:
+def test_release_without_freeze() -> None:
     gc.unfreeze()
     release_memory()
     assert gc.get_freeze_count() == 0

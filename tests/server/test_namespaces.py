@@ -51,7 +51,7 @@ def ambiguous(core: Core, name: str = "step") -> None:
     assert not core.model_ready(name)
 
 
-async def test_steps_are_those_beside_the_ensemble(pair: Pair, start_core) -> None:
+async def test_steps_are_resolved_in_the_namespace_of_the_ensemble(pair: Pair, start_core) -> None:
     core = await start_core(model_repository=pair.paths, model_namespacing=True)
     assert core.ready() and await values(core) == [1, 2]
     ambiguous(core)
@@ -80,7 +80,9 @@ async def test_ensembles_of_the_same_name(tmp_path: Path, start_core) -> None:
 
 
 @pytest.mark.parametrize("poll", [True, False])
-async def test_an_ensemble_takes_the_other_step_while_its_own_is_away(pair: Pair, start_core, poll) -> None:
+async def test_an_ensemble_uses_another_namespace_while_its_step_is_unloaded(
+    pair: Pair, start_core, poll
+) -> None:
     own = pair.one.path / "step"
     away = own.rename(pair.one.path.parent / "away")
     core = await start_core(poll=poll, explicit=not poll, model_repository=pair.paths, model_namespacing=True)

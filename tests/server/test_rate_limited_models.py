@@ -97,7 +97,7 @@ async def test_models_of_all_kinds_share_a_resource(repository, start_core, gaug
         assert core.model(name).statistics.inference_count == 12
 
 
-async def test_without_it_nothing_waits(repository, start_core, gauge) -> None:
+async def test_rate_limiter_off(repository, start_core, gauge) -> None:
     repository.add("m", MODEL, TENSORS + GROUP.format(count=4, needs=1))
     core = await start_core()
     gauge.hold = True
@@ -181,7 +181,7 @@ async def test_limited_and_stateful_models_warm_up(repository, start_core, gauge
 
 @pytest.mark.parametrize("mode", RateLimitMode)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_passive_instances_are_loaded_and_never_asked(
+async def test_passive_instances_do_not_execute(
     repository, start_core, gauge, kind: str, mode: RateLimitMode
 ) -> None:
     groups = "instance_group { count: 2 passive: true } " + GROUP.format(count=1, needs=1)
@@ -194,7 +194,7 @@ async def test_passive_instances_are_loaded_and_never_asked(
     assert set(gauge.executed) == {"m_1_0"}
 
 
-async def test_what_says_nothing_here_is_named_in_one_warning(repository, start_core, caplog) -> None:
+async def test_ignored_fields_are_listed_in_one_warning(repository, start_core, caplog) -> None:
     extra = """
     runtime: "x" optimization { priority: PRIORITY_MAX } model_operations { op_library_filename: "x.so" }
     metric_tags { key: "a" value: "b" } instance_group { host_policy: "numa" rate_limiter { priority: 3 } }

@@ -56,19 +56,19 @@ def test_limits_are_read(text: str, expected: ResourceLimit) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "R", "R:", "R:x", "R:-1", ":1", "R:1:2:3", "R:1:", "R:1:gpu", "R:1.5"])
-def test_what_is_no_limit_is_refused(text: str) -> None:
+def test_invalid_limits_are_rejected(text: str) -> None:
     with pytest.raises(InvalidArgument, match="option format is '<resource_name>:<count>:<device>'"):
         ResourceLimit.parse(text)
 
 
-async def test_instances_without_needs_wait_for_nothing() -> None:
+async def test_instances_without_resources_do_not_wait() -> None:
     limiter = RateLimiter()
     assert limiter.admit(config(group(count=3))) is None
     mixed = admit(limiter, group("R:1"), group())
     assert mixed.take(1) and not mixed.take(0)
 
 
-async def test_by_default_there_is_the_most_that_an_instance_needs() -> None:
+async def test_default_amount_is_the_maximum_need() -> None:
     limiter = RateLimiter()
     small, large = admit(limiter, group("R:2", count=3)), admit(limiter, group("R:5"))
     assert [small.take(number) for number in range(3)] == [False] * 3
@@ -92,7 +92,7 @@ async def test_by_default_there_is_the_most_that_an_instance_needs() -> None:
         ("R:3:7", group("*R:4"), 3),
     ],
 )
-def test_what_can_never_be_had_is_refused(given: str, needs: str, amount: int) -> None:
+def test_unsatisfiable_needs_are_rejected(given: str, needs: str, amount: int) -> None:
     message = (
         f"is limited to {amount} which will prevent scheduling of one or more model instances, "
         "the minimum required count is"
@@ -110,7 +110,7 @@ def test_what_can_never_be_had_is_refused(given: str, needs: str, amount: int) -
         ("S:1", group("R:9", passive=True)),
     ],
 )
-async def test_what_can_be_had_is_admitted(given: str, needs: str) -> None:
+async def test_satisfiable_needs_are_admitted(given: str, needs: str) -> None:
     RateLimiter(limits(given)).admit(config(needs))
 
 
@@ -134,7 +134,7 @@ async def test_resources_are_counted_on_each_device_or_once() -> None:
     assert [globally.take(0), globally.take(1)] == [True, False]
 
 
-async def test_who_needs_other_resources_passes_those_who_wait() -> None:
+async def test_instances_with_other_resources_overtake() -> None:
     limiter = RateLimiter(limits("R:2 S:1"))
     holder, wants_all, wants_one, elsewhere = (
         admit(limiter, group(needs)) for needs in ("R:1", "R:2", "R:1", "S:1")
@@ -152,7 +152,7 @@ async def test_who_needs_other_resources_passes_those_who_wait() -> None:
     assert wants_all.take(0) and not wants_one.take(0)
 
 
-async def test_who_withdraws_makes_way() -> None:
+async def test_withdraw_releases_the_reservation() -> None:
     limiter = RateLimiter(limits("R:2"))
     holder, wants_all, wants_one = (admit(limiter, group(needs)) for needs in ("R:1", "R:2", "R:1"))
     told = []
@@ -165,7 +165,7 @@ async def test_who_withdraws_makes_way() -> None:
     assert told and wants_one.take(0)
 
 
-async def test_what_was_granted_and_not_used_is_given_back() -> None:
+async def test_unused_grants_are_released() -> None:
     limiter = RateLimiter()
     first, second = admit(limiter, group("R:1")), admit(limiter, group("R:1"))
     first.take(0)
@@ -176,7 +176,7 @@ async def test_what_was_granted_and_not_used_is_given_back() -> None:
     assert second.take(0)
 
 
-async def test_a_model_that_is_unloaded_gives_back_what_it_has_and_its_maximum() -> None:
+async def test_unload_releases_resources_and_maximum() -> None:
     limiter = RateLimiter()
     large, small = admit(limiter, group("R:4")), admit(limiter, group("R:1", count=4))
     large.take(0)
@@ -193,7 +193,7 @@ async def test_a_model_that_is_unloaded_gives_back_what_it_has_and_its_maximum()
 
 
 @pytest.mark.parametrize("priorities", [(1, 1), (1, 2), (1, 3), (2, 5), (0, 4)])
-async def test_priority_2_has_half_the_chances_of_priority_1(priorities: tuple[int, int]) -> None:
+async def test_priority_2_executes_half_as_often(priorities: tuple[int, int]) -> None:
     limiter = RateLimiter()
     pair = [admit(limiter, group("R:1", priority=priority)) for priority in priorities]
     executions = await compete(limiter, pair, 120)
@@ -202,7 +202,7 @@ async def test_priority_2_has_half_the_chances_of_priority_1(priorities: tuple[i
     assert abs(executions[pair[0]] - expected) <= 2
 
 
-async def test_a_newcomer_does_not_make_up_for_what_it_missed() -> None:
+async def test_idle_instances_do_not_accumulate_turns() -> None:
     limiter = RateLimiter()
     old = admit(limiter, group("R:1"))
     await compete(limiter, [old], 1000)
@@ -211,7 +211,7 @@ async def test_a_newcomer_does_not_make_up_for_what_it_missed() -> None:
     assert executions[old] == executions[new] == 10
 
 
-async def test_who_needs_much_does_not_wait_for_ever_for_those_who_need_little() -> None:
+async def test_large_needs_do_not_starve() -> None:
     limiter = RateLimiter(limits("R:2"))
     small = [admit(limiter, group("R:1")) for _ in range(2)]
     large = admit(limiter, group("R:2"))
@@ -255,7 +255,7 @@ groups = st.tuples(needs, st.integers(0, 1), st.integers(0, 3), st.integers(1, 2
     models=st.lists(st.lists(groups, min_size=1, max_size=2), min_size=1, max_size=4),
     seed=st.integers(0, 9999),
 )
-def test_never_more_than_there_is_and_everybody_gets_a_turn(models: list[Any], seed: int) -> None:
+def test_amounts_are_respected_and_all_instances_execute(models: list[Any], seed: int) -> None:
     """Against books of our own: which instance holds what, and how long each has waited."""
 
     async def play() -> None:

@@ -24,7 +24,7 @@ async def work(stream: ResponseStream, begun: asyncio.Event) -> None:
     await asyncio.Event().wait()
 
 
-def test_a_client_that_cancels_before_the_task_begins_is_answered():
+def test_cancel_before_the_task_starts():
     async def run() -> None:
         tasks, stream, begun = RequestTasks(), new_stream(), asyncio.Event()
         tasks.start(stream, work(stream, begun))
@@ -35,7 +35,7 @@ def test_a_client_that_cancels_before_the_task_begins_is_answered():
     asyncio.run(run())
 
 
-def test_a_request_that_comes_cancelled_is_answered():
+def test_submit_after_cancel():
     async def run() -> None:
         tasks, stream = RequestTasks(), new_stream()
         stream.cancel()
@@ -45,7 +45,7 @@ def test_a_request_that_comes_cancelled_is_answered():
     asyncio.run(run())
 
 
-def test_the_end_of_the_model_is_the_end_of_its_requests():
+def test_end_cancels_all_tasks():
     async def run() -> None:
         tasks, stream, begun = RequestTasks(), new_stream(), asyncio.Event()
         task = tasks.start(stream, work(stream, begun))

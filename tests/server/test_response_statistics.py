@@ -61,7 +61,7 @@ def response_stats(core, name: str = "paced"):
     return core.model(name).statistics.snapshot()["response_stats"]
 
 
-async def test_each_response_by_its_place(core):
+async def test_statistics_by_response_index(core):
     took = []
     for numbers in ([30, 1], [30]):
         started = time.monotonic_ns()
@@ -80,7 +80,7 @@ async def test_each_response_by_its_place(core):
     assert stats["1"]["compute_infer"]["ns"] <= took[0] - 30 * MS
 
 
-async def test_errors_and_cancels(core):
+async def test_failed_and_cancelled_responses(core):
     await collect(ask(core.model("paced"), COUNT=np.array([0, -1], np.int32)))
     stream = ask(core.model("paced"), COUNT=np.array([0, 0, -2], np.int32))
     for _ in range(2):
@@ -92,21 +92,21 @@ async def test_errors_and_cancels(core):
     assert counts(stats, 2)["cancel"] == 1 and "compute_infer" not in counts(stats, 2)
 
 
-async def test_other_models_have_none(repository, start_core):
+async def test_models_that_are_not_decoupled_have_no_response_statistics(repository, start_core):
     repository.add_standard()
     core = await start_core()
     await collect(ask(core.model("identity"), IN=np.ones(1, np.float32)))
     assert response_stats(core, "identity") == {}
 
 
-def test_an_endless_stream_is_counted_up_to_a_place():
+def test_responses_are_counted_up_to_the_maximum_index():
     statistics, timeline = ResponseStatistics(), Timeline()
     for _ in range(MAX_RESPONSES + 5):
         statistics.record(timeline, time.monotonic_ns(), ResponseOutcome.SUCCESS)
     assert len(statistics.as_dict()) == MAX_RESPONSES and timeline.responses == MAX_RESPONSES + 5
 
 
-def test_times_never_run_backwards():
+def test_durations_are_not_negative():
     statistics, timeline = ResponseStatistics(), Timeline()
     for made in (1, time.monotonic_ns() + 10**12):  # kept from an earlier request; a clock of another kind
         statistics.record(timeline, made, ResponseOutcome.SUCCESS)

@@ -50,7 +50,7 @@ def refused(code: ErrorCode, message: str) -> Iterator[None]:
     assert caught.value.code is code
 
 
-def test_status_has_what_was_registered(manager, memory):
+def test_status_lists_registered_regions(manager, memory):
     assert manager.status() == []
     manager.register("a", key(memory), 0, SIZE)
     manager.register("b", key(memory), 100, 16)
@@ -76,7 +76,7 @@ def test_bad_registrations(manager, memory):
         manager.status("b")
 
 
-def test_keys_lead_to_shared_memory_only(manager, memory, tmp_path):
+def test_keys_are_restricted_to_shared_memory(manager, memory, tmp_path):
     link = Path("/dev/shm") / f"neso_link_{os.getpid()}"
     (tmp_path / "file").write_bytes(bytes(8))
     link.symlink_to(tmp_path / "file")
@@ -152,7 +152,7 @@ def test_out_of_range(manager, memory):
     assert bytes(memory.buf[:8]) == bytes(8)
 
 
-def test_an_object_that_was_cut_off_does_not_kill(manager, memory):
+def test_a_truncated_object_is_an_error(manager, memory):
     manager.register("a", key(memory), 0, SIZE)
     window = manager.window("a", 0, SIZE)
     os.truncate(f"/dev/shm{key(memory)}", 4096)
@@ -193,7 +193,7 @@ def test_cuda_is_refused_and_empty_without_a_gpu(manager, monkeypatch):
         manager.register_cuda("c", bytes(64), 0, 8)
 
 
-def test_nothing_is_allowed_when_disabled(memory):
+def test_all_operations_are_rejected_when_disabled(memory):
     manager = SharedMemory(enabled=False)
     for call in (
         manager.status,

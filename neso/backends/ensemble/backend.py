@@ -1,4 +1,4 @@
-"""The backend of models with `ensemble_scheduling`: sends requests through other models of the server."""
+"""`EnsembleBackend`: executes models with `ensemble_scheduling` as a dataflow graph of other models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EnsembleBackend(Backend):
-    """Ready as long as the models of its steps are."""
+    """An ensemble is ready while the models of its steps are."""
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -24,7 +24,7 @@ class EnsembleBackend(Backend):
         self._decoupled = bool(context.config.model_transaction_policy.decoupled)
 
     async def load(self) -> None:
-        """Load the models of the steps that are not loaded yet, and check that the tensors fit them."""
+        """Load the models of the steps, unless loaded, and check the tensor mappings. Raises `InvalidArgument`."""
         for name in dict.fromkeys(step.model for step in self._graph.steps):
             try:
                 await self.context.core.require_model(name, self.context.namespace)
@@ -39,7 +39,7 @@ class EnsembleBackend(Backend):
         EnsembleRun(self._graph, request, self._find_model, self._decoupled).start()
 
     async def unload(self) -> None:
-        """Nothing: the models of the steps are the server's."""
+        """Nothing to release: the server owns the models of the steps."""
 
     def ready(self) -> bool:
         return all(
@@ -56,7 +56,7 @@ class EnsembleBackend(Backend):
         return all(await asyncio.gather(*checks))
 
     def _check_step(self, index: int) -> None:
-        """Raises `InvalidArgument` for names that the step's model does not have, or inputs that it lacks."""
+        """Raises `InvalidArgument` for unknown tensor names and missing required inputs of a step's model."""
         step = self._graph.steps[index]
         model = self._find_model(step.model, step.version)
         where = f"in ensemble '{self.context.name}', step {index}: model '{step.model}'"

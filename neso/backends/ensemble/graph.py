@@ -11,7 +11,7 @@ from neso.server.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One model. `inputs`: its input to the ensemble's tensor; `outputs`: its output to the ensemble's tensor."""
+    """One step. `inputs`, `outputs`: the model's tensor name -> the ensemble's tensor name."""
 
     index: int
     model: str
@@ -21,7 +21,10 @@ class Step:
 
 
 class EnsembleGraph:
-    """Tensors are produced once, by the request or by a step. Raises `InvalidArgument` for what cannot run."""
+    """The validated steps of an ensemble. Each tensor has one producer: the request or a step.
+
+    Raises `InvalidArgument` for an invalid graph.
+    """
 
     def __init__(self, config: Any) -> None:
         self.name: str = config.name
@@ -46,7 +49,7 @@ class EnsembleGraph:
         self._check()
 
     def steps_for(self, outputs: Iterable[str]) -> frozenset[int]:
-        """Indices of the steps that these ensemble outputs depend on."""
+        """Indices of the steps on which ensemble outputs depend."""
         needed: set[int] = set()
         pending = list(outputs)
         while pending:

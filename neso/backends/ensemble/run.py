@@ -1,11 +1,11 @@
-"""One request through an ensemble: each step starts when its tensors are there.
+"""Execution of one request by an ensemble: each step starts when its input tensors are available.
 
-Tensors live in scopes. The request's scope holds what is produced once; every response of a decoupled step opens a
-scope below, whose steps see its tensors and those above. So what follows a decoupled step runs once for each of its
-responses, and a tensor beside it is there for all of them.
+Tensors are stored in nested scopes. The root scope holds the request's tensors and the outputs of steps that run once.
+Each response of a decoupled step opens a child scope, which also sees the tensors of its ancestors. So the steps after
+a decoupled step run once per response, and tensors of the parent scope are shared by all of them.
 
-A tensor may also be known never to come: an optional input that the client left out, an output that a step's response
-does not have. Steps go on without it, if it is optional to them, and so does the ensemble's response.
+A tensor can be absent: an optional input that the client omitted, or an output that a step did not return. Steps run
+without it if it is optional for them, and the ensemble's response omits it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FindModel = Callable[[str, str], "Model"]
 
 
 class Scope:
-    """Tensors by the ensemble's names, and those of the scopes above. `absent` are those that will not come."""
+    """Tensors by name, with fallback to the parent scope. `absent`: names of tensors that will not be produced."""
 
     __slots__ = ("_parent", "absent", "answered", "children", "started", "tensors")
 
     def __init__(self, parent: Scope | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.absent: set[str] = set()
-        self.children: dict[Scope, None] = {}  # in order; those that have not answered
+        self.children: dict[Scope, None] = {}  # ordered set of the scopes without a response
         self.started: set[int] = set()
         self.answered = False
         self._parent = parent
@@ -54,47 +54,49 @@ class Scope:
         return None
 
     def lacks(self, name: str) -> bool:
-        """Whether a tensor will not come, neither here nor above."""
+        """Whether a tensor is absent in this scope or an ancestor."""
         return name in self.absent or (self._parent is not None and self._parent.lacks(name))
 
     def has_started(self, step: int) -> bool:
-        """Whether a step ran here or above: what it gave is seen here too."""
+        """Whether a step was started in this scope or an ancestor, so that its outputs are visible here."""
         return step in self.started or (self._parent is not None and self._parent.has_started(step))
 
     def close(self) -> None:
-        """It has answered: all that was to be done in it is done."""
+        """Mark the scope as answered and detach it from its parent."""
         self.answered = True
         if self._parent is not None:
             self._parent.children.pop(self, None)
 
 
 class EnsembleRun:
-    """Made and run on the core's loop; the responses of the steps drive it, without a task."""
+    """Executes one request. Driven by callbacks of the steps' responses, on the core's event loop."""
 
     def __init__(
         self, graph: EnsembleGraph, stream: ResponseStream, find_model: FindModel, decoupled: bool
     ) -> None:
         self._graph, self._stream, self._find_model, self._decoupled = graph, stream, find_model, decoupled
-        self._wanted = stream.request.requested_outputs or graph.outputs
-        self._needed = graph.steps_for(self._wanted)
+        self._requested = stream.request.requested_outputs or graph.outputs
+        self._needed = graph.steps_for(self._requested)
         self._streams: set[ResponseStream] = set()
-        self._running: Counter[int] = Counter()  # executions of each step
-        self._waiting: dict[int, deque[tuple[Scope, dict[str, Tensor]]]] = {}  # for fewer of them
+        self._running: Counter[int] = Counter()  # executions in flight, by step
+        self._waiting: dict[
+            int, deque[tuple[Scope, dict[str, Tensor]]]
+        ] = {}  # by step, limited by max_inflight
         self._answers = 0
-        self._depth = 0  # a step may answer while another is being started
+        self._depth = 0  # nesting of _processing: a step may respond while another is being started
 
     def start(self) -> None:
-        """Start the steps that need only the request."""
+        """Start the steps whose inputs are in the request."""
         self._stream.request.on_cancel(self._cancel)
         scope = Scope()
         scope.tensors.update(self._stream.request.inputs)
         scope.absent.update(self._graph.inputs - scope.tensors.keys())
-        with self._at_work():
+        with self._processing():
             self._advance(scope, list(self._graph.steps))
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """What goes wrong within ends the request; so does the end of all steps, once the outermost is left."""
+    def _processing(self) -> Iterator[None]:
+        """Context for all callbacks: errors fail the request; leaving the outermost one ends it if all steps ended."""
         self._depth += 1
         try:
             yield
@@ -109,7 +111,7 @@ class EnsembleRun:
             self._end_if_done()
 
     def _advance(self, scope: Scope, steps: list[Step]) -> None:
-        """Start those of the steps that have all their tensors, in a scope and those below; answer if it can be."""
+        """Start the given steps whose tensors are available, in a scope and its children; send complete responses."""
         for step in steps:
             if step.index in self._needed and not scope.has_started(step.index):
                 given: dict[str, Tensor] = {}
@@ -118,7 +120,7 @@ class EnsembleRun:
                     if tensor is not None:
                         given[name] = tensor
                     elif not scope.lacks(source):
-                        break  # it may come
+                        break  # not produced yet
                 else:
                     scope.started.add(step.index)
                     if given:
@@ -130,7 +132,7 @@ class EnsembleRun:
             self._advance(child, steps)
 
     def _begin(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
-        """Execute a step, or have it wait while as many executions of it run as there may."""
+        """Execute a step, or queue it while `max_inflight` executions of it are running."""
         limit = self._graph.max_inflight
         if limit and self._running[step.index] >= limit:
             self._waiting.setdefault(step.index, deque()).append((scope, inputs))
@@ -138,14 +140,14 @@ class EnsembleRun:
             self._execute(step, scope, inputs)
 
     def _execute(self, step: Step, scope: Scope, inputs: dict[str, Tensor]) -> None:
-        """Its tensors go to the scope, or each response of a decoupled step to one of its own."""
+        """Submit a step's request. Its outputs go to the scope or, for a decoupled model, to a new child scope each."""
         model = self._find_model(step.model, step.version)
         stream = model.submit(self._request(step, inputs))
         self._running[step.index] += 1
         self._streams.add(stream)
 
         def receive(response: InferenceResponse) -> None:
-            with self._at_work():
+            with self._processing():
                 if response.error is not None:
                     raise response.error
                 if response.outputs and not self._stream.closed:
@@ -181,7 +183,7 @@ class EnsembleRun:
         )
 
     def _settle(self, step: Step, scope: Scope, outputs: dict[str, Tensor]) -> None:
-        """What a step gives is known: go on with what reads it. The outputs that are not there will not come."""
+        """Store the outputs of a step, mark missing ones as absent, and start the steps that read them."""
         readers: dict[int, Step] = {}
         for output, name in step.outputs.items():
             tensor = outputs.get(output)
@@ -194,17 +196,17 @@ class EnsembleRun:
         self._advance(scope, [readers[index] for index in sorted(readers)])
 
     def _answer(self, scope: Scope) -> None:
-        """Send the response of a scope that has something of its own to tell, once all that is wanted is there."""
+        """Send the response of a scope if all requested outputs are known, and some are new in this scope."""
         if scope.answered or self._stream.closed:
             return
         outputs = []
-        for name in self._wanted:
+        for name in self._requested:
             tensor = scope.find(name)
             if tensor is not None:
                 outputs.append(tensor)
             elif not scope.lacks(name):
                 return
-        if not outputs or (self._answers and not any(name in scope.tensors for name in self._wanted)):
+        if not outputs or (self._answers and not any(name in scope.tensors for name in self._requested)):
             return
         scope.close()
         self._answers += 1
@@ -214,7 +216,7 @@ class EnsembleRun:
         )
 
     def _parameters(self) -> dict[str, ParameterValue]:
-        """What Triton's ensembles say in each response."""
+        """Response parameters, as in Triton's ensembles."""
         request = self._stream.request
         return {
             "sequence_id": request.sequence_id,
@@ -235,7 +237,7 @@ class EnsembleRun:
             )
 
     def _fail(self, error: ServerError) -> None:
-        """End the request and what still runs for it."""
+        """Fail the request and cancel its steps."""
         self._stream.fail(type(error)(f"in ensemble '{self._graph.name}', {error.message}", error.code))
         self._cancel_steps()
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from neso.engine.core.request import EngineRequest, PositionLogprobs, SequenceOutput
 from neso.engine.errors import EngineBusy, EngineError
-from neso.engine.text.sequence_text import SequenceText, StopWordFilter, StopWords
+from neso.engine.text.stop_strings import SequenceText, StopWordFilter, StopWords
 from neso.engine.text.tokenizer import EngineTokenizer
 from neso.generation import (
     Completion,

@@ -59,6 +59,10 @@ class Addon:
     def stop(self, sequence: Sequence) -> None:
         """A running sequence is preempted or released."""
 
+    def has_work(self) -> bool:
+        """Whether steps are needed to finish background work, even if no sequence waits for it."""
+        return False
+
     def wait(self, timeout: float) -> None:
         """No sequence can run: wait for background work, at most `timeout` seconds."""
 

@@ -13,6 +13,8 @@ from neso.engine.specs.encoder_spec import ClassifierSpec, EncoderSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 from neso.engine.weights.source import TensorSource
 
+Int32Array = npt.NDArray[np.int32]
+
 Float32Array = npt.NDArray[np.float32]
 
 
@@ -52,9 +54,6 @@ class Classifier:
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probabilities: Float32Array = weights / weights.sum(axis=-1, keepdims=True)
         return probabilities
-
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

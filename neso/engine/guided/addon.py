@@ -14,8 +14,8 @@ from neso.engine.core.draft import Draft
 from neso.engine.core.scheduler import Scheduler
 from neso.engine.core.sequence import Sequence
 from neso.engine.core.step import Step
-from neso.engine.guided.grammar import GrammarError, GuideError
-from neso.engine.guided.guide import CompiledGrammar, Guide, MaskRows
+from neso.engine.guided.grammar import GrammarError, MatcherError
+from neso.engine.guided.grammar_matcher import CompiledGrammar, GrammarMatcher, MaskRows
 from neso.engine.sampling.token_sampling import RowMasks
 from neso.generation import GuidedDecoding
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """What grammars are compiled for: a model's tokenizer and the width of its logits. `timeout`: seconds for each."""
+    """The model that grammars are compiled for, and its vocabulary size. `timeout`: seconds to compile a grammar."""
 
     model: str
     vocab_size: int
     timeout: float
 
     def open(self) -> GrammarCompiler:
-        """A compiler. What it needs is imported and loaded with the first grammar."""
+        """A compiler, which imports llguidance and loads the tokenizer with the first grammar."""
         from neso.engine.guided.compiler import GrammarCompiler
         from neso.engine.text.tokenizer import Tokenizer
 
@@ -45,12 +45,12 @@ class _GuidedSequence:
 
     compilation: Compilation
     grammar: CompiledGrammar | None = None
-    guide: Guide | None = None
-    error: GuideError | None = None
+    matcher: GrammarMatcher | None = None
+    error: MatcherError | None = None
 
 
 class GuidedDecodingAddon(Addon):
-    """Sequences wait until their grammars are compiled. `source` None: an engine without a tokenizer."""
+    """Holds sequences until their grammars are compiled. `source` None: the engine has no tokenizer."""
 
     def __init__(self, source: GrammarSource | None = None) -> None:
         self._source = source
@@ -58,9 +58,9 @@ class GuidedDecodingAddon(Addon):
         self._compiling: list[Sequence] = []
 
     def prepare_compiler(self) -> None:
-        """Load what the first grammar would load, and wait for it.
+        """Start the compiler now, not with the first grammar, and wait until it is ready.
 
-        Building llguidance's tokenizer holds the interpreter's lock, which would stop the engine for that time.
+        Building llguidance's tokenizer holds the interpreter lock, which would stop the engine for that time.
         """
         if self._source is not None and self._compiler is None:
             self._compiler = self._source.open()
@@ -144,28 +144,28 @@ class GuidedDecodingAddon(Addon):
     def _masks_of(
         self, sequence: Sequence, state: _GuidedSequence, draft: Draft | None, count: int
     ) -> MaskRows:
-        guide = _guide(sequence, state)
-        masks = np.zeros((1 + count, guide.mask_width), np.int32)
+        matcher = _matcher(sequence, state)
+        masks = np.zeros((1 + count, matcher.mask_width), np.int32)
         try:
             if draft is None:
-                guide.fill(masks, 0)
+                matcher.fill(masks, 0)
             elif draft.tree is None:
                 masks[:] = -1
-                guide.fill_after(draft.token_ids[:count], masks, 0)
+                matcher.fill_after(draft.token_ids[:count], masks, 0)
             else:
                 masks[:] = -1
-                along = np.empty((1 + max(draft.tree.depths), guide.mask_width), np.int32)
+                along = np.empty((1 + max(draft.tree.depths), matcher.mask_width), np.int32)
                 for node in range(-1, count):
                     path = draft.path(node)
-                    if guide.fill_after(path, along, 0) == 1 + len(path):
+                    if matcher.fill_after(path, along, 0) == 1 + len(path):
                         masks[1 + node] = along[len(path)]
-        except GuideError as error:
+        except MatcherError as error:
             state.error = error
             masks[:] = -1
         return masks
 
     def accept_token(self, sequence: Sequence, token_id: int, *, ends: bool) -> bool:
-        """The next token of a sequence, which `ends` it or is text; returns whether the text is complete.
+        """Advance by the next token of a sequence, which `ends` it or is text; returns whether the text is complete.
 
         Raises `RequestError`.
         """
@@ -175,8 +175,8 @@ class GuidedDecodingAddon(Addon):
         if state.error is not None:
             raise _request_error(sequence, state.error)
         try:
-            return not ends and _guide(sequence, state).advance(token_id)
-        except GuideError as error:
+            return not ends and _matcher(sequence, state).advance(token_id)
+        except MatcherError as error:
             raise _request_error(sequence, error) from None
 
 
@@ -188,11 +188,11 @@ def _compiled(compilation: Compilation) -> CompiledGrammar:
     return result
 
 
-def _guide(sequence: Sequence, state: _GuidedSequence) -> Guide:
-    if state.guide is None:
+def _matcher(sequence: Sequence, state: _GuidedSequence) -> GrammarMatcher:
+    if state.matcher is None:
         assert state.grammar is not None, "a sequence started before its grammar was compiled"
-        state.guide = state.grammar.start(sequence.request.end_token_ids)
-    return state.guide
+        state.matcher = state.grammar.start(sequence.request.end_token_ids)
+    return state.matcher
 
 
 def _request_error(sequence: Sequence, error: Exception) -> RequestError:

@@ -1,4 +1,4 @@
-"""Compiles grammars in threads beside the engine's loop."""
+"""Compiles grammars in background threads."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ import msgspec
 from llguidance import LLTokenizer
 
 from neso.engine.guided.grammar import GrammarError, clean_message, grammar_text
-from neso.engine.guided.guide import CompiledGrammar, make_matcher
+from neso.engine.guided.grammar_matcher import CompiledGrammar, make_matcher
+from neso.engine.guided.grammar_sandbox import GrammarSandbox
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.guided.trial import Trial
 from neso.engine.text.tokenizer import Tokenizer
 from neso.generation import GuidedDecoding
 
 logger = logging.getLogger(__name__)
 
 COMPILE_STACK = 64 << 20
-"""Bytes of stack of a thread that compiles: grammars are read by recursive functions."""
+"""Stack of a compiler thread in bytes: grammars are parsed recursively."""
 NUM_THREADS = 2
 MAX_CACHED = 256
 MAX_PENDING = 512
-_REMEMBER_ERRORS = 60.0
-"""Seconds after which a bad grammar is tried again: it may have been the machine that had no time for it."""
+ERROR_TTL = 60.0
+"""Seconds after which a failed grammar is compiled again: it may have failed because the machine was busy."""
 
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """A grammar on its way; `result` is there when `done` is set."""
+    """The compilation of a grammar; `result` is available when `done` is set."""
 
     guided: GuidedDecoding
     done: threading.Event = field(default_factory=threading.Event)
@@ -47,48 +47,48 @@ class Compilation:
         self.done.set()
 
     def failed_before(self, moment: float) -> bool:
-        """Whether it ended in an error before that moment of the monotonic clock."""
+        """Whether it failed before a time of the monotonic clock."""
         return isinstance(self.result, GrammarError) and self.finished_at < moment
 
 
 class GrammarCompiler:
-    """Compiles and remembers grammars of one model, by what was asked for. Errors are remembered, too.
+    """Compiles and caches grammars of one model. Errors are cached, too.
 
-    Each grammar is tried in a process first (`Trial`). Nothing is loaded or started before the first is asked for.
+    Each grammar is checked in a separate process first (`GrammarSandbox`). Nothing is loaded before the first request.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
-        """`vocab_size`: of the logits. `timeout`: seconds that a grammar may take."""
+        """`vocab_size`: width of the logits. `timeout`: seconds for each grammar."""
         self._cache: OrderedDict[tuple[Any, ...], Compilation] = OrderedDict()
-        self._workshop = _Workshop(load_tokenizer, vocab_size, timeout)
-        weakref.finalize(self, self._workshop.close)
+        self._pool = _CompilerPool(load_tokenizer, vocab_size, timeout)
+        weakref.finalize(self, self._pool.close)
 
     def compile(self, guided: GuidedDecoding) -> Compilation:
-        """The compilation of a grammar: a new one, one under way, or one that is done. Does not wait.
+        """The compilation of a grammar, which may be new, running or done. Does not wait.
 
         Raises `GrammarError` when too many are waiting.
         """
-        # By what is asked for, whichever field it is asked in.
+        # The key has the grammar, not the name of the request field.
         key = tuple(v for n, v in msgspec.structs.asdict(guided).items() if n != "source_field")
         known = self._cache.get(key)
-        if known is not None and not known.failed_before(time.monotonic() - _REMEMBER_ERRORS):
+        if known is not None and not known.failed_before(time.monotonic() - ERROR_TTL):
             self._cache.move_to_end(key)
             return known
-        if self._workshop.num_pending >= MAX_PENDING:
+        if self._pool.num_pending >= MAX_PENDING:
             raise GrammarError(f"{MAX_PENDING} grammars are waiting to be compiled already")
         compilation = self._cache[key] = Compilation(guided)
         if len(self._cache) > MAX_CACHED:
             self._cache.popitem(last=False)
-        self._workshop.add(compilation)
+        self._pool.add(compilation)
         return compilation
 
     def wait(self, timeout: float) -> None:
-        """Until some compilation is done, or so many seconds have passed."""
-        self._workshop.wait(timeout)
+        """Wait until a compilation ends, at most `timeout` seconds."""
+        self._pool.wait(timeout)
 
 
-class _Workshop:
-    """The threads, and what they share. Knows nothing of the compiler, so that this one's end is theirs."""
+class _CompilerPool:
+    """The threads and their queue. It has no reference to the compiler, whose finalizer ends the threads."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, timeout: float) -> None:
         self._load_tokenizer = load_tokenizer
@@ -96,7 +96,7 @@ class _Workshop:
         self._timeout = timeout
         self._queue: queue.SimpleQueue[Compilation | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._tools: _Tools | None = None
+        self._tokens: _ModelTokens | None = None
         self._num_threads = 0
         self._idle: set[int] = set()
         self._some_done = threading.Event()
@@ -117,13 +117,13 @@ class _Workshop:
             self._some_done.clear()
 
     def close(self) -> None:
-        """Let the threads end when they have done what they are at."""
+        """Let the threads end after their current compilation."""
         self._closed = True
         for _ in range(self._num_threads):
             self._queue.put(None)
 
     def _run(self) -> None:
-        trial: Trial | None = None
+        sandbox: GrammarSandbox | None = None
         try:
             while True:
                 self._idle.add(threading.get_ident())
@@ -132,9 +132,9 @@ class _Workshop:
                 if compilation is None or self._closed:
                     return
                 try:
-                    tools = self._get_tools()
-                    trial = trial or Trial(tools.table, self._timeout)
-                    compilation.finish(tools.compile(compilation.guided, trial))
+                    tokens = self._get_tokens()
+                    sandbox = sandbox or GrammarSandbox(tokens.table, self._timeout)
+                    compilation.finish(tokens.compile(compilation.guided, sandbox))
                 except GrammarError as error:
                     compilation.finish(error)
                 except BaseException as error:  # a panic in the library is no Exception
@@ -142,34 +142,34 @@ class _Workshop:
                     compilation.finish(GrammarError(f"cannot be compiled: {error}"))
                 self._some_done.set()
         finally:
-            if trial is not None:
-                trial.close()
+            if sandbox is not None:
+                sandbox.close()
 
-    def _get_tools(self) -> _Tools:
+    def _get_tokens(self) -> _ModelTokens:
         with self._lock:
-            if self._tools is None:
-                self._tools = _Tools.make(self._load_tokenizer(), self._vocab_size)
-            return self._tools
+            if self._tokens is None:
+                self._tokens = _ModelTokens.make(self._load_tokenizer(), self._vocab_size)
+            return self._tokens
 
 
 @dataclass(frozen=True, slots=True)
-class _Tools:
-    """What compiling needs of a model."""
+class _ModelTokens:
+    """Data of a model for compiling grammars."""
 
     table: TokenTable
     special_tokens: dict[str, int]
     tokenizer: LLTokenizer
 
     @classmethod
-    def make(cls, tokenizer: Tokenizer, vocab_size: int) -> _Tools:
+    def make(cls, tokenizer: Tokenizer, vocab_size: int) -> _ModelTokens:
         table = TokenTable.of(tokenizer, vocab_size)
         return cls(table, table.special_tokens(), table.ll_tokenizer())
 
-    def compile(self, guided: GuidedDecoding, trial: Trial) -> CompiledGrammar:
+    def compile(self, guided: GuidedDecoding, sandbox: GrammarSandbox) -> CompiledGrammar:
         """Raises `GrammarError`."""
         grammar = grammar_text(guided, self.special_tokens)
         try:
-            trial.check(grammar)
+            sandbox.check(grammar)
             matcher, error = make_matcher(self.tokenizer, grammar)
             if error:
                 raise GrammarError(error)

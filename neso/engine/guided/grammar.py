@@ -17,9 +17,9 @@ _MAX_DEPTH = 32
 
 
 def structural_tag_lark(tag: Mapping[str, Any], special_tokens: Mapping[str, int]) -> str:
-    """The grammar of a structural tag. Raises `ValueError` that says what is wrong with it.
+    """The Lark grammar of a structural tag. Raises `ValueError` for an invalid one.
 
-    A trigger that is the name of a special token is that token, not its text.
+    A trigger that is the name of a special token matches that token, not its text.
     """
     return _Writer(special_tokens).write(_read_format(tag))
 
@@ -41,7 +41,7 @@ def _read_format(tag: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Writer:
-    """Writes each format as a rule; what a format of one type looks like is in the method of that name."""
+    """Writes each format as a rule; there is a method for each type of format."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._special = special_tokens
@@ -94,7 +94,7 @@ class _Writer:
         return f"{self._expression(content)} {self._literal(end)}"
 
     def _text_up_to(self, end: str) -> str:
-        """Any text up to the first `end`, and that."""
+        """Any text up to and including the first `end`."""
         if end in self._special:
             return self._rule(f"TEXT {self._literal(end)}")
         return self._rule(f"TEXT {self._literal(end)}", "[lazy]")
@@ -170,11 +170,11 @@ def _mappings(values: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used; the message is fit for the client."""
+    """A grammar cannot be used. The message is for the client."""
 
 
-class GuideError(RuntimeError):
-    """A sequence cannot go on in its grammar; the message is fit for the client."""
+class MatcherError(RuntimeError):
+    """A sequence cannot continue in its grammar. The message is for the client."""
 
 
 def quoted(text: str) -> str:
@@ -183,7 +183,7 @@ def quoted(text: str) -> str:
 
 
 def literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """What stands for `text` in a rule: literals, and special tokens where it names them. Empty for no text."""
+    """`text` as part of a rule: literals, and special tokens that it names. Empty for no text."""
     if not text:
         return ""
     names = [
@@ -196,11 +196,11 @@ def literal(text: str, special_tokens: Mapping[str, int]) -> str:
 
 
 WHITESPACE = r"\n[ \t]{0,32}| "
-"""Unless a request says otherwise: models that love new lines would write nothing else."""
+"""Default white space between JSON tokens; unlimited newlines would let some models generate nothing else."""
 
 
 def with_white_space(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """The schema with llguidance's `options` for white space, which go before its own, or with `WHITESPACE`."""
+    """The schema with llguidance's white-space `options`, which override its own; by default `WHITESPACE`."""
     own = schema.get("x-guidance")
     options = {**(own if isinstance(own, dict) else {}), **options}
     if options.get("whitespace_flexible", True):
@@ -209,12 +209,12 @@ def with_white_space(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 MAX_GRAMMAR_SIZE = 1 << 20
-"""Characters of a schema, expression or grammar."""
+"""Limit of the characters of a schema, expression or grammar."""
 MAX_GBNF_SIZE = 1 << 16
-"""Characters of a GBNF grammar, which is converted in Python."""
+"""Limit of the characters of a GBNF grammar, which is converted in Python."""
 NO_FORCING = '%llguidance {"no_forcing": true}'
-"""The model chooses the tokens of text that a grammar forces. To find the ones that its tokenizer would take, the
-library follows all of such text, at once: of `a{1000000}` for seconds."""
+"""Disables forced tokens: the model chooses how to tokenize text that a grammar forces. To choose itself, the library
+would follow all forced text at once, which takes seconds for `a{1000000}`."""
 
 
 def grammar_text(guided: GuidedDecoding, special_tokens: Mapping[str, int]) -> str:
@@ -251,14 +251,14 @@ _CONTEXT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 
 
 def clean_message(kind: str, message: str) -> str:
-    """The compiler's message, without places in a text that the client did not write."""
+    """The compiler's message without positions in generated text."""
     if kind == "grammar":
         return "\n".join(line for line in message.split("\n") if NO_FORCING not in line)
     return _CONTEXT.sub("", _POSITION.sub("", message)).removeprefix("failed to compile JSON schema: ")
 
 
 def _schema(guided: GuidedDecoding) -> dict[str, Any]:
-    """The schema, with the options for its white space."""
+    """The schema with the request's white-space options."""
     schema: Any = json.loads(guided.json) if isinstance(guided.json, str) else True
     if schema is True:
         schema = {"type": "object"}
@@ -271,7 +271,7 @@ def _schema(guided: GuidedDecoding) -> dict[str, Any]:
 
 
 def _lark(source: str) -> str:
-    """Lark as it is, GBNF converted."""
+    """Convert GBNF to Lark; Lark is returned unchanged."""
     if not _GBNF_RULE.search(source):
         return source
     if len(source) > MAX_GBNF_SIZE:

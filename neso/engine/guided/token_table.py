@@ -1,4 +1,4 @@
-"""The tokens of a model as llguidance needs them."""
+"""The vocabulary of a model for llguidance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class TokenTable(msgspec.Struct, frozen=True):
-    """Bytes of every token of the vocabulary, by id; none where no text is made of a token."""
+    """Bytes of every token, by id; empty for tokens that are not text."""
 
     pieces: list[bytes]
     special_ids: list[int]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> TokenTable:
-        """The tokens of a model with `vocab_size` rows of logits; of some there may be no token, or of some no row.
+        """The tokens of a model with logits of width `vocab_size`, which may differ from the size of the tokenizer.
 
         The bytes are those that the detokenizer writes, so that what fits the grammar is the text of the answer.
         """
@@ -35,7 +35,7 @@ class TokenTable(msgspec.Struct, frozen=True):
     def ll_tokenizer(self) -> LLTokenizer:
         """llguidance's tokenizer: the vocabulary and, after it, one more token for the end of a grammar.
 
-        That token is no row of the logits. Which tokens end a sequence is up to each request; see `Guide`.
+        That token is no row of the logits. Which tokens end a sequence is up to each request; see `GrammarMatcher`.
         """
         wrapper = _Wrapper(self)
         # By its attributes it is what the library asks for, whose own class only wraps such an object.
@@ -56,5 +56,5 @@ class _Wrapper:
         self.special_token_ids = [*table.special_ids, self.eos_token_id]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of a text: asked for only where a grammar forces them, and ours do not (`NO_FORCING`)."""
+        """Tokenize a text; used only if a grammar forces text, which `NO_FORCING` prevents."""
         return []

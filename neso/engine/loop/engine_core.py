@@ -86,6 +86,7 @@ class EngineCore:
         self._counts = StepCounts()
         self._ongoing: LaunchedStep | None = None
         self._finished_at = 0.0
+        self._background_workers = overriding(self.addons, "has_work")
         self._beginners = overriding(self.addons, "begin_step")
         self._preparers, self._extenders = (
             overriding(self.addons, "prepare"),
@@ -109,7 +110,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._ongoing is not None
+        return (
+            self.scheduler.has_work
+            or self._ongoing is not None
+            or any(addon.has_work() for addon in self._background_workers)
+        )
 
     def add(self, request: EngineRequest) -> list[SequenceOutput]:
         """Queue a request. If it can never run, the output with the error is returned at once."""
@@ -260,10 +265,9 @@ class EngineCore:
             addon.observe(counts, seconds)
 
     def _wait(self) -> None:
-        """Wait for background work if sequences wait for it."""
-        if self.scheduler.waiting:
-            for addon in self.addons:
-                addon.wait(_POLL_SECONDS)
+        """Wait for background work, if there is any."""
+        for addon in self.addons:
+            addon.wait(_POLL_SECONDS)
 
     # -- failures -----------------------------------------------------------------------------------------------
 

@@ -157,8 +157,7 @@ class LoraManager(Addon):
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    @property
-    def loading(self) -> bool:
+    def has_work(self) -> bool:
         return bool(self._loading)
 
     def wait(self, timeout: float) -> None:

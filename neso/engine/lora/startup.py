@@ -20,7 +20,7 @@ def open_adapters(config: LoraConfig, runner: Runner) -> LoraManager | None:
     manager = LoraManager(config, runner)
     for name, path in config.lora_modules.items():
         manager.load(LoraRequest(name=name, path=path))
-    while manager.loading:
+    while manager.has_work():
         manager.wait(timeout=1.0)
         for loaded in manager.take_loaded():
             if loaded.error is not None:

@@ -26,6 +26,8 @@ from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.source import CheckpointError, TensorSource
 
+logger = logging.getLogger(__name__)
+
 ATTENTION_NAME = "neso_paged"
 """Value of `attn_implementation`; transformers creates no mask for it."""
 
@@ -126,8 +128,6 @@ class HeadProbe:
         self.shapes[layer] = HeadShape(keys.shape[1], keys.shape[2], values.shape[2])
         return torch.zeros(*queries.shape[:2], values.shape[2], dtype=values.dtype, device=values.device)
 
-
-logger = logging.getLogger(__name__)
 
 # Unsupported: frequencies would depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")

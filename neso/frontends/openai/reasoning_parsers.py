@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from neso.frontends.openai.parser_registry import AUTO, ParserRegistry
-from neso.frontends.openai.tool_parsers.text_source import partial_end
+from neso.frontends.openai.tool_parsers.text_reader import partial_end
 
 
 @dataclass(frozen=True, slots=True)

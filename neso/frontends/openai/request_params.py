@@ -117,6 +117,8 @@ def guided_decoding_of(request: GenerationFields) -> GuidedDecoding | None:
     fields = {name: value for name, value in (request.model_extra or {}).items() if name in NAMES}
     if request.response_format is not None:
         fields["response_format"] = request.response_format.model_dump(exclude_unset=True)
+    if not fields:
+        return None
     try:
         return read_guided_decoding(fields)
     except InvalidParameter as error:

@@ -1,4 +1,4 @@
-"""The embedding backend within a core: texts in, vectors and scores out."""
+"""The embedding backend in a running core."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_scores_and_probabilities(core, checkpoints):
     np.testing.assert_allclose(response.output("probabilities").array.sum(axis=1), 1, atol=1e-5)
 
 
-async def test_what_fails_says_why(core):
+async def test_errors_are_reported(core):
     long = ["word " * 200]
     response = await infer(core, "bert", text_input=long)
     assert "at most 130" in response.error.message
@@ -113,14 +113,14 @@ async def test_what_fails_says_why(core):
     assert "3 outputs" in response.error.message
 
 
-async def test_faces(core):
+async def test_text_and_pooling_interfaces(core):
     assert core.model("bert").language_model is None
     assert core.model("bert").pooling_model.pooling.dimensions == 48
     decoder = core.model("decoder")
     assert decoder.language_model is not None and decoder.pooling_model.pooling.kind == "last"
 
 
-async def test_soft_prompts_come_as_tensors(core, checkpoints):
+async def test_soft_prompts_as_tensors(core, checkpoints):
     llm = LLM(checkpoints["decoder"], runner="native", num_threads=1, num_blocks=32)
     table = (np.random.default_rng(0).standard_normal((3, 48)) * 0.3).astype(np.float32)
     from neso.generation import SamplingParams

@@ -146,7 +146,7 @@ def reason(core: Core, name: str = "all") -> str:
     return next(entry.reason for entry in core.repository_index() if entry.name == name)
 
 
-async def test_tensors_flow_from_step_to_step(server: Server) -> None:
+async def test_tensors_are_passed_between_steps(server: Server) -> None:
     server.add_ensemble(
         step("plus1", {"IN": "IN"}, {"OUT": "first"}),
         step("plus10", {"IN": "first", "MORE": "IN"}, {"OUT": "OUT"}),
@@ -159,7 +159,7 @@ async def test_tensors_flow_from_step_to_step(server: Server) -> None:
     assert model.statistics.snapshot()["inference_stats"]["success"]["count"] == 1
 
 
-async def test_steps_run_at_the_same_time_where_their_data_allow(server: Server) -> None:
+async def test_independent_steps_run_concurrently(server: Server) -> None:
     for name, other in (("this", "that"), ("that", "this")):
         server.repository.add(name, waiting_for(server.repository.path / other / "1" / "begun"), ADD_TENSORS)
     server.add_ensemble(
@@ -172,7 +172,7 @@ async def test_steps_run_at_the_same_time_where_their_data_allow(server: Server)
     assert response.output("OUT").array.tolist() == [3]
 
 
-async def test_only_what_is_asked_for_is_computed(server: Server) -> None:
+async def test_only_steps_of_requested_outputs_run(server: Server) -> None:
     tensors = IDENTITY_TENSORS + 'output { name: "SLOW" data_type: TYPE_FP32 dims: [ -1 ] }'
     server.add_ensemble(
         step("plus1", {"IN": "IN"}, {"OUT": "OUT"}),
@@ -187,7 +187,7 @@ async def test_only_what_is_asked_for_is_computed(server: Server) -> None:
     assert core.model("slow").statistics.inference_count == before
 
 
-async def test_an_optional_input_that_is_left_out(server: Server) -> None:
+async def test_omitted_optional_input(server: Server) -> None:
     server.add_ensemble(step("plus1", {"IN": "IN", "MORE": "MORE"}, {"OUT": "OUT"}), tensors=ADD_TENSORS)
     model = (await server.start()).model("all")
     for arrays, expected in (({"IN": floats(1)}, [2]), ({"IN": floats(1), "MORE": floats(5)}, [7])):
@@ -195,7 +195,7 @@ async def test_an_optional_input_that_is_left_out(server: Server) -> None:
         assert response.output("OUT").array.tolist() == expected
 
 
-async def test_an_output_that_a_step_does_not_give(server: Server) -> None:
+async def test_optional_input_from_a_missing_output(server: Server) -> None:
     """Steps to which it is optional go on without it, what only it leads to is left out, and so are outputs."""
     server.repository.add("split", SPLIT, SPLIT_TENSORS)
     outputs = [f'{{ name: "{name}" data_type: TYPE_FP32 dims: [ -1 ] }}' for name in ("OUT", "LARGE", "MORE")]
@@ -217,7 +217,7 @@ async def test_an_output_that_a_step_does_not_give(server: Server) -> None:
     assert {tensor.name: tensor.array.tolist() for tensor in response.outputs} == {"OUT": [2]}
 
 
-async def test_an_output_that_does_not_come_and_is_needed(server: Server) -> None:
+async def test_missing_required_output_fails_the_request(server: Server) -> None:
     server.repository.add("split", SPLIT, SPLIT_TENSORS)
     server.add_ensemble(
         step("split", {"IN": "IN"}, {"SMALL": "small", "LARGE": "large"}),
@@ -228,7 +228,7 @@ async def test_an_output_that_does_not_come_and_is_needed(server: Server) -> Non
     assert response.error is not None and "missing required input(s) ['IN']" in response.error.message
 
 
-async def test_responses_say_what_sequence_the_request_is_of(server: Server) -> None:
+async def test_responses_have_sequence_parameters(server: Server) -> None:
     server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}))
     model = (await server.start()).model("all")
     request = InferenceRequest(
@@ -238,7 +238,7 @@ async def test_responses_say_what_sequence_the_request_is_of(server: Server) -> 
     assert response.parameters == {"sequence_id": 7, "sequence_start": False, "sequence_end": True}
 
 
-async def test_what_follows_a_decoupled_step_runs_for_each_response(server: Server) -> None:
+async def test_steps_after_a_decoupled_step_run_per_response(server: Server) -> None:
     server.repository.add("repeat", REPEAT, REPEAT_TENSORS)
     server.repository.add("to_float", TO_FLOAT, TO_FLOAT_TENSORS)
     tensors = """
@@ -265,7 +265,7 @@ async def test_what_follows_a_decoupled_step_runs_for_each_response(server: Serv
         await core.stop()
 
 
-async def test_a_step_that_fails_fails_the_request_only(server: Server) -> None:
+async def test_failing_step_fails_only_its_request(server: Server) -> None:
     server.add_ensemble(
         step("plus1", {"IN": "IN"}, {"OUT": "first"}), step("plus10", {"IN": "first"}, {"OUT": "OUT"})
     )
@@ -279,7 +279,7 @@ async def test_a_step_that_fails_fails_the_request_only(server: Server) -> None:
     assert response.output("OUT").array.tolist() == [12]
 
 
-async def test_cancelling_reaches_the_steps(server: Server) -> None:
+async def test_cancellation_is_passed_to_the_steps(server: Server) -> None:
     folder = server.repository.path / "held" / "1"
     server.repository.add("held", waiting_for(folder / "go"), ADD_TENSORS)
     server.add_ensemble(step("held", {"IN": "IN"}, {"OUT": "a"}), step("plus1", {"IN": "a"}, {"OUT": "OUT"}))
@@ -310,7 +310,7 @@ async def test_loading_an_ensemble_loads_its_steps(server: Server) -> None:
     assert response.error is None
 
 
-async def test_steps_go_with_their_ensemble_if_that_is_wanted_and_nobody_else_needs_them(
+async def test_unload_dependents_unloads_steps_that_are_not_used_elsewhere(
     server: Server,
 ) -> None:
     server.add_ensemble(
@@ -335,16 +335,14 @@ async def test_steps_go_with_their_ensemble_if_that_is_wanted_and_nobody_else_ne
         ([step("plus1", {"IN": "x"}, {"OUT": "OUT"})], "is no input of the ensemble"),
     ],
 )
-async def test_an_ensemble_that_does_not_fit_is_unavailable(
-    server: Server, steps: list[str], message: str
-) -> None:
+async def test_invalid_ensemble_is_unavailable(server: Server, steps: list[str], message: str) -> None:
     server.add_ensemble(*steps)
     core = await asyncio.wait_for(server.start(), 60)
     assert message in reason(core)
     assert core.model("plus1").ready()
 
 
-async def test_ensembles_that_need_each_other_do_not_wait_for_ever(server: Server) -> None:
+async def test_cyclic_ensembles_do_not_deadlock(server: Server) -> None:
     server.add_ensemble(step("other", {"IN": "IN"}, {"OUT": "OUT"}))
     server.add_ensemble(step("all", {"IN": "IN"}, {"OUT": "OUT"}), name="other")
     core = await asyncio.wait_for(server.start(), 60)
@@ -352,7 +350,7 @@ async def test_ensembles_that_need_each_other_do_not_wait_for_ever(server: Serve
     assert not any(model.name in ("all", "other") for model in core.models())
 
 
-async def test_ensembles_of_ensembles(server: Server) -> None:
+async def test_nested_ensembles(server: Server) -> None:
     server.add_ensemble(step("plus1", {"IN": "IN"}, {"OUT": "OUT"}), name="inner")
     server.add_ensemble(step("inner", {"IN": "IN"}, {"OUT": "a"}), step("inner", {"IN": "a"}, {"OUT": "OUT"}))
     (response,) = await collect(ask((await server.start()).model("all"), IN=floats(1)))

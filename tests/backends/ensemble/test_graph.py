@@ -1,4 +1,4 @@
-"""What an ensemble's configuration may say."""
+"""Validation of ensemble configurations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def graph(*steps: str, inputs: str = "A", outputs: str = "Z") -> EnsembleGraph:
     return EnsembleGraph(config)
 
 
-def test_steps_that_an_output_needs() -> None:
+def test_steps_for_outputs() -> None:
     found = graph("one: A -> B", "two: B -> C", "three: B -> Z", "four: C -> Y", outputs="Z Y")
     assert found.steps_for(["Z"]) == {0, 2}
     assert found.steps_for(["Y"]) == {0, 1, 3}
@@ -49,6 +49,6 @@ def test_steps_that_an_output_needs() -> None:
         ([": A -> Z"], "must specify 'model_name' in step 0"),
     ],
 )
-def test_what_cannot_run(steps: list[str], message: str) -> None:
+def test_invalid_graphs_are_rejected(steps: list[str], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         graph(*steps)

@@ -192,7 +192,7 @@ async def test_metrics_name_the_adapters(core, step_pace):
     assert 'running_lora_adapters="",version="1",waiting_lora_adapters=""' in info()[0]
 
 
-async def test_clients_load_nothing_unless_it_is_allowed(made, tmp_path):
+async def test_runtime_lora_is_disabled_by_default(made, tmp_path):
     base, adapters, _ = made
     version = tmp_path / "tiny" / "1"
     version.mkdir(parents=True)

@@ -130,7 +130,7 @@ async def test_beams_by_the_names_of_tensorrt_llm(core):
         assert scores == sorted(scores, reverse=True) and scores[0] < 0
 
 
-async def test_prompt_in_front_on_request(core):
+async def test_prompt_is_included_on_request(core):
     (response,) = await outputs(core, request(exclude_input_in_output=False, parameters={"max_tokens": 3}))
     assert response.output("text_output").strings()[0].startswith(PROMPT)
 
@@ -161,7 +161,7 @@ async def test_cancel_frees_and_counts(core, step_pace):
     )
 
 
-async def test_text_face_and_tensor_face_agree(core):
+async def test_generation_payload_and_tensors_agree(core):
     model = core.model("pilot")
     (response,) = await outputs(core, request())
     generated = model.generate(GenerationRequest(PROMPT, SamplingParams(temperature=0)))
@@ -170,7 +170,7 @@ async def test_text_face_and_tensor_face_agree(core):
     assert b'nv_inference_request_success{model="pilot",version="1"} 2' in core.metrics.render()
 
 
-async def test_first_responses_are_measured_on_both_faces(core):
+async def test_first_responses_are_measured_for_payloads_and_tensors(core):
     model = core.model("pilot")
     await outputs(core, request(stream=True))
     async for _ in model.generate(GenerationRequest(PROMPT, SamplingParams(temperature=0))):
@@ -179,7 +179,7 @@ async def test_first_responses_are_measured_on_both_faces(core):
     assert f'{name}_count{{model="pilot",version="1"}} 2\n' in core.metrics.render().decode()
 
 
-async def test_the_load_of_the_cache(core, step_pace):
+async def test_kv_cache_load(core, step_pace):
     assert core.kv_cache_load() == KvCacheLoad(
         0.0, 256 * core.model("pilot").language_model.engine.info.block_size
     )
@@ -224,7 +224,7 @@ async def test_reload_lets_requests_in_flight_end(core):
         ({"override_generation_config": {"top_k": "x"}}, "override_generation_config: top_k: Expected `int`"),
     ],
 )
-async def test_bad_options_are_the_reason(tmp_path, model_json, reason):
+async def test_invalid_options_are_the_reason(tmp_path, model_json, reason):
     write_repository(tmp_path, **model_json)
     core = neso.server.core.Core(
         ServerOptions(model_repository=(tmp_path,), backend_config={"llm": {"in-process": "true"}})
@@ -235,7 +235,7 @@ async def test_bad_options_are_the_reason(tmp_path, model_json, reason):
     await core.stop()
 
 
-async def test_defaults_of_sampling_are_none_of_tensors(tmp_path):
+async def test_default_sampling_does_not_apply_to_tensors(tmp_path):
     write_repository(tmp_path, num_blocks=256, generation_config="defaults")
     version = tmp_path / "pilot" / "1"
     (version / "defaults").mkdir()
@@ -285,7 +285,7 @@ async def test_guided_decoding(core, parameters):
         ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide"),
     ],
 )
-async def test_a_bad_grammar_is_named(core, parameters, message):
+async def test_invalid_grammar_is_named(core, parameters, message):
     with pytest.raises(ServerError, match=message) as caught:
         responses = [r async for r in core.model("pilot").submit(request(parameters=parameters))]
         raise responses[0].error

@@ -92,7 +92,7 @@ async def test_steps_are_counted_one_by_one(tmp_path):
         assert value(core, general, general_type="iteration_counter") == steps
 
 
-async def test_aborted_and_refused_requests_are_told_apart(tmp_path, step_pace):
+async def test_aborted_and_rejected_requests_are_counted_separately(tmp_path, step_pace):
     async with serving(tmp_path, max_num_seqs=1, max_queue_size=1) as core:
         endless = {"max_tokens": 400, "ignore_eos": True}
         stream = core.model("pilot").submit(request(stream=True, parameters=endless))
@@ -113,7 +113,7 @@ async def test_aborted_and_refused_requests_are_told_apart(tmp_path, step_pace):
         assert counts == {"stop": 0, "length": 1, "abort": 1, "error": 1}
 
 
-async def test_a_request_that_names_a_time_limit_does_not_wait_for_longer(tmp_path, step_pace):
+async def test_request_timeout_limits_the_queue_time(tmp_path, step_pace):
     async with serving(tmp_path, max_num_seqs=1) as core:
         endless = {"max_tokens": 400, "ignore_eos": True}
         stream = core.model("pilot").submit(request(stream=True, parameters=endless))

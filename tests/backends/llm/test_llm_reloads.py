@@ -34,7 +34,7 @@ def taken() -> tuple[int, int, int]:
     return process.num_fds(), len(threads), len(process.children(recursive=True))
 
 
-async def test_a_language_model_comes_and_goes(tmp_path: Path) -> None:
+async def test_memory_of_a_language_model_is_released(tmp_path: Path) -> None:
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "config.pbtxt").write_text('backend: "llm"')
     (tmp_path / "m" / "1" / "model.json").write_text('{"model": "neso-pilot", "num_threads": 1}')

@@ -34,7 +34,7 @@ async def test_a_draft_model_changes_no_text_and_is_counted(tmp_path):
         assert drafts == value(core, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0")
 
 
-async def test_guesses_of_a_client(tmp_path):
+async def test_draft_tokens_of_a_client(tmp_path):
     async with serving(tmp_path) as core:
         ids = core.model("pilot").language_model.text
         parameters = {"max_tokens": 8, "ignore_eos": True}
@@ -53,7 +53,7 @@ async def test_guesses_of_a_client(tmp_path):
             assert tensors["acceptance_rate"].array[0] == np.float32(accepted / 3)
 
 
-async def test_a_bad_guess_names_its_field(tmp_path):
+async def test_invalid_draft_tokens_name_their_field(tmp_path):
     async with serving(tmp_path) as core:
         sent = request(parameters={"draft_input_ids": "[99999999]"})
         (response,) = [response async for response in core.model("pilot").submit(sent)]

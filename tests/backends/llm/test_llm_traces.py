@@ -277,7 +277,7 @@ async def test_a_client_that_leaves_ends_its_trace(fronts, step_pace):
     assert "cancelled" in fronts.collector.span("pilot").error
 
 
-async def test_requests_that_are_refused_leave_no_span_of_a_model(fronts):
+async def test_rejected_requests_have_no_model_span(fronts):
     def refused() -> None:
         with pytest.raises(openai.BadRequestError):
             fronts.openai().completions.create(model="pilot", prompt=PROMPT, n=-1, extra_headers=HEADERS)

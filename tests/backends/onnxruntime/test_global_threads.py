@@ -1,4 +1,4 @@
-"""The pool of threads that all sessions of a process share: its order of events depends on which model loads first."""
+"""The process-wide thread pool of ONNX Runtime sessions, with models that load in any order."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def parameters(**values: str) -> str:
     )
 
 
-async def test_a_model_without_a_configuration(serve_files):
+async def test_model_without_config_pbtxt(serve_files):
     model = (await serve_files(None, LINEAR)).model("model")
     config = model.config
     assert (config.backend, config.platform, config.max_batch_size) == ("onnxruntime", "onnxruntime_onnx", 4)
@@ -79,7 +79,7 @@ async def test_default_max_batch_size(serve_files, size, batches):
     assert list(config.input[0].dims) == ([4] if batches else [-1, 4])
 
 
-async def test_a_fixed_first_dimension_does_not_batch(serve_files):
+async def test_fixed_first_dimension_disables_batching(serve_files):
     model = (await serve_files(None, {"model.onnx": linear(batch=2)})).model("model")
     assert model.config.max_batch_size == 0 and not model.config.HasField("dynamic_batching")
     assert (await answer(model, X=np.ones((2, 4), np.float32)))["SUM"].shape == (2, 3)
@@ -122,7 +122,7 @@ KINDS = {
 
 @pytest.mark.parametrize("datatype", list(DataType))
 @pytest.mark.parametrize("shape", [[], [2], ["N", "M"]])
-async def test_every_datatype(serve_files, datatype, shape):
+async def test_all_datatypes(serve_files, datatype, shape):
     model = (await serve_files(None, {"model.onnx": identity(KINDS[datatype], shape)})).model("model")
     assert model.signature.inputs["IN"].datatype is datatype
     given = {0: (1,), 1: (2,), 2: (2, 3)}[len(shape)]
@@ -134,7 +134,7 @@ async def test_every_datatype(serve_files, datatype, shape):
     assert outputs["OUT"].dtype == array.dtype and outputs["OUT"].tolist() == array.tolist()
 
 
-async def test_bfloat16_beside_other_types(serve_files):
+async def test_bfloat16_with_other_datatypes(serve_files):
     nodes = [node("Cast", ["A"], ["B"], to=T.BFLOAT16), node("Cast", ["C"], ["D"], to=T.FLOAT)]
     specs = (
         [("A", T.FLOAT, ["N", 2]), ("C", T.BFLOAT16, ["N", 2])],
@@ -147,14 +147,14 @@ async def test_bfloat16_beside_other_types(serve_files):
     assert outputs["D"].tolist() == [[2, 5]]
 
 
-async def test_text_that_is_no_utf_8(serve_files):
+async def test_text_that_is_not_utf_8(serve_files):
     model = (await serve_files(None, {"model.onnx": identity(T.STRING, ["N", 1])})).model("model")
     with pytest.raises(Exception, match="tensor 'IN' holds bytes that are not UTF-8"):
         await answer(model, IN=np.array([[b"\xff"]], np.object_))
     assert (await answer(model, IN=np.array([[b"ok"]], np.object_)))["OUT"].tolist() == [[b"ok"]]
 
 
-async def test_an_error_of_the_runtime(serve_files):
+async def test_runtime_error_fails_the_request(serve_files):
     """A shape that the model refuses while it runs."""
     nodes = [node("Reshape", ["IN", "SHAPE"], ["OUT"])]
     model = graph(
@@ -181,7 +181,7 @@ async def test_optional_inputs(serve_files):
     assert (await answer(loaded, IN=one, FACTOR=np.full((1, 1), 5, np.float32)))["OUT"].tolist() == [[5, 5]]
 
 
-async def test_a_folder_with_external_data(serve_files, tmp_path):
+async def test_folder_with_external_data(serve_files, tmp_path):
     proto = onnx.load_from_string(linear(features=64, outputs=64))
     path = tmp_path / "external" / "model.onnx"
     path.parent.mkdir()
@@ -196,7 +196,7 @@ async def test_a_folder_with_external_data(serve_files, tmp_path):
     )
 
 
-async def test_another_file_name(serve_files):
+async def test_default_model_filename(serve_files):
     core = await serve_files(CONFIG + 'default_model_filename: "net.bin"', {"net.bin": linear()})
     assert (await answer(core.model("model"), X=np.ones((1, 4), np.float32)))["SUM"].shape == (1, 3)
 
@@ -250,7 +250,7 @@ UNABLE = "unable to load model 'model', configuration expects datatype"
         ),
     ],
 )
-async def test_configurations_that_do_not_fit(serve_files, config, message):
+async def test_mismatched_configurations_are_rejected(serve_files, config, message):
     assert message in reason(await serve_files(CONFIG + config, LINEAR))
 
 
@@ -262,13 +262,13 @@ async def test_kind_gpu_without_cuda(serve_files):
     )
 
 
-async def test_models_that_are_missing_or_broken(serve_files):
+async def test_missing_or_invalid_model_files(serve_files):
     assert "unable to find '" in reason(await serve_files(CONFIG, {"other": b""}))
     broken = reason(await serve_files(CONFIG, {"model.onnx": b"this is no model"}))
     assert broken.startswith("onnx runtime error: failed to load 'model.onnx': ")
 
 
-async def test_inputs_that_the_configuration_leaves_out(serve_files):
+async def test_missing_inputs_are_completed(serve_files):
     nodes = [node("Add", ["A", "B"], ["C"])]
     model = graph(nodes, [("A", T.FLOAT, [2]), ("B", T.FLOAT, [2])], [("C", T.FLOAT, [2])])
     config = "input { name: 'A' data_type: TYPE_FP32 dims: [2] } output { name: 'C' data_type: TYPE_FP32 dims: [2] }"
@@ -277,7 +277,7 @@ async def test_inputs_that_the_configuration_leaves_out(serve_files):
     )
 
 
-async def test_outputs_that_are_no_tensors(serve_files):
+async def test_non_tensor_outputs_are_left_out(serve_files):
     """They are left out of what is completed, and cannot be asked for."""
     sequence = onnx.helper.make_tensor_sequence_value_info("LIST", T.FLOAT, None)
     made = onnx.load_from_string(linear())
@@ -293,7 +293,7 @@ async def test_outputs_that_are_no_tensors(serve_files):
     )
 
 
-async def test_settings_reach_the_runtime(serve_files, monkeypatch):
+async def test_settings_are_passed_to_the_runtime(serve_files, monkeypatch):
     """What sessions are opened with, and what they are run with."""
     opened, ran = [], []
     real = onnxruntime.InferenceSession
@@ -338,7 +338,7 @@ async def test_settings_reach_the_runtime(serve_files, monkeypatch):
         assert ran[-1].get_run_config_entry("memory.enable_memory_arena_shrinkage") == "cpu:0"
 
 
-async def test_instances_share_a_session(serve_files, monkeypatch):
+async def test_instances_share_a_session_if_configured(serve_files, monkeypatch):
     opened = []
     real = onnxruntime.InferenceSession
 
@@ -425,7 +425,7 @@ batch_output { target_name: "ALL" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_in
     assert ends in ([[1], [4], [6]], [[1], [3], [2]])
 
 
-async def test_the_loop_does_not_wait(serve_files):
+async def test_event_loop_is_not_blocked(serve_files):
     """While a model computes, the server does other things."""
     model = graph(
         [

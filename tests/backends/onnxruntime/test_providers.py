@@ -1,4 +1,4 @@
-"""Which execution providers a configuration asks for. Those of GPUs are not run here."""
+"""Selection of execution providers. GPU providers are not run."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def accelerator(kind: str, name: str, **parameters: str) -> str:
     return f"optimization {{ execution_accelerators {{ {kind}_execution_accelerator {{ name: '{name}' {pairs} }} }} }}"
 
 
-def test_a_cpu_needs_nothing_else():
+def test_cpu_instance_uses_the_cpu_provider_only():
     assert find("", ON_CPU) == [CPU]
     assert find(accelerator("gpu", "tensorrt"), ON_CPU) == [CPU]
 
 
-def test_openvino():
+def test_openvino_accelerator():
     assert find(accelerator("cpu", "openvino", device_type="CPU"), ON_CPU) == [
         (OPENVINO, {"device_type": "CPU"}),
         CPU,
     ]
 
 
-def test_a_gpu_is_cudas():
+def test_gpu_instance_uses_cuda():
     assert find("", ON_GPU) == [(CUDA, {"device_id": "2"}), CPU]
     assert find(accelerator("gpu", "cuda", use_ep_level_unified_stream="1"), ON_GPU) == [
         (CUDA, {"use_ep_level_unified_stream": "1", "device_id": "2"}),
@@ -50,7 +50,7 @@ def test_a_gpu_is_cudas():
     ]
 
 
-def test_the_older_parameters_of_cuda():
+def test_cuda_options_in_model_parameters():
     text = (
         "parameters { key: 'gpu_mem_limit' value { string_value: '1024' } }"
         "parameters { key: 'cudnn_conv_algo_search' value { string_value: '1' } }"
@@ -91,6 +91,6 @@ def test_tensorrt_comes_before_cuda():
         (accelerator("gpu", "tensorrt", precision_mode="FP4"), "precision_mode of model 'm' is 'FP4'"),
     ],
 )
-def test_what_there_is_not(text, message):
+def test_unavailable_providers_are_rejected(text, message):
     with pytest.raises(ServerError, match=message):
         find(text, ON_GPU)

@@ -1,4 +1,4 @@
-"""The helpers of the server's tests, and a core that serves one Python model."""
+"""Fixtures: a core that serves one Python model."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ async def reason(tmp_path, group: str) -> str:
     return entry.reason
 
 
-def test_groups_add_up(gpus):
+def test_instances_of_several_groups(gpus):
     gpus(3)
     text = """
         instance_group { name: "g" count: 2 kind: KIND_CPU }
@@ -61,7 +61,7 @@ def test_groups_add_up(gpus):
     ]  # fmt: skip
 
 
-def test_cuda_numbers_what_it_sees(gpus, monkeypatch):
+def test_gpu_numbers_follow_cuda_visible_devices(gpus, monkeypatch):
     gpus(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert available_gpus() == [0, 1]
@@ -86,12 +86,12 @@ def test_cuda_numbers_what_it_sees(gpus, monkeypatch):
         (2, "kind: KIND_CPU gpus: [ 0 ]", "has kind KIND_CPU but specifies one or more GPUs"),
     ],
 )
-async def test_gpus_that_there_are_not_fail_the_load(gpus, tmp_path, count, wrong, message):
+async def test_missing_gpus_fail_the_load(gpus, tmp_path, count, wrong, message):
     gpus(count)
     assert message in await reason(tmp_path, wrong)
 
 
-async def test_models_are_told_of_their_place(serve):
+async def test_models_get_instance_name_and_kind(serve):
     code = """
 import json, time
 from pathlib import Path

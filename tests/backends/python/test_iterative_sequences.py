@@ -1,4 +1,4 @@
-"""Requests that Python models have executed again until they are done."""
+"""Iterative sequences: rescheduled requests of Python models."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def numbers(stream: ResponseStream) -> list[int]:
     return result
 
 
-async def test_a_request_is_executed_until_it_is_answered(serve) -> None:
+async def test_request_is_executed_until_its_final_response(serve) -> None:
     model = await serve(COUNTDOWN, CONFIG % "")
     started = time.monotonic_ns()
     seen = await numbers(submit(model, 4))
@@ -107,7 +107,7 @@ async def test_a_request_is_executed_until_it_is_answered(serve) -> None:
     assert model.in_flight_count == 0
 
 
-async def test_requests_join_and_leave_the_batch_of_those_that_go_on(serve) -> None:
+async def test_requests_join_and_leave_the_running_batch(serve) -> None:
     model = await serve(COUNTDOWN, CONFIG % "")
     seen = await asyncio.gather(*(numbers(submit(model, count)) for count in (2, 30, 5)))
     assert [len(executions) for executions in seen] == [2, 30, 5]
@@ -129,7 +129,7 @@ async def test_states_carry_over_between_iterations_of_a_decoupled_model(serve) 
     assert results == [[2, 1, 0], [5, 4, 3, 2, 1, 0], [0]]
 
 
-async def test_a_request_that_is_cancelled_leaves_its_slot_to_others(serve) -> None:
+async def test_cancelled_request_frees_its_slot(serve) -> None:
     model = await serve(COUNTDOWN, (CONFIG % "").replace("max_batch_size: 4", "max_batch_size: 1"))
     endless = submit(model, 10**9)
     waiting = submit(model, 1)
@@ -141,7 +141,7 @@ async def test_a_request_that_is_cancelled_leaves_its_slot_to_others(serve) -> N
     assert await asyncio.wait_for(numbers(waiting), 60) == [11]
 
 
-async def test_a_warmup_ends_with_its_first_execution(serve) -> None:
+async def test_warmup_is_executed_once(serve) -> None:
     zeros = "data_type: TYPE_INT32 dims: [ 1 ] zero_data: true"
     warmup = f'model_warmup {{ name: "w" inputs {{ key: "IN" value {{ {zeros} }} }} }}'
     code = COUNTDOWN.replace("if len(seen) < count", "if count == 0 or len(seen) < count")
@@ -149,7 +149,7 @@ async def test_a_warmup_ends_with_its_first_execution(serve) -> None:
     assert await numbers(submit(model, 2)) == [11, 1]
 
 
-async def test_a_client_may_choose_the_sequence(serve) -> None:
+async def test_client_may_choose_the_sequence_id(serve) -> None:
     model = await serve(COUNTDOWN, CONFIG % "")
     for _ in range(2):  # it ends with its request, without END
         assert await numbers(submit(model, 2, sequence_id="mine", sequence_start=True)) == [11, 1]
@@ -157,7 +157,7 @@ async def test_a_client_may_choose_the_sequence(serve) -> None:
     assert "must specify the START flag" in response.error.message
 
 
-async def test_a_coroutine_may_reschedule_too(serve) -> None:
+async def test_coroutine_may_reschedule(serve) -> None:
     code = GENERATOR.replace("    def execute", "    async def execute").replace(
         "time.sleep", "await asyncio.sleep"
     )
@@ -165,13 +165,13 @@ async def test_a_coroutine_may_reschedule_too(serve) -> None:
     assert await asyncio.wait_for(numbers(submit(model, 5)), 60) == [4, 3, 2, 1, 0]
 
 
-async def test_other_models_cannot_reschedule(serve) -> None:
+async def test_models_without_iterative_sequences_cannot_reschedule(serve) -> None:
     model = await serve(COUNTDOWN, (CONFIG % "").replace("iterative_sequence: true", ""))
     (response,) = [r async for r in submit(model, 2, sequence_id=1, sequence_start=True)]
     assert "sequence_batching { iterative_sequence: true }" in response.error.message
 
 
-async def test_who_reschedules_must_not_answer(serve) -> None:
+async def test_rescheduled_request_must_not_have_a_response(serve) -> None:
     code = COUNTDOWN.replace("responses.append(None)", "responses.append(pb_utils.InferenceResponse([]))")
     model = await serve(code, CONFIG % "")
     (response,) = [r async for r in submit(model, 2)]

@@ -1,4 +1,4 @@
-"""Custom metrics: what Python models put into /metrics."""
+"""Custom metrics of Python models."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_a_histogram(loaded):
         ("HISTOGRAM", "Metric(buckets=[1]).increment(1)", "HISTOGRAM does not support Increment"),
     ],
 )
-async def test_what_a_kind_does_not_do(loaded, kind, call, message):
+async def test_unsupported_operations_of_metric_kinds(loaded, kind, call, message):
     model = await loaded(f"""
     def execute(self, requests):
         family = Family("it", "", Family.{kind})
@@ -132,7 +132,7 @@ async def test_what_a_kind_does_not_do(loaded, kind, call, message):
     assert message in await outcome(model)
 
 
-async def test_families_of_one_name(loaded):
+async def test_families_with_the_same_name_are_shared(loaded):
     model = await loaded("""
     def execute(self, requests):
         first, second = Family("same", "", Family.COUNTER), Family("same", "other", Family.COUNTER)
@@ -153,7 +153,7 @@ async def test_families_of_one_name(loaded):
         ("'a', '', 7", "unknown kind 7"),
     ],
 )
-async def test_families_that_cannot_be(loaded, family, message):
+async def test_invalid_families_are_rejected(loaded, family, message):
     model = await loaded(f"""
     def execute(self, requests):
         return [answer(attempt(lambda: Family({family})))]
@@ -161,7 +161,7 @@ async def test_families_that_cannot_be(loaded, family, message):
     assert message in await outcome(model)
 
 
-async def test_a_metric_lives_as_long_as_its_family(loaded):
+async def test_metric_exists_as_long_as_its_family(loaded):
     model = await loaded("""
     step = 0
     def initialize(self, args):
@@ -190,7 +190,7 @@ async def test_a_metric_lives_as_long_as_its_family(loaded):
     assert lines(model, "brief") == []
 
 
-async def test_a_model_that_is_unloaded_takes_its_metrics_along(loaded):
+async def test_unload_removes_the_metrics_of_a_model(loaded):
     model = await loaded("""
     def initialize(self, args):
         self.family = Family("mine", "", Family.GAUGE)
@@ -203,7 +203,7 @@ async def test_a_model_that_is_unloaded_takes_its_metrics_along(loaded):
     assert not lines(model, "mine")
 
 
-async def test_threads_of_a_model_count_together(loaded):
+async def test_threads_of_a_model_share_counters(loaded):
     model = await loaded("""
     def execute(self, requests):
         from concurrent.futures import ThreadPoolExecutor

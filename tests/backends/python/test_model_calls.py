@@ -1,4 +1,4 @@
-"""Business logic scripting: Python models that call others, load them and ask for them."""
+"""Business logic scripting: Python models that call, load and query other models."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def outcome(core: Core, *values: float) -> list[float] | str:
     return found
 
 
-async def test_exec_gives_the_response_of_another_model(serve):
+async def test_exec_returns_the_response_of_another_model(serve):
     core = await serve("""
     def execute(self, requests):
         return [answer(*values(call("double", value=r.inputs()[0].as_numpy()).exec())) for r in requests]
@@ -92,7 +92,7 @@ async def test_exec_gives_the_response_of_another_model(serve):
     assert core.model("double").statistics.inference_count == 1
 
 
-async def test_async_exec_in_coroutines_that_run_at_the_same_time(serve):
+async def test_async_exec_in_concurrent_coroutines(serve):
     core = await serve("""
     async def execute(self, requests):
         calls = [call("double", value=[i]).async_exec() for i in range(5)]
@@ -102,7 +102,7 @@ async def test_async_exec_in_coroutines_that_run_at_the_same_time(serve):
     assert await outcome(core) == [0, 2, 4, 6, 8]
 
 
-async def test_what_nobody_foresaw_ends_the_call(serve, monkeypatch):
+async def test_unexpected_error_ends_the_call(serve, monkeypatch):
     core = await serve("""
     def execute(self, requests):
         return [answer(*values(call("double").exec())) for _ in requests]
@@ -126,7 +126,7 @@ async def test_what_nobody_foresaw_ends_the_call(serve, monkeypatch):
         ('call("")', "needs a model_name"),
     ],
 )
-async def test_what_goes_wrong_is_told_to_the_caller(serve, wrong, message):
+async def test_errors_are_returned_to_the_caller(serve, wrong, message):
     core = await serve(f"""
     def execute(self, requests):
         return [answer(*values({wrong}.exec()))]
@@ -134,7 +134,7 @@ async def test_what_goes_wrong_is_told_to_the_caller(serve, wrong, message):
     assert message in await outcome(core)
 
 
-async def test_responses_of_a_decoupled_model_come_one_by_one(serve):
+async def test_decoupled_responses_are_iterated(serve):
     core = await serve(
         """
     def execute(self, requests):
@@ -172,7 +172,7 @@ async def test_cancelling_a_call(serve):
     assert await outcome(core) == [7]
 
 
-async def test_a_thread_of_the_model_may_call(serve):
+async def test_bls_call_from_a_thread_of_the_model(serve):
     core = await serve("""
     def execute(self, requests):
         found = []
@@ -184,7 +184,7 @@ async def test_a_thread_of_the_model_may_call(serve):
     assert await outcome(core) == [2]
 
 
-async def test_ids_and_parameters_go_along(serve):
+async def test_ids_and_parameters_are_passed_on(serve):
     core = await serve("""
     def execute(self, requests):
         request = requests[0]
@@ -206,7 +206,7 @@ async def test_ids_and_parameters_go_along(serve):
     await again.stop()
 
 
-async def test_a_model_loads_and_unloads_another(serve):
+async def test_model_loads_and_unloads_another(serve):
     code = """
     def execute(self, requests):
         states = [pb_utils.is_model_ready("double"), pb_utils.is_model_ready("double", "1")]

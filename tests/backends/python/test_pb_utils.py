@@ -1,4 +1,4 @@
-"""`triton_python_backend_utils` by itself."""
+"""`triton_python_backend_utils` without a server."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_preferred_memory():
     pb_utils.InferenceRequest(model_name="m", preferred_memory=wish)
 
 
-def test_numbers_of_datatypes_are_those_of_the_protocol():
+def test_datatype_numbers_match_the_protocol():
     from tritonclient.grpc import model_config_pb2
 
     from neso.server.tensor import DataType
@@ -110,7 +110,7 @@ def test_datatypes():
         pb_utils.triton_string_to_numpy("TYPE_NO")
 
 
-def test_bytes_on_the_wire():
+def test_serialization_of_bytes_tensors():
     array = np.array([b"a", "bü"], np.object_)
     data = pb_utils.serialize_byte_tensor(array)
     assert data == b"\x01\0\0\0a\x03\0\0\0b\xc3\xbc"
@@ -120,7 +120,7 @@ def test_bytes_on_the_wire():
         pb_utils.deserialize_bytes_tensor(data[:-1])
 
 
-def test_parts_of_a_configuration():
+def test_config_lookup_by_name():
     assert pb_utils.get_input_config_by_name(CONFIG, "A")["dims"] == [1]
     assert pb_utils.get_output_config_by_name(CONFIG, "A") is None
     assert not pb_utils.using_decoupled_model_transaction_policy(CONFIG)
@@ -141,7 +141,7 @@ def test_responses_and_errors():
         pb_utils.InferenceResponse(parameters={"a": []})
 
 
-def test_a_request_of_ones_own():
+def test_request_created_by_a_model():
     request = pb_utils.InferenceRequest(
         model_name="other", requested_output_names=["O"], inputs=[pb_utils.Tensor("A", np.zeros(1))]
     )
@@ -167,7 +167,7 @@ def test_logger(caplog):
     assert caplog.records[0].filename == "test_pb_utils.py"
 
 
-def test_completing_a_configuration():
+def test_model_config_setters():
     import copy
 
     config = pb_utils.ModelConfig(copy.deepcopy(CONFIG))

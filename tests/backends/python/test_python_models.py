@@ -1,4 +1,4 @@
-"""Python models in a running core: what they are told, and what becomes of what they return."""
+"""Python models in a running core."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def error_of(model) -> ServerError:
     return response.error
 
 
-async def test_initialize_is_told_of_its_model(serve):
+async def test_initialize_arguments(serve):
     code = (
         HEAD
         + """
@@ -66,7 +66,7 @@ async def test_initialize_is_told_of_its_model(serve):
     assert config["output"][0]["data_type"] == "TYPE_STRING"
 
 
-async def test_a_request_tells_all(serve):
+async def test_request_attributes(serve):
     code = (
         HEAD
         + """
@@ -94,7 +94,7 @@ async def test_a_request_tells_all(serve):
     ]  # fmt: skip
 
 
-async def test_inputs_may_be_written_to_without_harm(serve):
+async def test_writing_to_inputs_does_not_change_the_request(serve):
     code = (
         HEAD
         + """
@@ -111,7 +111,7 @@ async def test_inputs_may_be_written_to_without_harm(serve):
     assert tensor.array.tolist() == [0, 0]
 
 
-async def test_text_of_any_kind_becomes_bytes(serve):
+async def test_string_outputs_are_converted_to_bytes(serve):
     code = (
         HEAD
         + """
@@ -125,7 +125,7 @@ async def test_text_of_any_kind_becomes_bytes(serve):
     assert response.parameters == {"n": 3}
 
 
-async def test_outputs_that_are_not_declared_are_dropped(serve, caplog):
+async def test_undeclared_outputs_are_dropped(serve, caplog):
     code = (
         HEAD
         + """
@@ -159,7 +159,7 @@ async def test_outputs_that_are_not_declared_are_dropped(serve, caplog):
         ("pb_utils.Tensor('OUT', np.array([1j]))", "no KServe datatype"),
     ],
 )
-async def test_what_goes_wrong_in_execute_fails_the_request_only(serve, body, message):
+async def test_error_in_execute_fails_only_the_request(serve, body, message):
     model = await serve(HEAD + f"    def execute(self, requests):\n        {body}\n")
     for _ in range(2):  # the instance lives on
         error = await error_of(model)
@@ -168,7 +168,7 @@ async def test_what_goes_wrong_in_execute_fails_the_request_only(serve, body, me
     assert model.statistics.failures["BACKEND"] == 2
 
 
-async def test_errors_have_codes(serve):
+async def test_error_codes_are_preserved(serve):
     code = (
         HEAD
         + """
@@ -193,7 +193,7 @@ async def test_async_execute(serve):
     assert response.error is None
 
 
-async def test_async_decoupled_requests_run_side_by_side(serve):
+async def test_async_decoupled_requests_run_concurrently(serve):
     code = (
         HEAD
         + """
@@ -231,14 +231,14 @@ async def test_decoupled_errors(serve, kind):
     "body",
     ["pass", "requests[0].get_response_sender()", "requests[0].get_response_sender().send(answer(1))"],
 )
-async def test_a_request_that_is_let_go_of_does_not_hang(serve, body):
+async def test_released_request_without_response_fails(serve, body):
     model = await serve(HEAD + f"    def execute(self, requests):\n        {body}\n", DECOUPLED)
     responses = await asyncio.wait_for(collect(ask_slow(model)), 60)
     assert responses[-1].error is not None
     assert "without a final response" in responses[-1].error.message
 
 
-async def test_a_sender_that_is_kept_is_failed_at_unload(serve):
+async def test_unload_fails_requests_with_a_kept_sender(serve):
     code = (
         HEAD
         + """
@@ -255,7 +255,7 @@ async def test_a_sender_that_is_kept_is_failed_at_unload(serve):
     assert response.error is not None and "did not end in time" in response.error.message
 
 
-async def test_a_sender_checks_how_it_is_used(serve):
+async def test_sender_validates_its_arguments(serve):
     code = (
         HEAD
         + """
@@ -280,7 +280,7 @@ async def test_a_sender_checks_how_it_is_used(serve):
     assert len(said) == 3 and "flag is set to zero" in said[0] and "Unsupported flag" in said[2]
 
 
-async def test_a_sender_of_a_model_that_is_not_decoupled(serve):
+async def test_sender_without_decoupling(serve):
     code = (
         HEAD
         + """
@@ -313,7 +313,7 @@ MEETING = """
 """
 
 
-async def test_instances_work_at_the_same_time(serve):
+async def test_instances_run_concurrently(serve):
     code = (
         HEAD
         + MEETING
@@ -350,7 +350,7 @@ async def test_finalize_runs_and_threads_end(serve, tmp_path):
             assert not thread.is_alive()
 
 
-async def test_models_do_not_see_each_others_modules(serve):
+async def test_models_have_isolated_modules(serve):
     code = (
         "import lib.deep, random\nfrom helper import VALUE\nfrom .helper import VALUE as SAME\n"
         "from lib import other\nfrom bare.inner import INNER\n"
@@ -397,7 +397,7 @@ async def test_models_do_not_see_each_others_modules(serve):
     assert not {"helper", "late", "lib"} & set(sys.modules)
 
 
-async def test_names_of_models_and_files_are_free(serve):
+async def test_arbitrary_model_and_file_names(serve):
     model = await serve(
         HEAD + "    def execute(self, requests):\n        return [answer(1)]\n",
         IDENTITY_TENSORS + 'default_model_filename: "other.py"',
@@ -415,7 +415,7 @@ async def test_statistics_of_a_stream(serve):
     assert stats["inference_stats"]["success"]["count"] == 1
 
 
-async def test_many_requests(serve):
+async def test_many_concurrent_requests(serve):
     model = await serve(IDENTITY)
     streams = [ask(model, IN=np.full(2, i, np.float32)) for i in range(300)]
     for i, stream in enumerate(streams):
@@ -449,7 +449,7 @@ def rows(*values: float) -> np.ndarray:
     return np.array([[value] for value in values], np.float32)
 
 
-async def test_requests_are_executed_together_with_dynamic_batching(serve):
+async def test_dynamic_batching_executes_requests_together(serve):
     model = await serve(BATCHED, BATCHING)
     streams = [ask(model, IN=rows(1)) for _ in range(3)] + [ask(model, IN=rows(1, 2))]
     responses = [(await collect(stream))[0] for stream in streams]
@@ -459,7 +459,7 @@ async def test_requests_are_executed_together_with_dynamic_batching(serve):
     assert [batch["batch_size"] for batch in statistics["batch_stats"]] == [2, 3]
 
 
-async def test_an_error_in_a_batch_is_that_of_its_request(serve):
+async def test_error_response_in_a_batch_fails_only_its_request(serve):
     model = await serve(BATCHED, BATCHING)
     good, bad = ask(model, IN=rows(1)), ask(model, IN=rows(-1))
     assert (await collect(good))[0].error is None
@@ -467,7 +467,7 @@ async def test_an_error_in_a_batch_is_that_of_its_request(serve):
     assert error is not None and error.message == "negative"
 
 
-async def test_an_exception_fails_its_batch_and_no_other(serve):
+async def test_exception_fails_only_its_batch(serve):
     model = await serve(BATCHED, BATCHING)
     batch = [ask(model, IN=rows(1)), ask(model, IN=rows(2000))]
     for stream in batch:
@@ -477,7 +477,7 @@ async def test_an_exception_fails_its_batch_and_no_other(serve):
     assert response.error is None
 
 
-async def test_batches_go_to_all_instances(serve):
+async def test_batches_are_distributed_to_all_instances(serve):
     code = BATCHED.replace("time.sleep(0.05)", "self.meet()") + MEETING
     model = await serve(code, BATCHING + " instance_group { count: 2 }")
     streams = [ask(model, IN=rows(1, 2, 3, 4)) for _ in range(4)]
@@ -485,7 +485,7 @@ async def test_batches_go_to_all_instances(serve):
         assert (await collect(stream))[0].error is None
 
 
-async def test_the_logger_obeys_the_settings_of_the_log(serve, caplog):
+async def test_logger_follows_the_log_settings(serve, caplog):
     code = """
         import triton_python_backend_utils as pb_utils
 
@@ -508,7 +508,7 @@ async def test_the_logger_obeys_the_settings_of_the_log(serve, caplog):
     }
 
 
-async def test_a_request_that_is_not_traced_has_an_empty_trace(serve):
+async def test_untraced_request_has_a_trace_without_context(serve):
     code = """
         import triton_python_backend_utils as pb_utils
 

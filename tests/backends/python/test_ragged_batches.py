@@ -1,4 +1,4 @@
-"""What a Python model gets when requests of different shapes are batched."""
+"""Ragged batches of Python models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dynamic_batching { }
 
 
 @pytest.mark.parametrize(("ragged", "sizes"), [("true", [1, 3, 3, 3]), ("false", [1, 1, 1, 1])])
-async def test_requests_keep_their_own_shapes(serve, ragged: str, sizes: list[int]) -> None:
+async def test_ragged_requests_keep_their_shapes(serve, ragged: str, sizes: list[int]) -> None:
     model = await serve(MODEL, CONFIG % ragged)
     streams = []
     for width in (4, 1, 2, 3):

@@ -1,4 +1,4 @@
-"""`is_ready` functions of Python models: who asks them, and what becomes of their answers."""
+"""`is_ready` functions of Python models."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ async def check(model) -> bool:
     return await model._backend.context.core.check_model_ready("model")
 
 
-async def test_models_without_one_are_ready(serve):
+async def test_models_without_is_ready_are_ready(serve):
     assert await check(await serve(HEAD))
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-async def test_the_model_says_it_while_it_executes(serve, kind):
+async def test_is_ready_runs_during_execute(serve, kind):
     model = await serve(
         HEAD
         + f"""
@@ -67,14 +67,14 @@ async def test_the_model_says_it_while_it_executes(serve, kind):
         ("raise KeyError('k')", "KeyError"),
     ],
 )
-async def test_what_is_no_yes_is_a_no(serve, caplog, body, said):
+async def test_invalid_results_and_errors_mean_not_ready(serve, caplog, body, said):
     model = await serve(HEAD + f"    def is_ready(self):\n        {body}\n")
     assert not await check(model)
     assert said in caplog.text
     assert (await collect(ask(model, IN=np.zeros(1, np.float32))))[0].error is None
 
 
-async def test_a_slow_answer_is_a_no_and_is_not_asked_again_meanwhile(serve, monkeypatch):
+async def test_slow_is_ready_times_out_and_is_not_called_again_meanwhile(serve, monkeypatch):
     monkeypatch.setattr(backend_module, "READY_TIMEOUT", 0.1)
     model = await serve(
         HEAD
@@ -94,7 +94,7 @@ async def test_a_slow_answer_is_a_no_and_is_not_asked_again_meanwhile(serve, mon
     assert await check(model)
 
 
-async def test_all_instances_must_agree(serve):
+async def test_all_instances_must_be_ready(serve):
     model = await serve(
         HEAD.replace("self.calls = 0", "self.name = args['model_instance_name']; self.calls = 0")
         + """
@@ -108,7 +108,7 @@ async def test_all_instances_must_agree(serve):
     assert not await check(model)
 
 
-async def test_other_models_are_told(serve):
+async def test_bls_reports_readiness_to_other_models(serve):
     model = await serve(
         HEAD
         + """

@@ -1,4 +1,4 @@
-"""Sequences of real Python models: an accumulator that keeps its sums, and one whose state the server keeps."""
+"""Sequences of Python models, with state in the model and with implicit state."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def sums(streams: list[ResponseStream]) -> list[Any]:
         "sequence_batching { oldest { max_candidate_sequences: 2 } }",
     ],
 )
-async def test_sequences_add_up_on_their_instances(serve, batching) -> None:
+async def test_sequences_accumulate_on_their_instances(serve, batching) -> None:
     model = await serve(ACCUMULATOR, f"{TENSORS} instance_group {{ count: 2 }} {batching}")
     streams: dict[int | str, list[ResponseStream]] = {key: [] for key in (*range(1, 12), "named", 2**64 - 1)}
     for step in range(5):
@@ -145,14 +145,14 @@ async def test_sequences_add_up_on_their_instances(serve, batching) -> None:
     await asyncio.wait_for(model.drain(5), 60)
 
 
-async def test_requests_of_no_sequence_are_refused(serve) -> None:
+async def test_requests_without_a_sequence_are_rejected(serve) -> None:
     model = await serve(ACCUMULATOR, f"{TENSORS} sequence_batching {{ }}")
     for sequence, words in ((0, "non-zero or non-empty correlation ID"), (5, "must specify the START flag")):
         error = (await answer(ask(model, sequence, 1))).error
         assert isinstance(error, InvalidArgument) and words in error.message
 
 
-async def test_the_configuration_is_completed(serve) -> None:
+async def test_configuration_is_auto_completed(serve) -> None:
     batching = (await serve(ACCUMULATOR, f"{TENSORS} sequence_batching {{ }}")).config.sequence_batching
     assert batching.max_sequence_idle_microseconds == 1_000_000
     assert batching.WhichOneof("strategy_choice") == "direct"
@@ -205,7 +205,7 @@ async def test_implicit_state_belongs_to_its_sequence(serve, size, strategy) -> 
     assert await sums([ask(model, 1, 1), ask(model, 1, 1, "s")]) == [10, 1]
 
 
-async def test_a_state_that_is_an_output_too_reaches_the_client(serve) -> None:
+async def test_state_that_is_also_an_output_is_sent_to_the_client(serve) -> None:
     outputs = TENSORS + 'output { name: "SUM_OUT" data_type: TYPE_INT64 dims: [ 1 ] }'
     state = STATE % "initial_state { name: 'five' data_type: TYPE_INT64 dims: [ 1 ] data_file: 'five' }"
     # The fixture writes below the version's folder, initial states are beside it.
@@ -215,7 +215,7 @@ async def test_a_state_that_is_an_output_too_reaches_the_client(serve) -> None:
     assert {tensor.name: tensor.array.item() for tensor in response.outputs} == {"OUT": 7, "SUM_OUT": 7}
 
 
-async def test_a_sequence_goes_on_after_an_error_of_the_model(serve) -> None:
+async def test_sequence_continues_after_a_model_error(serve) -> None:
     code = ACCUMULATOR.replace(
         "time.sleep(0.002)", "assert all(r.inputs()[0].as_numpy().item() for r in requests)"
     )

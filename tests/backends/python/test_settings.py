@@ -1,4 +1,4 @@
-"""Settings of the Python backend, from its own options and a model's parameters."""
+"""Settings of the Python backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_defaults():
     assert (given.shm_default_size, given.shm_growth_size) == (1 << 20, 1 << 20)
 
 
-def test_what_can_be_set():
+def test_settings_are_parsed():
     given = settings(
         shm_default_byte_size="65536",
         shm_growth_byte_size="4096",
@@ -46,7 +46,7 @@ def test_what_can_be_set():
         ({"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}, {}, False),
     ],
 )
-def test_the_model_decides_before_the_server(parameters, backend_config, in_process):
+def test_model_parameter_overrides_the_backend_setting(parameters, backend_config, in_process):
     assert settings(parameters, **backend_config).in_process is in_process
 
 
@@ -73,7 +73,7 @@ def test_the_model_decides_before_the_server(parameters, backend_config, in_proc
         ({}, {"shm_region_prefix_name": "x" * 300}, "shm-region-prefix-name"),
     ],
 )
-def test_what_makes_no_sense(parameters, backend_config, message):
+def test_invalid_settings_are_rejected(parameters, backend_config, message):
     with pytest.raises(InvalidArgument) as error:
         settings(parameters, **backend_config)
     assert message in error.value.message

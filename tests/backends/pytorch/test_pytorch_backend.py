@@ -79,7 +79,7 @@ SUM, DIFF = (A + B).tolist(), (A - B).tolist()
     ],
 )
 @pytest.mark.parametrize("form", ["script", "trace", "export"])
-async def test_names(serve_files, inputs, outputs, form):
+async def test_naming_conventions(serve_files, inputs, outputs, form):
     examples = torch.ones(3), torch.ones(3)
     saved = {
         "script": lambda: ("model.pt", script(AddSub())),
@@ -117,7 +117,7 @@ async def test_requests_are_batched(serve_files, form):
 
 
 @pytest.mark.parametrize("datatype", [kind for kind in DataType if kind is not DataType.BYTES])
-async def test_every_datatype(serve_files, datatype):
+async def test_all_datatypes(serve_files, datatype):
     kind = datatype.value
     config = (
         CONFIG
@@ -130,7 +130,7 @@ async def test_every_datatype(serve_files, datatype):
     assert found.dtype == array.dtype and found.tolist() == array.tolist()
 
 
-async def test_memory_is_shared_but_for_programs_that_write_in_it(serve_files):
+async def test_inputs_are_copied_only_for_programs_that_write_to_them(serve_files):
     config = CONFIG + tensors("x") + tensors("y", kind="output")
     array = np.arange(1000, dtype=np.float32)
     same = (await serve_files(config, {"model.pt": script(Same())})).model("model")
@@ -191,7 +191,7 @@ async def test_strings(serve_files, batched):
     )
 
 
-async def test_arguments_that_may_be_left_out(serve_files):
+async def test_optional_arguments(serve_files):
     config = CONFIG + tensors("x") + "input { name: 'scale' data_type: TYPE_FP32 dims: [ 1 ] optional: true }"
     model = (await serve_files(config + tensors("y", kind="output"), {"model.pt": script(Scaled())})).model(
         "model"
@@ -230,7 +230,7 @@ async def test_sequences(serve_files):
     assert results == [[float(n * step) for step in range(1, 6)] for n in range(1, 13)]
 
 
-async def test_errors_of_the_program(serve_files):
+async def test_program_errors_fail_the_request(serve_files):
     config = CONFIG + tensors("a", "b") + tensors("OUTPUT__0", kind="output")
     model = (await serve_files(config, {"model.pt": script(AddSub())})).model("model")
     with pytest.raises(
@@ -240,7 +240,7 @@ async def test_errors_of_the_program(serve_files):
     assert (await answer(model, a=A, b=B))["OUTPUT__0"].tolist() == SUM
 
 
-async def test_outputs_that_are_not_there_or_of_another_type(serve_files):
+async def test_missing_outputs_and_wrong_types(serve_files):
     """In Triton's words, when a request finds out."""
     files = {"model.pt": script(AddSub())}
     model = (await serve_files(CONFIG + tensors("a", "b") + tensors("OUT__2", kind="output"), files)).model(
@@ -300,7 +300,7 @@ OUT = tensors("OUT__0", kind="output")
         ),
     ],
 )
-async def test_configurations_that_do_not_fit(serve_files, config, module, message):
+async def test_mismatched_configurations_are_rejected(serve_files, config, module, message):
     assert message in reason(await serve_files(CONFIG + config, {"model.pt": script(module())}))
 
 
@@ -311,7 +311,7 @@ async def test_controls_need_an_index(serve_files):
     assert reason(core) == "input 'START' does not follow <name>__<index> naming convention."
 
 
-async def test_files_that_are_missing_or_broken(serve_files):
+async def test_missing_or_invalid_files(serve_files):
     config = CONFIG + tensors("a", "b") + OUT
     assert "unable to find '" in reason(await serve_files(config, {"other": b""}))
     assert "failed to load TorchScript 'model.pt': " in reason(
@@ -362,7 +362,7 @@ async def test_inference_mode(serve_files, monkeypatch, value):
     assert modes == [(value == "true", False)]
 
 
-async def test_threads_are_the_processes(serve_files, caplog, monkeypatch):
+async def test_thread_counts_are_process_wide(serve_files, caplog, monkeypatch):
     monkeypatch.setattr(settings, "_threads", {})
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)

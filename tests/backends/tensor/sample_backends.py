@@ -1,4 +1,4 @@
-"""Backends as a third party would write them."""
+"""Example backends as written by a third party."""
 
 from __future__ import annotations
 

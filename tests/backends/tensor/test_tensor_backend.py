@@ -1,4 +1,4 @@
-"""The base of backends that turn arrays into arrays, with a small model as a third party would write it."""
+"""`TensorBackend` with a small example model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reason(core) -> str:
     return entry.reason
 
 
-async def test_it_runs(serve_files):
+async def test_model_runs(serve_files):
     core = await serve_files(CONFIG + "parameters { key: 'factor' value { string_value: '3' } }", {})
     model = core.model("model")
     assert await answer(model, 1, 2) == [3, 6]
@@ -96,7 +96,7 @@ async def test_requests_are_batched(serve_files):
     assert all(times[name]["ns"] > 0 for name in ("compute_input", "compute_infer", "compute_output"))
 
 
-async def test_optional_inputs_part_batches(serve_files):
+async def test_requests_with_different_optional_inputs_are_not_batched(serve_files):
     core = await serve_files(BATCHED, {})
     model = core.model("model")
     extra = np.array([[1]], np.float32)
@@ -106,7 +106,7 @@ async def test_optional_inputs_part_batches(serve_files):
     assert answers == [[2], [3], [4], [5]]
 
 
-async def test_instances_run_side_by_side(serve_files):
+async def test_instances_run_concurrently(serve_files):
     core = await serve_files(CONFIG + "instance_group { count: 3 }" + fault("wait"), {})
     model = core.model("model")
     tasks = [asyncio.ensure_future(answer(model, n)) for n in range(3)]
@@ -115,7 +115,7 @@ async def test_instances_run_side_by_side(serve_files):
     assert await asyncio.gather(*tasks) == [[0], [2], [4]]
 
 
-async def test_a_cancelled_request_does_not_wait(serve_files):
+async def test_cancelled_request_is_answered_while_queued(serve_files):
     core = await serve_files(CONFIG + fault("wait"), {})
     model = core.model("model")
     executed = ask(model, IN=np.array([1], np.float32))
@@ -130,7 +130,7 @@ async def test_a_cancelled_request_does_not_wait(serve_files):
 
 
 @pytest.mark.parametrize("kind", ["raise", "exit"])
-async def test_an_error_fails_its_batch_only(serve_files, kind):
+async def test_error_fails_only_its_batch(serve_files, kind):
     core = await serve_files(BATCHED + fault(kind), {})
     model = core.model("model")
     bad, good = await asyncio.gather(answer(model, 13), answer(model, 1, EXTRA=np.ones((1, 1), np.float32)))
@@ -152,12 +152,12 @@ async def test_an_error_fails_its_batch_only(serve_files, kind):
         ("list", "run of model 'model' returned list, expected arrays by name"),
     ],
 )
-async def test_outputs_that_do_not_fit(serve_files, kind, message):
+async def test_invalid_outputs_are_rejected(serve_files, kind, message):
     core = await serve_files(BATCHED + fault(kind), {})
     assert (await answer(core.model("model"), 1)).message == message
 
 
-async def test_loads_that_fail(serve_files):
+async def test_failed_loads_are_reported(serve_files):
     core = await serve_files(CONFIG + "instance_group { count: 2 }" + fault("load"), {})
     assert reason(core) == "StopIteration: not today"
     core = await serve_files(CONFIG + fault("load with a message"), {})
@@ -166,7 +166,7 @@ async def test_loads_that_fail(serve_files):
     assert reason(core) == "parameter 'factor' of model 'model' is 'x', expected an integer"
 
 
-async def test_unload_ends_what_is_queued(serve_files):
+async def test_unload_executes_queued_requests_first(serve_files):
     core = await serve_files(CONFIG + fault("slow"), {})
     model = core.model("model")
     tasks = [asyncio.ensure_future(answer(model, n)) for n in range(3)]
@@ -221,7 +221,7 @@ async def test_warmup_is_executed_and_not_counted(serve_files):
     assert model.statistics.snapshot()["execution_count"] == 0
 
 
-def test_what_is_no_backend(monkeypatch):
+def test_invalid_backends_are_rejected(monkeypatch):
     monkeypatch.setitem(backend.BUILTIN, "sample", "sample_backends:NoBackend")
     with pytest.raises(
         InvalidArgument, match=r"unable to load backend 'sample': .*NoBackend.* is no subclass of Backend"
@@ -229,7 +229,7 @@ def test_what_is_no_backend(monkeypatch):
         backend.find_backend("sample")
 
 
-def test_a_missing_extra_is_named(monkeypatch):
+def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(backend.BUILTIN, "onnxruntime", "package_that_is_not_there:Backend")
     with pytest.raises(
         InvalidArgument, match=r"it needs `pip install 'neso\[onnx\]'`: No module named 'package_that"
@@ -237,7 +237,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         backend.find_backend("onnxruntime")
 
 
-def test_an_unknown_backend():
+def test_unknown_backend_is_rejected():
     with pytest.raises(
         InvalidArgument, match=r"unable to find backend 'nothing', built in are .*ensemble, .* installed are"
     ):

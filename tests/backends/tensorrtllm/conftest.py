@@ -1,4 +1,4 @@
-"""Cores that serve one model `tensorrt_llm`, and requests to it."""
+"""Fixtures: cores that serve one model `tensorrt_llm`."""
 
 from __future__ import annotations
 

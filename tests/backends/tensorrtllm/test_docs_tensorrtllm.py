@@ -21,7 +21,7 @@ def section(title: str) -> str:
     return re.split(r"^#+ ", PAGE.split(f"# {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def test_the_tables_of_parameters():
+def test_parameter_tables_match_the_code():
     for title, has_effect in (("Parameters that have an effect", True), ("Parameters that have none", False)):
         rows = [line for line in section(title).splitlines() if line.startswith("| `")]
         told = [
@@ -42,7 +42,7 @@ def names_in(text: str) -> set[str]:
     return found
 
 
-def test_all_tensors_are_told_of():
+def test_all_tensors_are_documented():
     inputs = names_in(section("Inputs"))
     lookahead = {field.name for field in signature.INPUTS if field.name.startswith("lookahead_")}
     # Beside those that are refused, which belong to the same features.
@@ -51,7 +51,7 @@ def test_all_tensors_are_told_of():
     assert {field.name for field in signature.OUTPUTS} <= names_in(section("Outputs"))
 
 
-def test_the_example(tmp_path):
+def test_documented_example_runs(tmp_path):
     (config,) = re.findall(r"```protobuf\n(.*?)```", PAGE, re.DOTALL)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "models" / "tensorrt_llm" / "1").mkdir(parents=True)

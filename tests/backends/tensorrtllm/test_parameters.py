@@ -1,4 +1,4 @@
-"""TensorRT-LLM's parameters: each has its effect or a reason not to, and bad values say what is expected."""
+"""TensorRT-LLM's parameters: effects, warnings and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(tmp_path, checkpoint):
     return settings
 
 
-def test_a_template_that_nobody_filled(read, checkpoint):
+def test_unfilled_template_parameters_are_unset(read, checkpoint):
     settings = read()
     assert settings.engine == EngineConfig.from_options(
         str(checkpoint), {"batch_scheduler_policy": "guaranteed_no_evict", "enable_lora": "auto"}
@@ -43,7 +43,7 @@ def test_a_template_that_nobody_filled(read, checkpoint):
     assert (settings.max_beam_width, settings.exclude_input_in_output, settings.warnings) == (1, False, [])
 
 
-def test_options_of_the_engine(read):
+def test_parameters_become_engine_options(read):
     engine = read(
         gpt_model_type="inflight_batching",
         batch_scheduler_policy="max_utilization",
@@ -75,24 +75,24 @@ def test_lists_and_trees(read):
     assert (medusa.speculative, medusa.medusa_choices) == ("medusa", [[0], [0, 0], [1]])
 
 
-def test_old_spelling_and_static_batches(read):
+def test_legacy_spelling_and_static_batching(read):
     for spelled in ("V1", "v1"):
         assert not read(gpt_model_type=spelled).engine.scheduler.in_flight_batching
 
 
-def test_prompts_in_one_piece(read):
+def test_disabled_chunked_context(read):
     scheduler = read(enable_chunked_context="false", max_num_tokens=800).engine.scheduler
     assert scheduler.max_prefill_chunk == scheduler.max_num_batched_tokens == 800
 
 
-def test_a_batch_finds_room(read):
+def test_max_num_seqs_covers_max_batch_size(read):
     scheduler = read(max_batch_size=2048).engine.scheduler
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (2048, 2048)
     assert read(max_num_tokens=32).engine.scheduler.max_num_seqs == 32
     assert read(max_num_seqs=3).engine.scheduler.max_num_seqs == 3
 
 
-def test_the_queue_of_dynamic_batching(read, tmp_path):
+def test_max_queue_size_of_dynamic_batching(read, tmp_path):
     read()
     path = tmp_path / "tensorrt_llm" / "config.pbtxt"
     config = text_format.Parse(path.read_text(), pb.ModelConfig())
@@ -152,13 +152,13 @@ PATHS = {
 }
 
 
-def test_no_parameter_is_left_out():
+def test_all_parameters_of_the_template_are_known():
     assert VALUES.keys() | PATHS == BY_NAME.keys()
     assert len(BY_NAME) == len(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_each_parameter(read, name):
+def test_every_parameter_is_parsed(read, name):
     good, bad = VALUES[name]
     warnings = read(**{name: good}).warnings
     has_effect = BY_NAME[name].option or BY_NAME[name].setting
@@ -170,14 +170,14 @@ def test_each_parameter(read, name):
 
 
 @pytest.mark.parametrize("mode", ["redrafter", "lookahead", "eagle"])
-def test_other_ways_to_decode(read, mode):
+def test_unsupported_decoding_modes_are_rejected(read, mode):
     with pytest.raises(
         InvalidArgument, match=rf"'decoding_mode' .* is '{mode}', which is not supported: .*speculative"
     ):
         read(decoding_mode=mode)
 
 
-def test_encoders_and_nodes(read):
+def test_encoders_and_several_nodes_are_rejected(read):
     with pytest.raises(
         InvalidArgument, match=r"'encoder_model_path' .* encoder-decoder models are not supported"
     ):
@@ -186,7 +186,7 @@ def test_encoders_and_nodes(read):
         read(num_nodes=2)
 
 
-def test_options_of_the_engine_alone(read, checkpoint, tmp_path):
+def test_engine_options_as_parameters(read, checkpoint, tmp_path):
     assert read(
         files={"draft": checkpoint}, speculative_model="draft"
     ).engine.speculation.speculative_model == str(tmp_path / "tensorrt_llm" / "draft")
@@ -196,12 +196,12 @@ def test_options_of_the_engine_alone(read, checkpoint, tmp_path):
         read(kv_cache_memory="x")
 
 
-async def test_a_model_of_vectors(serve_model, tmp_path):
+async def test_embedding_model_is_rejected(serve_model, tmp_path):
     served = await serve_model(make_encoder(tmp_path / "encoder", "bert"))
     assert served.reason == "gpt_model_path: the model gives vectors: serve it by the backend 'embedding'"
 
 
-def test_a_name_that_nobody_knows(read):
+def test_unknown_parameter_is_ignored_with_a_warning(read):
     assert read(max_beam_wdith=3).warnings == ["parameter 'max_beam_wdith' is not known, it is ignored"]
 
 
@@ -216,7 +216,7 @@ async def test_warnings_are_logged(serve_model, caplog):
     assert not any("executor_worker_path" in line or "dynamic_batching" in line for line in logged)
 
 
-async def test_a_bad_value_makes_the_model_unavailable(serve_model):
+async def test_invalid_value_makes_the_model_unavailable(serve_model):
     served = await serve_model(max_beam_width="wide")
     assert served.reason == (
         "parameter 'max_beam_width' of model 'tensorrt_llm' is 'wide', expected an integer, at least 1"
@@ -226,7 +226,7 @@ async def test_a_bad_value_makes_the_model_unavailable(serve_model):
 # -- where the model is -------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_directory(serve_model, checkpoint, tmp_path, greedy):
+async def test_engine_directory(serve_model, checkpoint, tmp_path, greedy):
     build_engine(checkpoint, tmp_path / "built", RunnerOptions())
     served = await serve_model(tmp_path / "built")
     assert await served.tokens() == greedy()
@@ -241,14 +241,14 @@ async def test_a_gguf_file(serve_model, checkpoint, tmp_path, greedy):
 
 
 @pytest.mark.parametrize("place", ["1/inside", "inside"])
-async def test_a_path_within_the_model(serve_model, checkpoint, place, greedy):
+async def test_path_relative_to_the_model(serve_model, checkpoint, place, greedy):
     """Relative to the version's directory, or to the model's."""
     served = await serve_model("inside", files={place: checkpoint})
     assert await served.tokens() == greedy()
 
 
 @pytest.mark.parametrize("path", ["${engine_dir}", ""])
-async def test_the_version_directory_itself(serve_model, checkpoint, path, greedy):
+async def test_model_in_the_version_directory(serve_model, checkpoint, path, greedy):
     served = await serve_model(path, files={"1": checkpoint})
     assert await served.tokens() == greedy()
 
@@ -259,7 +259,7 @@ def test_a_shipped_model(read):
     assert read("neso-pilot").engine.model == str(SHIPPED_MODELS["neso-pilot"])
 
 
-def test_engines_of_tensorrt(read, tmp_path):
+def test_tensorrt_engines_are_rejected(read, tmp_path):
     (tmp_path / "trt").mkdir()
     (tmp_path / "trt" / "rank0.engine").touch()
     with pytest.raises(InvalidArgument, match=r"holds an engine of TensorRT.*neso build"):
@@ -270,7 +270,7 @@ def test_engines_of_tensorrt(read, tmp_path):
         read(tmp_path / "trt")
 
 
-def test_nothing_anywhere(read):
+def test_missing_model_is_rejected(read):
     with pytest.raises(InvalidArgument, match=r"gpt_model_path: is not set, and .*/1 holds no model"):
         read("")
     with pytest.raises(InvalidArgument, match="gpt_model_path: /nowhere: there is no such directory"):
@@ -302,14 +302,14 @@ async def test_without_a_tokenizer(serve_model, bare_checkpoint, greedy):
     assert served.core.model("tensorrt_llm").language_model is None
 
 
-async def test_tokenizer_of_another_directory(serve_model, bare_checkpoint, checkpoint, greedy):
+async def test_tokenizer_dir(serve_model, bare_checkpoint, checkpoint, greedy):
     served = await serve_model(bare_checkpoint, tokenizer_dir=checkpoint)
     assert await served.tokens() == greedy()
     text = served.core.model("tensorrt_llm").language_model.text
     assert text.decode(text.encode("The quick")) == "The quick"
 
 
-def test_where_defaults_of_sampling_are(read, tmp_path):
+def test_generation_config_path_is_resolved(read, tmp_path):
     assert read().engine.generation_config == "auto"
     assert read(generation_config="vllm").engine.generation_config == "vllm"
     place = tmp_path / "defaults"
@@ -356,7 +356,7 @@ parameters: { key: "medusa_choices"
 """
 
 
-async def test_a_list_of_few_tensors_stays_as_it_is(serve_model, checkpoint, greedy):
+async def test_configured_tensors_are_kept(serve_model, checkpoint, greedy):
     served = await serve_model(change=lambda config: OLD_TEMPLATE.replace("MODEL", str(checkpoint)))
     assert served.reason == ""
     assert await served.tokens() == greedy()

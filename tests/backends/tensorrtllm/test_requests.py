@@ -1,4 +1,4 @@
-"""What comes beside the tokens of a request: adapters, virtual tokens, guesses, grammars; and how tokens are drawn."""
+"""Request inputs beyond token ids: adapters, prompt tables, draft tokens, guided decoding and decoding modes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def float32_weights(config: str) -> str:
     return text_format.MessageToString(parsed)
 
 
-async def test_an_adapter_comes_once_and_stays(serve_model, adapter, greedy):
+async def test_adapter_is_sent_once_and_cached(serve_model, adapter, greedy):
     weights, config, expected = adapter
     served = await serve_model(change=float32_weights)
     task = {"lora_task_id": row(7, np.uint64)}
@@ -67,7 +67,7 @@ async def test_an_adapter_comes_once_and_stays(serve_model, adapter, greedy):
         await served.tokens(lora_task_id=row(8, np.uint64), lora_weights=weights)
 
 
-async def test_adapters_that_are_there_from_the_start(serve_model, adapter, tmp_path):
+async def test_prefetched_adapters(serve_model, adapter, tmp_path):
     weights, config, expected = adapter
     folder = tmp_path / "adapters" / "3"
     folder.mkdir(parents=True)
@@ -85,7 +85,7 @@ async def test_adapters_that_are_there_from_the_start(serve_model, adapter, tmp_
 # -- vectors, guesses, grammars -------------------------------------------------------------------------------------
 
 
-async def test_virtual_tokens(serve_model, checkpoint):
+async def test_prompt_embedding_table(serve_model, checkpoint):
     """Ids from the size of the vocabulary on stand for rows of the table, as in P-tuning."""
     import torch
 
@@ -110,7 +110,7 @@ async def test_virtual_tokens(serve_model, checkpoint):
         await served.tokens(ids)
 
 
-async def test_guessed_tokens(serve_model, greedy):
+async def test_draft_tokens(serve_model, greedy):
     expected = greedy()
     served = await serve_model()
     guess = np.array([[*expected[:2], expected[2] + 1]], np.int32)
@@ -146,7 +146,7 @@ async def test_guessed_tokens(serve_model, greedy):
         ("ebnf_grammar", 'root ::= "x" "y"', lambda answer: answer == "xy"),
     ],
 )
-async def test_guides(serve_model, checkpoint, kind, guide, fits):
+async def test_guided_decoding(serve_model, checkpoint, kind, guide, fits):
     served = await serve_model()
     given = {"guided_decoding_guide_type": text(kind)} | (
         {"guided_decoding_guide": text(guide)} if guide else {}
@@ -159,7 +159,7 @@ async def test_guides(serve_model, checkpoint, kind, guide, fits):
     assert fits(answer) is not False, answer
 
 
-async def test_a_guide_of_no_kind(serve_model):
+async def test_unknown_guide_type_is_rejected(serve_model):
     served = await serve_model()
     with pytest.raises(ServerError, match="guided_decoding_guide_type: must be one of json, json_schema"):
         await served.tokens(guided_decoding_guide_type=text("xml"))
@@ -170,7 +170,7 @@ async def test_a_guide_of_no_kind(serve_model):
 # -- how tokens are drawn -------------------------------------------------------------------------------------------
 
 
-async def test_without_top_k_and_top_p_the_likeliest_is_taken(serve_model, greedy):
+async def test_greedy_decoding_without_top_k_and_top_p(serve_model, greedy):
     served = await serve_model()
     hot = {"temperature": row(2, np.float32)}
     assert await served.tokens(**hot) == greedy()
@@ -179,7 +179,7 @@ async def test_without_top_k_and_top_p_the_likeliest_is_taken(serve_model, greed
 
 
 @pytest.mark.parametrize("name", ["seed", "random_seed"])
-async def test_seeds_by_both_names(serve_model, name, greedy):
+async def test_both_names_of_seed(serve_model, name, greedy):
     served = await serve_model()
     draw = {"runtime_top_k": row(50), "runtime_top_p": row(0.9, np.float32), name: row(2**63 + 1, np.uint64)}
     expected = greedy(temperature=1.0, top_k=50, top_p=float(np.float32(0.9)), seed=2**63 + 1, min_tokens=1)
@@ -196,7 +196,7 @@ async def test_decoding_modes(serve_model, mode, top_k, top_p, greedy):
     assert await served.tokens(length=20, **both) == expected
 
 
-async def test_the_mode_of_beams_draws_nothing(serve_model, greedy):
+async def test_beam_search_mode_does_not_sample(serve_model, greedy):
     served = await serve_model(decoding_mode="beam_search", max_beam_width=2)
     assert await served.tokens(runtime_top_k=row(50), temperature=row(2, np.float32)) == greedy()
 
@@ -211,7 +211,7 @@ async def test_medusa(serve_model, tmp_path, greedy):
     assert served.backend.engine.stats.drafts.draft_tokens > 0
 
 
-async def test_minimum_by_both_names(serve_model, greedy):
+async def test_both_names_of_min_tokens(serve_model, greedy):
     served = await serve_model()
     end = greedy()[0]
     for name in ("min_length", "min_tokens"):
@@ -221,7 +221,7 @@ async def test_minimum_by_both_names(serve_model, greedy):
     assert len(await served.tokens(end_id=row(end))) >= 1
 
 
-async def test_filler_of_preprocessing_is_passed_over(serve_model, greedy):
+async def test_decoder_start_token_is_ignored(serve_model, greedy):
     """What TensorRT-LLM's preprocessing sends to every model."""
     served = await serve_model()
     none = np.zeros((1, 2, 0), np.int32)
@@ -236,7 +236,7 @@ async def test_filler_of_preprocessing_is_passed_over(serve_model, greedy):
 # -- around requests ------------------------------------------------------------------------------------------------
 
 
-async def test_padding_of_beams_of_different_lengths(serve_model, greedy):
+async def test_beams_of_different_lengths_are_padded(serve_model, greedy):
     served = await serve_model(max_beam_width=2)
     inputs = {
         "input_ids": np.array([PROMPT], np.int32),
@@ -253,7 +253,7 @@ async def test_padding_of_beams_of_different_lengths(serve_model, greedy):
         assert (ids[np.arange(ids.shape[1]) >= lengths[:, None]] == expected).all()
 
 
-async def test_lengths_are_counted(serve_model):
+async def test_token_counts_are_returned(serve_model):
     served = await serve_model()
     await served.tokens(length=3)
     await served.tokens(length=60)
@@ -268,7 +268,7 @@ async def test_lengths_are_counted(serve_model):
     assert [metrics["nv_llm_output_token_len_bucket", le] for le in buckets] == [1, 1, 2, 2, 2, 2]
 
 
-async def test_logits_in_the_type_of_the_configuration(serve_model):
+async def test_logits_have_the_configured_datatype(serve_model):
     def half(config: str) -> str:
         parsed = text_format.Parse(config, pb.ModelConfig())
         for tensor in parsed.output:
@@ -287,7 +287,7 @@ async def test_logits_in_the_type_of_the_configuration(serve_model):
     assert {response[f"{kind}_logits"].dtype for kind in ("context", "generation")} == {np.dtype(np.float16)}
 
 
-async def test_a_request_that_is_stopped_before_it_begins(serve_model):
+async def test_stop_before_the_request_starts(serve_model):
     served = await serve_model()
     inputs = {
         "input_ids": np.array([PROMPT], np.int32),
@@ -302,7 +302,7 @@ async def test_a_request_that_is_stopped_before_it_begins(serve_model):
     assert not len(served.backend._running)
 
 
-async def test_all_rows_of_a_batch_are_stopped(serve_model, step_pace):
+async def test_stop_ends_all_rows_of_a_batch(serve_model, step_pace):
     served = await serve_model()
     inputs = {
         "input_ids": np.array([PROMPT, PROMPT[::-1]], np.int32),
@@ -321,7 +321,7 @@ async def test_all_rows_of_a_batch_are_stopped(serve_model, step_pace):
     assert (await served.backend.engine.check_integrity()).num_requests == 0
 
 
-async def test_a_failing_row_ends_the_request(serve_model):
+async def test_failing_row_fails_the_request(serve_model):
     served = await serve_model()
     inputs = {
         "input_ids": np.array([PROMPT, [999] * 12], np.int32),
@@ -335,7 +335,7 @@ async def test_a_failing_row_ends_the_request(serve_model):
     assert (await served.backend.engine.check_integrity()).num_requests == 0
 
 
-async def test_a_request_that_is_cancelled_before_it_begins(serve_model):
+async def test_cancellation_before_the_request_starts(serve_model):
     from neso.server.inference_request import InferenceRequest
     from neso.server.tensor import Tensor
 
@@ -353,7 +353,7 @@ async def test_a_request_that_is_cancelled_before_it_begins(serve_model):
     assert "cancelled" in response.error.message and model.in_flight_count == 0
 
 
-async def test_the_texts_of_the_same_model(serve_model, checkpoint, greedy):
+async def test_text_interface_of_the_model(serve_model, checkpoint, greedy):
     """Other front ends see a language model."""
     from neso.generation import GenerationRequest, SamplingParams
 
@@ -366,7 +366,7 @@ async def test_the_texts_of_the_same_model(serve_model, checkpoint, greedy):
     assert answer == tokenizer.decode(PROMPT + greedy())[len(tokenizer.decode(PROMPT)) :]
 
 
-async def test_blocks_of_a_high_priority_stay(serve_model):
+async def test_high_priority_blocks_are_retained(serve_model):
     """A cache of 8 blocks of 16 tokens: what follows would push the first prompt out."""
     served = await serve_model(num_blocks=8, max_num_seqs=1)
 

@@ -1,4 +1,4 @@
-"""Repositories with a model `tensorrt_llm` as the template leaves them: what is not given is a placeholder."""
+"""Repositories with a model `tensorrt_llm`, with unfilled placeholders of the template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server that is killed leaves behind."""
+"""The orphan reaper ends engine processes of a killed server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_an_engine_ends_with_a_server_that_is_killed(server):
+def test_engine_is_ended_when_the_server_is_killed(server):
     assert server.stdout is not None
     engine = psutil.Process(int(server.stdout.readline()))
     server.kill()
@@ -43,7 +43,7 @@ def test_an_engine_ends_with_a_server_that_is_killed(server):
     assert gone
 
 
-def test_a_guardian_that_was_dismissed_does_nothing(server):
+def test_dismissed_reaper_does_not_end_processes(server):
     assert server.stdin is not None and server.stdout is not None
     engine = psutil.Process(int(server.stdout.readline()))
     server.stdin.write("dismiss\n")

@@ -1,4 +1,4 @@
-"""What clients write, read for vLLM. Nothing here needs vLLM."""
+"""Parsing of requests to the vLLM backend, without vLLM."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ def text_request(parameters: dict[str, Any] | None = None, **inputs: Any) -> Tex
         ({"stream": True, "exclude_input_in_output": True}, False),
     ],
 )
-def test_whether_the_prompt_comes_back(inputs, prepends):
+def test_exclude_input_in_output(inputs, prepends):
     assert text_request(**inputs).prepend_prompt is prepends
 
 
-def test_a_stream_cannot_begin_with_the_prompt():
+def test_stream_with_prompt_is_rejected():
     with pytest.raises(InvalidArgument) as caught:
         text_request(stream=True, exclude_input_in_output=False)
     assert caught.value.message == "When streaming, `exclude_input_in_output` = False is not allowed."
 
 
-def test_the_tensor_wins_over_the_parameters():
+def test_sampling_parameters_tensor_overrides_request_parameters():
     read = text_request({"temperature": 0.5}, sampling_parameters='{"n": 2, "lora_name": "doll"}')
     assert (read.values, read.lora) == ({"n": 2}, "doll")
     assert text_request({"temperature": 0.5}).values == {"temperature": 0.5}
 
 
-def test_outputs_bring_the_log_probabilities_that_they_need():
+def test_requested_outputs_enable_logprobs():
     assert text_request(return_logprobs=True).values == {"logprobs": 1}
     assert text_request(return_cumulative_logprob=True).values == {"logprobs": 0}
     assert text_request({"logprobs": 5}, return_logprobs=True).values == {"logprobs": 5}
@@ -92,7 +92,7 @@ def test_outputs_bring_the_log_probabilities_that_they_need():
         ),
     ],
 )
-def test_requests_that_cannot_be_read(inputs, message):
+def test_invalid_requests_are_rejected(inputs, message):
     with pytest.raises(InvalidArgument, match=message.replace("[", r"\[")):
         read_request(request_of(**inputs))
 
@@ -123,7 +123,7 @@ def test_embedding_requests(dimensions):
         ),
     ],
 )
-def test_loose_values_become_what_the_parameter_is(given, made):
+def test_values_are_converted_to_parameter_types(given, made):
     assert parse_sampling_values(given, TYPES, FORM) == made
 
 
@@ -139,13 +139,13 @@ def test_loose_values_become_what_the_parameter_is(given, made):
         ({"structured_outputs": 3}, "structured_outputs"),
     ],
 )
-def test_values_that_do_not_fit_are_named(given, field):
+def test_invalid_values_name_the_parameter(given, field):
     with pytest.raises(InvalidParameter) as caught:
         parse_sampling_values(given, TYPES, FORM)
     assert caught.value.field == field
 
 
-def test_parameters_of_front_ends():
+def test_sampling_params_are_converted():
     params = SamplingParams(n=2, temperature=0.5, top_k=4, stop=("a",), logit_bias={3: 1.0}, max_tokens=9)
     values = to_vllm_sampling(params)
     assert (values["n"], values["temperature"], values["top_k"], values["max_tokens"]) == (2, 0.5, 4, 9)
@@ -167,7 +167,7 @@ def test_parameters_of_front_ends():
         (GuidedDecoding(grammar="root ::= 'a'"), {"grammar": "root ::= 'a'"}),
     ],
 )
-def test_forms_of_the_output(guided, form):
+def test_guided_decoding_is_converted(guided, form):
     assert to_vllm_sampling(SamplingParams(guided_decoding=guided))["structured_outputs"] == form
 
 
@@ -183,22 +183,22 @@ def test_forms_of_the_output(guided, form):
         ({"bad_words": ((1, 2),)}, "bad_words"),
     ],
 )
-def test_what_vllm_does_not_have_is_refused(params, field):
+def test_unsupported_parameters_are_rejected(params, field):
     with pytest.raises(InvalidParameter) as caught:
         to_vllm_sampling(SamplingParams(**params))
     assert caught.value.field == field
 
 
-def test_special_tokens_are_shown_together():
+def test_shown_special_tokens_disable_skipping():
     assert to_vllm_sampling(SamplingParams())["skip_special_tokens"]
     assert not to_vllm_sampling(SamplingParams(shown_special_tokens=("<tool_call>",)))["skip_special_tokens"]
 
 
-def test_best_of_as_many_as_are_returned_is_nothing_special():
+def test_best_of_equal_to_n_is_accepted():
     assert "best_of" not in to_vllm_sampling(SamplingParams(n=2, best_of=2))
 
 
-def test_adapters_and_their_texts():
+def test_adapter_registry_and_error_messages():
     adapters = Adapters(lambda *fields: fields, {"doll": "/a", "sheep": "/b"}, enabled=True)
     assert adapters.find("doll") == ("doll", 1, "/a")
     with pytest.raises(UnknownAdapter) as caught:
@@ -209,7 +209,7 @@ def test_adapters_and_their_texts():
         Adapters(lambda *fields: fields, {"doll": "/a"}, enabled=False).find("doll")
 
 
-def test_files_of_a_version(tmp_path):
+def test_model_files(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "model.json").write_text('{"model": "checkpoint", "max_model_len": 8}')
@@ -228,7 +228,7 @@ def test_files_of_a_version(tmp_path):
         ({"model.json": "{}", "multi_lora.json": '{"a": 1}'}, "multi_lora.json: the path of 'a'"),
     ],
 )
-def test_files_that_are_wrong(tmp_path, files, message):
+def test_invalid_model_files_are_rejected(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(InvalidArgument, match=message):
@@ -236,13 +236,13 @@ def test_files_that_are_wrong(tmp_path, files, message):
 
 
 @pytest.mark.parametrize("name", ["auto", "vllm", "defaults", "elsewhere/defaults"])
-def test_where_defaults_of_sampling_are(tmp_path, name):
+def test_generation_config_path_is_resolved(tmp_path, name):
     (tmp_path / "defaults").mkdir()
     (tmp_path / "model.json").write_text(json.dumps({"model": "m", "generation_config": name}))
     found = ModelFiles.read(tmp_path).arguments["generation_config"]
     assert found == (str(tmp_path / "defaults") if name == "defaults" else name)
 
 
-def test_a_checkpoint_may_be_the_version_s_folder(tmp_path):
+def test_checkpoint_in_the_version_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert ModelFiles.read(tmp_path).arguments == {"model": str(tmp_path)}

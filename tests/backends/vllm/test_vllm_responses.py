@@ -1,4 +1,4 @@
-"""What vLLM generates, as tensors, as outputs for front ends and as metrics; its objects are played by others."""
+"""Conversion of vLLM's outputs to tensors, outputs and metrics, with stand-ins for vLLM's objects."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def as_python(tensors: list[Any]) -> dict[str, list[Any]]:
     return {t.name: t.strings() if t.datatype.value == "BYTES" else t.array.tolist() for t in tensors}
 
 
-def test_the_prompt_stands_before_every_sequence():
+def test_prompt_is_prepended_to_every_sequence():
     tensors = ResponseTensors(request_for(prepend=True), 2)
     written = as_python(tensors.of(output(completion(1, "b", [2]), completion(0, "a", [1]), finished=True)))
     assert written == {"text_output": ["Say: a", "Say: b"]}
 
 
-def test_deltas_of_several_sequences():
+def test_stream_of_several_sequences():
     tensors = ResponseTensors(request_for(*REQUESTABLE_OUTPUTS), 2)
     position = {5: logprob(-0.5, 1, "x"), 6: logprob(float("-inf"), 2, "y")}
     first = tensors.of(output(completion(1, "x", [5], logprobs=[position], cumulative_logprob=-0.5)))
@@ -74,14 +74,14 @@ def test_deltas_of_several_sequences():
     assert written["logprobs"] == ["null", "[]"]
 
 
-def test_a_vector():
+def test_embedding_response():
     written = as_python(
         embedding_tensors([0.5, -1.0], 4, frozenset({"num_input_tokens", "num_output_tokens"}))
     )
     assert written == {"text_output": ["[0.5,-1.0]"], "num_input_tokens": [4], "num_output_tokens": [0]}
 
 
-def test_outputs_for_front_ends():
+def test_vllm_outputs_are_converted():
     outputs = OutputConverter(SamplingParams(n=2, logprobs=1, prompt_logprobs=1))
     prompt = [None, {8: logprob(-1.0, 3, "eight"), 1: logprob(-0.1, 1, "one")}, {9: logprob(-0.2, 1, "nine")}]
     position = {5: logprob(-2.0, 4, "five"), 1: logprob(-0.1, 1, "one")}
@@ -112,7 +112,7 @@ def test_outputs_for_front_ends():
 
 
 @pytest.mark.parametrize(("reason", "made"), [("stop", FinishReason.STOP), ("length", FinishReason.LENGTH)])
-def test_ends(reason, made):
+def test_finish_reasons(reason, made):
     outputs = OutputConverter(SamplingParams())
     assert outputs.of(output(completion(0, "", [], finish_reason=reason))).deltas[0].finish_reason is made
 

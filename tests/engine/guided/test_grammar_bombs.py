@@ -14,8 +14,8 @@ import pytest
 from neso.engine.client.async_engine import AsyncEngine
 from neso.engine.client.llm import LLM
 from neso.engine.config import EngineConfig
+from neso.engine.guided.grammar_sandbox import GrammarSandbox
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.guided.trial import Trial
 from neso.generation import GenerationRequest, GuidedDecoding, InvalidParameter, SamplingParams
 
 TIMEOUT = 2.0
@@ -132,7 +132,7 @@ def test_a_bomb_is_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(2):
         with pytest.raises(InvalidParameter, match="too complex"):
             llm.generate("The quick", params, progress=False)
-        monkeypatch.setattr(Trial, "check", None)  # is not tried again
+        monkeypatch.setattr(GrammarSandbox, "check", None)  # is not tried again
 
 
 @pytest.fixture

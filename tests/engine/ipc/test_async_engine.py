@@ -1,4 +1,4 @@
-"""The engine behind its channel, in a thread and in a process: same tokens, clean failures, clean ends."""
+"""AsyncEngine with the engine in a thread and in a process: same tokens as LLM, errors, aborts, shutdown."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def slow_engine(request, llama_checkpoint, step_pace, monkeypatch, tmp_pat
     await engine.stop()
 
 
-async def test_same_text_as_the_offline_engine(engine, llama_checkpoint):
+async def test_same_text_as_llm(engine, llama_checkpoint):
     prompts = ["The quick", "A server answers", "Voyager"]
     expected = [r.text for r in LLM(llama_checkpoint).generate(prompts, GREEDY, progress=False)]
     assert await asyncio.gather(*(text_of(engine, prompt) for prompt in prompts)) == expected
@@ -54,7 +54,7 @@ async def test_same_text_as_the_offline_engine(engine, llama_checkpoint):
     assert (stats.num_running, stats.num_used_blocks, engine.num_requests) == (0, 0, 0)
 
 
-async def test_leaving_early_aborts(slow_engine):
+async def test_closing_or_cancelling_a_stream_aborts(slow_engine):
     engine = slow_engine
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     generation = engine.generate(GenerationRequest("The quick", params))
@@ -78,7 +78,7 @@ async def test_stop_string_frees_the_sequence_in_the_engine(engine):
     assert (await engine.check_integrity()).num_used_blocks == 0
 
 
-async def test_sequences_of_a_request_end_one_by_one(engine):
+async def test_sequences_of_a_request_finish_independently(engine):
     params = SamplingParams(n=3, temperature=1.5, seed=2, max_tokens=20, ignore_eos=True, stop=("e",))
     texts, reasons = ["", "", ""], {}
     async for output in engine.generate(GenerationRequest("The quick", params)):
@@ -91,7 +91,7 @@ async def test_sequences_of_a_request_end_one_by_one(engine):
     assert all("e" not in text for text in texts)
 
 
-async def test_beams_and_logits_cross_the_channel(engine, llama_checkpoint):
+async def test_beams_and_logits_equal_those_of_llm(engine, llama_checkpoint):
     params = SamplingParams(
         beam_width=3, n=2, max_tokens=6, return_context_logits=True, return_generation_logits=True, logprobs=1
     )
@@ -105,7 +105,7 @@ async def test_beams_and_logits_cross_the_channel(engine, llama_checkpoint):
     assert (await engine.check_integrity()).num_used_blocks == 0
 
 
-async def test_leaving_a_beam_search_frees_its_blocks(slow_engine):
+async def test_cancelling_a_beam_search_frees_its_blocks(slow_engine):
     engine = slow_engine
     params = SamplingParams(beam_width=4, n=4, max_tokens=200, ignore_eos=True)
     task = asyncio.create_task(text_of(engine, "The quick", params))
@@ -117,7 +117,7 @@ async def test_leaving_a_beam_search_frees_its_blocks(slow_engine):
     assert (stats.num_running, stats.num_used_blocks, engine.num_requests) == (0, 0, 0)
 
 
-async def test_bad_requests_are_refused_before_the_engine(engine):
+async def test_invalid_requests_are_rejected_before_the_engine(engine):
     with pytest.raises(InvalidParameter, match="context is 512 tokens"):
         await text_of(engine, "word " * 2000)
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -129,13 +129,13 @@ async def test_bad_requests_are_refused_before_the_engine(engine):
     await first.aclose()
 
 
-async def test_request_that_can_never_run_is_refused(engine):
+async def test_too_many_sequences_are_rejected(engine):
     params = SamplingParams(n=100, max_tokens=2)
     with pytest.raises(InvalidParameter, match="at most 64 sequences"):
         await text_of(engine, "The quick", params)
 
 
-async def test_stopping_fails_what_is_in_flight(slow_engine):
+async def test_stopping_fails_requests_in_flight(slow_engine):
     engine = slow_engine
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     generation = engine.generate(GenerationRequest("The quick", params))
@@ -149,7 +149,7 @@ async def test_stopping_fails_what_is_in_flight(slow_engine):
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-async def test_model_that_cannot_be_loaded(llama_checkpoint, tmp_path, in_process):
+async def test_load_failure_is_reported(llama_checkpoint, tmp_path, in_process):
     broken = shutil.copytree(llama_checkpoint, tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
@@ -157,7 +157,7 @@ async def test_model_that_cannot_be_loaded(llama_checkpoint, tmp_path, in_proces
         await AsyncEngine.start(EngineConfig(model=str(broken)), in_process=in_process)
 
 
-async def test_what_takes_long_to_read_is_read_in_a_thread(llama_checkpoint, monkeypatch):
+async def test_slow_inputs_are_processed_in_a_thread(llama_checkpoint, monkeypatch):
     config = EngineConfig.from_options(str(llama_checkpoint), {"num_blocks": 64})
     engine = await AsyncEngine.start(config, in_process=True)
     threads = []
@@ -194,7 +194,7 @@ async def test_what_takes_long_to_read_is_read_in_a_thread(llama_checkpoint, mon
         await engine.stop()
 
 
-async def test_what_cannot_be_sent_fails_its_request_alone(engine, monkeypatch):
+async def test_an_unsendable_request_does_not_affect_others(engine, monkeypatch):
     """Commands of a turn go as one message: none of them may take the others with it."""
     others = asyncio.gather(*(text_of(engine, "The quick") for _ in range(3)))
     # What checks parameters has let it through.

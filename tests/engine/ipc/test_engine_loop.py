@@ -1,4 +1,4 @@
-"""The engine's loop on a fake model: a command that fails, or cannot be read, is answered, and spoils no other."""
+"""EngineLoop on a fake model: failed and invalid commands are answered and do not affect others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_serves(socket, name="good"):
 
 
 @pytest.mark.parametrize("method", ["add", "abort"])
-def test_a_command_that_fails_is_answered_and_the_others_are_obeyed(loop, monkeypatch, method):
+def test_a_failed_command_is_answered_and_others_run(loop, monkeypatch, method):
     core, socket = loop
     working = getattr(core, method)
 
@@ -84,7 +84,7 @@ def test_a_command_that_fails_is_answered_and_the_others_are_obeyed(loop, monkey
         ]
 
 
-def test_a_command_that_cannot_be_read_is_answered(loop):
+def test_an_invalid_command_is_answered(loop):
     _, socket = loop
     bad = msgspec.structs.replace(make_request("bad", [3]), priority=0.5)
     load = LoadLora(7, LoraRequest(name="x", path="y"))
@@ -96,7 +96,7 @@ def test_a_command_that_cannot_be_read_is_answered(loop):
     assert output.finish_reason is FinishReason.ERROR and "cannot read" in output.error
 
 
-def test_books_that_cannot_even_be_checked(loop, monkeypatch):
+def test_an_error_of_the_integrity_check_is_reported(loop, monkeypatch):
     core, socket = loop
 
     def explode():

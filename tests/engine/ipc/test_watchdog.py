@@ -1,4 +1,4 @@
-"""A step that hangs: what is kept of it, and how its requests end."""
+"""Watchdog: hanging steps are dumped and end the engine process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def folder_in(log: str) -> Path:
     return Path(found[1])
 
 
-async def test_the_process_ends_and_says_why(llama_checkpoint, tmp_path, monkeypatch, capfd):
+async def test_a_hanging_step_ends_the_process(llama_checkpoint, tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text(HANGING)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -71,7 +71,9 @@ async def test_the_process_ends_and_says_why(llama_checkpoint, tmp_path, monkeyp
     await engine.stop()
 
 
-async def test_a_thread_goes_on_when_the_step_does(llama_checkpoint, monkeypatch, caplog, tmp_path):
+async def test_an_engine_in_a_thread_continues_after_a_slow_step(
+    llama_checkpoint, monkeypatch, caplog, tmp_path
+):
     """Told once a step, and nothing is ended."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     held, step, now = threading.Event(), reference.ReferenceRunner.step, [0.0]
@@ -96,7 +98,7 @@ async def test_a_thread_goes_on_when_the_step_does(llama_checkpoint, monkeypatch
     await engine.stop()
 
 
-async def test_steps_in_time_are_left_alone(llama_checkpoint, caplog):
+async def test_steps_within_the_timeout_are_not_dumped(llama_checkpoint, caplog):
     engine = await AsyncEngine.start(config_of(llama_checkpoint, timeout=20.0), in_process=True)
     assert len(await tokens_of(engine)) == 4
     assert "has taken more than" not in caplog.text

@@ -1,4 +1,4 @@
-"""Chat templates, against `transformers`' apply_chat_template."""
+"""Chat templates, compared with `transformers`' apply_chat_template."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def reference(source: str, messages: Any, tools: Any, prompt: bool, **variables:
 @pytest.mark.parametrize("tools", [None, [TOOL]], ids=["plain", "tools"])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_as_transformers(name: str, chat: str, tools: Any, prompt: bool) -> None:
+def test_equals_transformers(name: str, chat: str, tools: Any, prompt: bool) -> None:
     source, messages = TEMPLATES[name], CHATS[chat]
     before = copy.deepcopy(messages)
     try:
@@ -117,7 +117,7 @@ def test_continue_final_message(name: str, last: str) -> None:
     assert render(TEMPLATES[name], messages, prompt=False, continue_final_message=True) == expected
 
 
-def test_continue_final_message_that_cannot_be() -> None:
+def test_continue_final_message_errors() -> None:
     with pytest.raises(InvalidParameter, match="continue_final_message"):
         render(chat_templates.CHATML, [USER], prompt=True, continue_final_message=True)
     with pytest.raises(InvalidParameter, match="continue_final_message"):
@@ -126,7 +126,7 @@ def test_continue_final_message_that_cannot_be() -> None:
         render("nothing", [USER], prompt=False, continue_final_message=True)
 
 
-def test_arguments_as_json_text() -> None:
+def test_json_arguments_are_decoded() -> None:
     as_text = copy.deepcopy(CALL)
     function = as_text["tool_calls"][0]["function"]  # type: ignore[index]
     function["arguments"] = json.dumps(function["arguments"])
@@ -147,7 +147,7 @@ def test_arguments_as_json_text() -> None:
         ("{{ f.arguments }}", True),
     ],
 )
-def test_arguments_as_templates_want_them(written: str, as_text: bool) -> None:
+def test_arguments_in_the_form_of_the_template(written: str, as_text: bool) -> None:
     """As an object where the template writes JSON, as text where it joins text, as DeepSeek's do."""
     source = (
         "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
@@ -161,7 +161,7 @@ def test_arguments_as_templates_want_them(written: str, as_text: bool) -> None:
     assert template._choose(None, None)._takes_arguments_as_text == as_text
 
 
-def test_raise_exception_is_told_as_it_is() -> None:
+def test_raise_exception_becomes_the_error() -> None:
     with pytest.raises(InvalidParameter) as error:
         render(chat_templates.MISTRAL, [USER, USER])
     assert error.value.field == "messages"
@@ -172,12 +172,12 @@ PARTS_MESSAGE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"ty
 
 
 @pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "MISTRAL", "HERMES", "NAMESPACE"])
-def test_parts_are_joined_for_templates_that_take_strings(name: str) -> None:
+def test_parts_are_joined_for_string_templates(name: str) -> None:
     flat = {"role": "user", "content": "a\nb"}
     assert render(TEMPLATES[name], [PARTS_MESSAGE]) == render(TEMPLATES[name], [flat])
 
 
-def test_parts_are_kept_for_templates_that_take_them() -> None:
+def test_parts_are_kept_for_part_templates() -> None:
     assert render(chat_templates.PARTS, [PARTS_MESSAGE, USER]) == f"<user>[a][b]<user>{USER['content']}"
     assert render(chat_templates.ONLY_PARTS, [PARTS_MESSAGE, ASSISTANT]) == "user: abassistant: Hello."
 
@@ -192,7 +192,7 @@ def test_parts_are_kept_for_templates_that_take_them() -> None:
         ([], ""),
     ],
 )
-def test_kinds_of_text_parts(content: Any, shown: str) -> None:
+def test_text_part_types(content: Any, shown: str) -> None:
     assert f"user\n{shown}<|im_end|>" in render(chat_templates.CHATML, [{"role": "user", "content": content}])
 
 
@@ -212,7 +212,7 @@ def test_kinds_of_text_parts(content: Any, shown: str) -> None:
         ([{"role": "assistant", "tool_calls": "x"}], "tool_calls"),
     ],
 )
-def test_bad_messages(messages: Any, reason: str) -> None:
+def test_invalid_messages(messages: Any, reason: str) -> None:
     with pytest.raises(InvalidParameter, match=reason) as error:
         render(chat_templates.CHATML, messages)
     assert error.value.field == "messages"
@@ -231,7 +231,7 @@ def test_broken_template() -> None:
         render("a\n{% if %}", [USER])
 
 
-def test_no_template_and_names() -> None:
+def test_missing_and_named_templates() -> None:
     with pytest.raises(InvalidParameter, match="no chat template"):
         ChatTemplate({}, SPECIAL).render([USER])
     template = ChatTemplate({"rag": "R", "default": "D", "tool_use": "T"}, SPECIAL)
@@ -259,7 +259,7 @@ def test_no_template_and_names() -> None:
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
-def test_templates_that_do_what_they_must_not(source: str) -> None:
+def test_sandbox_violations(source: str) -> None:
     with pytest.raises(InvalidParameter, match="template fails"):
         render(source, [USER])
 

@@ -1,4 +1,4 @@
-"""Incremental text equals the decoding of the whole, whatever the tokens and however they are cut."""
+"""Incremental detokenization equals decoding of all tokens, for any tokens and chunks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_texts_equal_the_library(style: str, text: str, sizes: list[int], skip: 
 
 @pytest.mark.parametrize("style", ["byte_level", "metaspace", "wordpiece"])
 @given(token_ids=ids, sizes=cuts, skip=st.booleans())
-def test_any_tokens_equal_the_library(style: str, token_ids: list[int], sizes: list[int], skip: bool) -> None:
+def test_random_tokens_equal_the_library(
+    style: str, token_ids: list[int], sizes: list[int], skip: bool
+) -> None:
     tokenizer = TOKENIZERS[style]
     whole = tokenizer.backend.decode(token_ids, skip_special_tokens=skip)
     assert tokenizer.decode(token_ids, skip_special_tokens=skip) == whole
@@ -58,7 +60,7 @@ def test_any_tokens_equal_the_library(style: str, token_ids: list[int], sizes: l
 
 
 @given(token_ids=ids, sizes=cuts, skip=st.booleans())
-def test_any_byte_fallback_tokens(token_ids: list[int], sizes: list[int], skip: bool) -> None:
+def test_random_byte_fallback_tokens(token_ids: list[int], sizes: list[int], skip: bool) -> None:
     """As the library, except within runs of byte tokens that are not UTF-8 (see PieceDetokenizer)."""
     tokenizer = TOKENIZERS["llama"]
     ours = tokenizer.decode(token_ids, skip_special_tokens=skip)
@@ -78,7 +80,7 @@ def test_any_byte_fallback_tokens(token_ids: list[int], sizes: list[int], skip: 
 
 @pytest.mark.parametrize("style", PIECEWISE)
 @given(token_ids=ids)
-def test_no_half_character_is_shown(style: str, token_ids: list[int]) -> None:
+def test_incomplete_characters_are_held_back(style: str, token_ids: list[int]) -> None:
     """U+FFFD appears only where the whole has it too: each text is a beginning of the whole."""
     tokenizer = TOKENIZERS[style]
     whole = tokenizer.decode(token_ids)
@@ -89,7 +91,7 @@ def test_no_half_character_is_shown(style: str, token_ids: list[int]) -> None:
 
 
 @given(text=texts)
-def test_characters_come_as_soon_as_they_are_complete(text: str) -> None:
+def test_complete_characters_are_not_held_back(text: str) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     detokenizer, raw, shown = tokenizer.detokenizer(), b"", ""
@@ -101,7 +103,7 @@ def test_characters_come_as_soon_as_they_are_complete(text: str) -> None:
 
 @pytest.mark.parametrize("make", [byte_level_backend, llama_backend])
 @given(text=texts, sizes=cuts)
-def test_window_gives_the_same_for_text(make: object, text: str, sizes: list[int]) -> None:
+def test_window_detokenizer_equals_piece_detokenizer(make: object, text: str, sizes: list[int]) -> None:
     """The general way and the fast way agree where both can be used."""
     tokenizer = TOKENIZERS["byte_level" if make is byte_level_backend else "llama"]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -110,7 +112,7 @@ def test_window_gives_the_same_for_text(make: object, text: str, sizes: list[int
         assert "".join(pieces) == tokenizer.decode(token_ids)
 
 
-def test_window_is_small_however_bad_the_tokens() -> None:
+def test_window_is_bounded_for_invalid_bytes() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     stray = tokenizer.backend.token_to_id("Ŀ")  # the byte 0x9D, which continues a character
     detokenizer = WindowDetokenizer(tokenizer.backend)
@@ -120,25 +122,25 @@ def test_window_is_small_however_bad_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("style", PIECEWISE)
-def test_fast_way_is_used(style: str) -> None:
+def test_piece_detokenizer_is_used(style: str) -> None:
     assert isinstance(TOKENIZERS[style].detokenizer(), PieceDetokenizer)
     assert isinstance(TOKENIZERS["wordpiece"].detokenizer(), WindowDetokenizer)
 
 
-def test_unknown_decoders_use_the_window() -> None:
+def test_unknown_decoders_use_the_window_detokenizer() -> None:
     backend = Backend(models.BPE())
     assert isinstance(Tokenizer(backend, NO_SPECIALS, {}).detokenizer(), WindowDetokenizer)
     backend.decoder = decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()])  # type: ignore[list-item]
     assert isinstance(Tokenizer(backend, NO_SPECIALS, {}).detokenizer(), WindowDetokenizer)
 
 
-def test_bytes_split_over_tokens_are_held() -> None:
+def test_split_bytes_are_held_back() -> None:
     tokenizer = TOKENIZERS["llama"]
     parts = [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in "🎉".encode()]
     assert stream(tokenizer.detokenizer(), [*parts, *parts[:2]]) == ["", "", "", "🎉", "", "", "\ufffd"]
 
 
-def test_newline_byte_is_shown_at_once() -> None:
+def test_newline_byte_is_not_held_back() -> None:
     tokenizer = TOKENIZERS["llama"]
     newline = tokenizer.backend.token_to_id("<0x0A>")
     assert tokenizer.detokenizer().add([newline]) == "\n"
@@ -164,19 +166,19 @@ def test_wordpiece_continuation_keeps_its_space() -> None:
     assert "".join(stream(detokenizer, token_ids[split:])) == " world"
 
 
-def test_a_character_that_begins_in_the_prompt_is_whole() -> None:
+def test_a_character_that_starts_in_the_prompt_is_whole() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     token_ids = [tokenizer.backend.token_to_id(c) for c in "ðŁİ±"]  # the bytes of one emoji
     assert "".join(stream(tokenizer.detokenizer(prompt_token_ids=token_ids[:2]), token_ids[2:])) == "🎱"
 
 
-def test_unknown_ids_are_nothing() -> None:
+def test_unknown_ids_are_skipped() -> None:
     for tokenizer in TOKENIZERS.values():
         assert tokenizer.decode([10**6, -1, 2**40]) == ""
         assert tokenizer.token_text(10**6) == ""
 
 
-def test_special_tokens_that_are_shown() -> None:
+def test_shown_special_tokens() -> None:
     backend = byte_level_backend()
     backend.add_special_tokens(["<call>", "<end>"])
     tokenizer = Tokenizer(backend, NO_SPECIALS, {})

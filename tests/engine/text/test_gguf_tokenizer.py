@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files: the tokens of the tokenizer.json that they were made from."""
+"""GGUF tokenizers, compared with the tokenizer.json that they were converted from."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_words(tmp_path: Path, pre: str, text: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("pre", [None, "default"])
-def test_unnamed_split_is_gpt_2s_with_a_warning(
+def test_missing_pre_tokenizer_is_gpt_2_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, pre: str | None
 ) -> None:
     theirs = byte_level_backend()
@@ -157,7 +157,7 @@ def test_sentencepiece(tmp_path: Path, prefix: bool | None) -> None:
     assert ours.encode("Hello") == [1, *theirs.encode("Hello").ids], "a begin token is the default"
 
 
-def test_equal_scores_leave_the_order_to_the_ids(tmp_path: Path) -> None:
+def test_equal_scores_are_ordered_by_id(tmp_path: Path) -> None:
     theirs = sentencepiece()
     count = theirs.get_vocab_size()
     path = write(
@@ -196,7 +196,7 @@ def test_same_as_the_directory(tmp_path: Path) -> None:
         ("gpt-2", True, True, [0], [1]),
     ],
 )
-def test_begin_and_end(
+def test_bos_and_eos(
     tmp_path: Path, pre: str, add_bos: bool | None, add_eos: bool | None, begin: list[int], end: list[int]
 ) -> None:
     def edit(writer: GGUFWriter) -> None:
@@ -212,7 +212,7 @@ def test_begin_and_end(
     assert tokenizer.encode("Hello") == [*begin, *inner, *end]
 
 
-def test_ends_are_those_named_and_those_known_by_name(tmp_path: Path) -> None:
+def test_end_tokens_by_id_and_by_name(tmp_path: Path) -> None:
     backend = byte_level_backend()  # <|begin|>, <|end|>, <|eot|>
     backend.add_special_tokens(["<|im_end|>", "<|other|>"])
     backend.add_tokens(["<|endoftext|>"])  # plain text that only looks like it
@@ -247,7 +247,7 @@ def test_ids_outside_the_vocabulary_and_unnamed_tokens(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == count + 2
 
 
-def test_every_family_is_usable(tmp_path: Path) -> None:
+def test_all_families(tmp_path: Path) -> None:
     for pre in PRE_TOKENIZERS:
         tokenizer = Tokenizer.from_gguf(write(tmp_path, byte_level_backend(), pre=pre))
         assert (
@@ -273,22 +273,22 @@ def test_every_family_is_usable(tmp_path: Path) -> None:
         (lambda w: w.add_array("tokenizer.chat_templates", ["lost"]), "chat_template.lost' is missing"),
     ],
 )
-def test_broken_tokenizers(tmp_path: Path, edit: Edit, message: str) -> None:
+def test_invalid_tokenizers(tmp_path: Path, edit: Edit, message: str) -> None:
     path = write(tmp_path, byte_level_backend(), edit=edit)
     with pytest.raises(TokenizerError, match=rf"tokenizer\.gguf.*{message}"):
         Tokenizer.from_gguf(path)
 
 
-def test_scores_of_another_number(tmp_path: Path) -> None:
+def test_wrong_number_of_scores(tmp_path: Path) -> None:
     path = write(tmp_path, sentencepiece(), model="llama", edit=lambda w: w.add_token_scores([1.0, 2.0]))
     with pytest.raises(TokenizerError, match=r"scores' must be an array of \d+ numbers"):
         Tokenizer.from_gguf(path)
 
 
-def test_no_tokenizer_and_no_gguf(tmp_path: Path) -> None:
+def test_missing_tokenizer_and_invalid_file(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "none.gguf", "llama")
     with pytest.raises(TokenizerError, match=r"none\.gguf.*tokenizer\.ggml\.tokens"):
         Tokenizer.from_model(finish(writer))
     (tmp_path / "text.gguf").write_text("no model")
-    with pytest.raises(TokenizerError, match=r"text\.gguf: no GGUF file"):
+    with pytest.raises(TokenizerError, match=r"text\.gguf: not a GGUF file"):
         Tokenizer.from_model(tmp_path / "text.gguf")

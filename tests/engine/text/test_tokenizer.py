@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory, against `transformers`' AutoTokenizer."""
+"""Tokenizer, compared with `transformers`' AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_same_tokens(path: Path, texts: Sequence[str] = TEXTS, **options: Any)
 
 
 @pytest.mark.parametrize("style", ["byte_level", "llama", "metaspace", "wordpiece"])
-def test_as_auto_tokenizer(style: str, make_directory: MakeDirectory) -> None:
+def test_equals_auto_tokenizer(style: str, make_directory: MakeDirectory) -> None:
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if style in ("llama", "metaspace"):
         config.update(LLAMA)
@@ -57,14 +57,14 @@ def test_as_auto_tokenizer(style: str, make_directory: MakeDirectory) -> None:
 @pytest.mark.parametrize(
     "flags", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}]
 )
-def test_llama_as_auto_tokenizer(tmp_path: Path, in_file: bool, flags: dict[str, bool]) -> None:
+def test_llama_equals_auto_tokenizer(tmp_path: Path, in_file: bool, flags: dict[str, bool]) -> None:
     """With the flags in tokenizer_config.json, and with a tokenizer.json that adds <s> or does not."""
     config = {**LLAMA, **flags, "tokenizer_class": "LlamaTokenizer"}
     backend = llama_backend(bos=in_file, metaspace=True)
     assert_same_tokens(write_directory(tmp_path, backend, tokenizer_config=config))
 
 
-def test_older_llama_files_count_as_they_are(tmp_path: Path) -> None:
+def test_older_llama_files(tmp_path: Path) -> None:
     """transformers 5 replaces their normalizer by a pre-tokenizer, which differs for a space at the start.
 
     SentencePiece, with which these models were trained, gives two "▁" there, as tokenizer.json does.
@@ -81,14 +81,14 @@ def test_older_llama_files_count_as_they_are(tmp_path: Path) -> None:
     "flags",
     [{"add_bos_token": True}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}],
 )
-def test_flags_given_by_the_caller(tmp_path: Path, in_file: bool, flags: dict[str, bool]) -> None:
+def test_add_bos_and_eos_overrides(tmp_path: Path, in_file: bool, flags: dict[str, bool]) -> None:
     config = {**LLAMA, "tokenizer_class": "PreTrainedTokenizerFast"}
     assert_same_tokens(
         write_directory(tmp_path, llama_backend(bos=in_file), tokenizer_config=config), **flags
     )
 
 
-def test_truncation_and_padding_in_the_file_are_off(make_directory: MakeDirectory) -> None:
+def test_truncation_and_padding_of_the_file_are_disabled(make_directory: MakeDirectory) -> None:
     backend = llama_backend()
     backend.enable_truncation(3)
     backend.enable_padding(length=64)
@@ -96,7 +96,7 @@ def test_truncation_and_padding_in_the_file_are_off(make_directory: MakeDirector
     assert_same_tokens(path)
 
 
-def test_special_tokens_that_only_the_configuration_names(make_directory: MakeDirectory) -> None:
+def test_special_tokens_of_the_configuration(make_directory: MakeDirectory) -> None:
     config = {"eos_token": "<|end|>", "pad_token": {"content": "<0x41>"}, "image_token": "<think>"}
     config["added_tokens_decoder"] = {"402": {"content": "<extra>", "special": True}}  # type: ignore[assignment]
     path = make_directory("byte_level", tokenizer_config=config)
@@ -111,7 +111,7 @@ def test_special_tokens_that_only_the_configuration_names(make_directory: MakeDi
     assert tokenizer.encode("<|end|>", add_special_tokens=False) == list(tokenizer.eos_token_ids)
 
 
-def test_ids_of_begin_and_end(make_directory: MakeDirectory) -> None:
+def test_bos_and_eos_ids(make_directory: MakeDirectory) -> None:
     path = make_directory(
         "byte_level",
         tokenizer_config={"eos_token": {"content": "<|end|>", "lstrip": False}, "bos_token": "<|begin|>"},
@@ -145,7 +145,7 @@ def test_encode_batch(make_directory: MakeDirectory) -> None:
     assert tokenizer.encode_batch([]) == []
 
 
-def test_text_that_is_not_unicode(make_directory: MakeDirectory) -> None:
+def test_invalid_unicode_is_rejected(make_directory: MakeDirectory) -> None:
     tokenizer = Tokenizer.from_directory(make_directory("llama"))
     with pytest.raises(InvalidParameter, match="prompt"):
         tokenizer.encode("a\ud800b")
@@ -188,7 +188,7 @@ def test_missing_and_corrupt_files(tmp_path: Path, make_directory: MakeDirectory
         Tokenizer.from_directory(path)
 
 
-def test_it_is_a_text_tools(make_directory: MakeDirectory) -> None:
+def test_implements_tokenizer_like(make_directory: MakeDirectory) -> None:
     tools: TokenizerLike = Tokenizer.from_directory(make_directory("llama"))
     assert not tools.has_chat_template
     with pytest.raises(InvalidParameter, match="no chat template"):
@@ -196,7 +196,7 @@ def test_it_is_a_text_tools(make_directory: MakeDirectory) -> None:
 
 
 @pytest.mark.parametrize("place", ["config", "named", "jinja", "json"])
-def test_where_chat_templates_are(place: str, make_directory: MakeDirectory) -> None:
+def test_chat_template_files(place: str, make_directory: MakeDirectory) -> None:
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     config: dict[str, Any] = {**LLAMA}
     files: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from llguidance import LLTokenizer
 
 from neso.engine.client.llm import LLM
 from neso.engine.guided.grammar import grammar_text
-from neso.engine.guided.guide import make_matcher
+from neso.engine.guided.grammar_matcher import make_matcher
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.text.tokenizer import Tokenizer
 from neso.frontends.openai.chat.message_format import Message, MessageFormat, ModelParsers

@@ -95,3 +95,26 @@ async def test_disconnect_of_a_slow_reader(app: Starlette, script: ScriptedModel
     await asyncio.wait_for(app(make_scope("POST", "/v1/completions"), receive, send), 60)
     assert len(sent) == 2
     assert len(script.aborted) == 1
+
+
+async def test_one_task_under_a_server_that_cancels_on_disconnect(
+    app: Starlette, script: ScriptedModel
+) -> None:
+    """Servers with the ASGI extension cancel the task themselves, so that nothing watches for the disconnect."""
+    body = [b'{"model": "scripted", "prompt": "a"}']
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body.pop(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise AssertionError("the model never answers")
+
+    before = asyncio.all_tasks()
+    scope = {**make_scope("POST", "/v1/completions"), "extensions": {"neso.cancels_on_disconnect": {}}}
+    task = asyncio.create_task(app(scope, receive, send))
+    await until(lambda: script.requests)
+    assert len(asyncio.all_tasks() - before) <= 2, "the request's task, and the model's"
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(script.aborted) == 1

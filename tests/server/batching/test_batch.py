@@ -113,7 +113,7 @@ def test_item_shapes_as_in_the_documentation_of_ragged_batches() -> None:
     assert batch.inputs["ELEMENT_COUNT"].tolist() == [6, 4]
 
 
-def test_one_request_is_not_copied() -> None:
+def test_a_single_request_is_not_copied() -> None:
     array = np.ones((2, 2, 3), np.float32)
     batch = make(PLAIN, {"IN": array, "TEXT": [["a"], ["b"]]})
     assert np.shares_memory(batch.inputs["IN"], array)
@@ -140,7 +140,7 @@ def test_a_scattered_output_must_have_the_elements_of_its_shapes() -> None:
         batch.scatter({"OUT": np.zeros(5, np.float32)})
 
 
-def test_inputs_of_other_shapes_make_no_batch() -> None:
+def test_different_shapes_are_not_batched_together() -> None:
     row = {"IN": np.ones((1, 2, 1), np.float32), "TEXT": [["a"]]}
     with pytest.raises(InvalidArgument, match="make no batch"):
         make(PLAIN, row, row | {"IN": np.ones((1, 2, 2), np.float32)})

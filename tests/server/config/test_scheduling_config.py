@@ -111,7 +111,7 @@ def check(text: str, base: str = BASE) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, message: str) -> None:
+def test_invalid_configurations_are_rejected(text: str, message: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         check(text)
     assert message in raised.value.message
@@ -137,5 +137,5 @@ def test_preferred_sizes_need_a_batch_dimension() -> None:
         "model_transaction_policy { decoupled: true } dynamic_batching { }",
     ],
 )
-def test_what_makes_sense_is_accepted(text: str) -> None:
+def test_valid_configurations_are_accepted(text: str) -> None:
     check(text)

@@ -7,7 +7,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from neso.server.config.model_config import string_parameter
 
 
-def test_a_parameter_that_is_read_is_not_set() -> None:
+def test_reading_a_parameter_does_not_insert_it() -> None:
     config = ModelConfig()
     config.parameters["given"].string_value = "1"
     assert string_parameter(config, "given") == "1"

@@ -31,7 +31,7 @@ def test_start_and_infer(models):
     assert not server.live() and not server.ready()
 
 
-def test_responses_gather_while_the_caller_works(server):
+def test_responses_are_buffered(server):
     responses = server.model("repeat").infer(inputs={"COUNT": [3]}, request_id="r")
     wait_until(lambda: server.model("repeat").statistics()["inference_stats"]["success"]["count"])
     got = list(responses)
@@ -84,7 +84,7 @@ def test_cancel(server):
     assert response.error is not None and response.final
 
 
-def test_errors_are_raised_where_they_belong(server):
+def test_errors_are_raised_by_the_iterator(server):
     with pytest.raises(NotFound):
         server.model("nope")
     with pytest.raises(NotFound):
@@ -95,7 +95,7 @@ def test_errors_are_raised_where_they_belong(server):
         server.model("identity").infer(inputs={}, no_such_option=1)
 
 
-def test_what_a_server_tells(server):
+def test_server_metadata(server):
     assert server.metadata().name == "neso"
     assert sorted(model.name for model in server.models().values()) == ["identity", "repeat", "slow", "text"]
     model = server.model("identity", 1)

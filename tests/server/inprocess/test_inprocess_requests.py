@@ -105,7 +105,7 @@ def test_outputs_share_the_memory_that_the_model_gave(server):
     assert torch.from_dlpack(response.outputs["OUT"]).data_ptr() == source.data_ptr()
 
 
-def test_tensors_do_not_outlive_those_who_hold_them(server):
+def test_tensors_are_released_with_their_holders(server):
     given = np.zeros(1000, np.float32)
     alive = weakref.ref(given)
     request = server.model("identity").create_request(inputs={"IN": given})
@@ -183,7 +183,7 @@ def test_a_queue_gets_errors_as_responses(server):
     assert list(iterator) == []
 
 
-def test_what_cannot_be_delivered_to_a_queue_is_an_error_there(server, monkeypatch):
+def test_failed_conversion_becomes_an_error_in_the_queue(server, monkeypatch):
     responses: queue.SimpleQueue[neso.InferenceResponse] = queue.SimpleQueue()
     broken = ValueError("broken")
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_delivered_to_a_queue_is_an_error_there(server, monkeypat
     assert response.error is None
 
 
-def test_where_outputs_shall_be(server):
+def test_output_memory_type(server):
     (response,) = server.model("identity").infer(inputs={"IN": [1]}, output_memory_type="cpu")
     assert response.outputs["OUT"].memory_type is neso.MemoryType.CPU
     with pytest.raises(neso.InvalidArgument, match="invalid memory type 'unsupported'"):
@@ -229,7 +229,7 @@ async def test_cancel_in_mid_stream_of_another_loop(server):
     assert [r.error for r in seen[:3]] == [None] * 3
 
 
-def test_a_request_cancels_wherever_it_was_sent(server):
+def test_cancel_reaches_all_submissions(server):
     model = server.model("endless")
     request = model.create_request(inputs={"IN": [1]})
     request.cancel()  # nothing to cancel yet
@@ -244,7 +244,7 @@ def test_a_request_cancels_wherever_it_was_sent(server):
     request.cancel()
 
 
-def test_the_loop_of_the_caller_may_end_first(server):
+def test_the_callers_loop_can_close_first(server):
     async def leave():
         responses = server.model("endless").async_infer(inputs={"IN": [1]})
         await anext(responses)
@@ -253,7 +253,7 @@ def test_the_loop_of_the_caller_may_end_first(server):
     wait_until(lambda: not server.in_flight)  # cancelled when the next response found nobody
 
 
-async def test_one_task_reads_an_iterator(server):
+async def test_an_iterator_has_one_reader(server):
     responses = server.model("slow").async_infer(inputs={"IN": [1]}, raise_on_error=False)
     reader = asyncio.ensure_future(anext(responses))
     await asyncio.sleep(0)

@@ -40,7 +40,7 @@ def address(array):
         ([1.5], None, [1.5]),
     ],
 )
-def test_plain_values_become_what_the_model_expects(value, datatype, expected):
+def test_plain_values_become_the_model_datatype(value, datatype, expected):
     tensor = make_input("X", value, datatype)
     assert datatype is None or tensor.datatype is datatype
     assert tensor.array.tolist() == expected
@@ -166,7 +166,7 @@ def test_plain_values():
     assert "FP64" in repr(tensor)
 
 
-def test_what_has_no_tensor():
+def test_unsupported_objects():
     with pytest.raises(InvalidArgument, match="complex128 has no KServe datatype"):
         neso.Tensor.from_object(np.zeros(1, complex))
     with pytest.raises(InvalidArgument, match="int has no __dlpack__"):
@@ -208,12 +208,12 @@ def test_devices(text, expected):
 
 
 @pytest.mark.parametrize("text", ["tpu", "", "gpu:x", "gpu:-1", "gpu:1:2", (1, 2, 3), 7, None, ("gpu", 0)])
-def test_devices_that_are_none(text):
+def test_invalid_devices(text):
     with pytest.raises(InvalidArgument, match="invalid memory type"):
         parse_device(text)
 
 
-def test_moving_where_it_is_already():
+def test_move_to_the_same_device():
     tensor = neso.Tensor.from_object([1.0])
     assert tensor.to_host() is tensor and tensor.to_device("cpu_pinned") is tensor
     torch = pytest.importorskip("torch")
@@ -235,7 +235,7 @@ class OnAGpu:
         return (DLDeviceType.kDLCUDA, 0)
 
 
-def test_a_gpu_that_is_not_there():
+def test_missing_gpu():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -22,7 +22,7 @@ async def value_of(core: Core, name: str, version: str = "") -> float:
     return float(response.output("OUT").array[0])
 
 
-async def test_what_is_new_is_loaded_and_what_is_gone_unloaded(repository: RepositoryBuilder, start_core):
+async def test_new_models_are_loaded_and_removed_ones_unloaded(repository: RepositoryBuilder, start_core):
     repository.add_constant("stays", 1)
     gone = repository.add_constant("goes", 2)
     core = await start_core(poll=True)
@@ -38,7 +38,7 @@ async def test_what_is_new_is_loaded_and_what_is_gone_unloaded(repository: Repos
         core.model("goes")
 
 
-async def test_changed_files_are_loaded_again(repository: RepositoryBuilder, start_core):
+async def test_changed_files_are_reloaded(repository: RepositoryBuilder, start_core):
     repository.add_constant("m", 1)
     core = await start_core(poll=True)
     old = core.model("m")
@@ -50,7 +50,7 @@ async def test_changed_files_are_loaded_again(repository: RepositoryBuilder, sta
     assert core.model("m") is loaded
 
 
-async def test_versions_come_and_go_and_the_others_stay(repository: RepositoryBuilder, start_core):
+async def test_added_and_removed_versions_leave_others_loaded(repository: RepositoryBuilder, start_core):
     policy = {"config": IDENTITY_TENSORS + "version_policy { all { } }"}
     folder = repository.add_constant("m", 1, versions=("1", "2"), **policy)
     core = await start_core(poll=True)
@@ -64,9 +64,7 @@ async def test_versions_come_and_go_and_the_others_stay(repository: RepositoryBu
     assert (await value_of(core, "m"), await value_of(core, "m", "1")) == (3, 1)
 
 
-async def test_a_broken_change_keeps_what_serves_until_it_is_mended(
-    repository: RepositoryBuilder, start_core
-):
+async def test_a_broken_change_keeps_the_serving_version(repository: RepositoryBuilder, start_core):
     folder = repository.add_constant("m", 1)
     core = await start_core(poll=True)
     for break_it in (
@@ -82,7 +80,7 @@ async def test_a_broken_change_keeps_what_serves_until_it_is_mended(
     assert await value_of(core, "m") == 2
 
 
-async def test_a_model_that_failed_is_tried_again(repository: RepositoryBuilder, start_core, tmp_path):
+async def test_failed_models_are_retried(repository: RepositoryBuilder, start_core, tmp_path):
     code = f"""
     from pathlib import Path
     class TritonPythonModel:
@@ -113,9 +111,7 @@ async def test_a_name_that_becomes_ambiguous(repository: RepositoryBuilder, star
     assert await value_of(core, "m") == 1
 
 
-async def test_a_repository_that_cannot_be_read_unloads_nothing(
-    repository: RepositoryBuilder, start_core, tmp_path
-):
+async def test_an_unreadable_repository_unloads_nothing(repository: RepositoryBuilder, start_core, tmp_path):
     repository.add_constant("m", 1)
     core = await start_core(poll=True)
     repository.path.rename(tmp_path / "away")
@@ -145,7 +141,9 @@ async def test_ensembles_follow_their_steps(repository: RepositoryBuilder, start
     assert await value_of(core, "all") == 3
 
 
-async def test_an_ensemble_that_does_not_fit_its_step_any_more(repository: RepositoryBuilder, start_core):
+async def test_an_ensemble_incompatible_with_its_changed_step_is_unloaded(
+    repository: RepositoryBuilder, start_core
+):
     repository.add_ensemble("all", "step")
     repository.add_constant("step", 1)
     core = await start_core(poll=True)
@@ -173,7 +171,7 @@ async def test_requests_in_flight_outlive_their_model(repository: RepositoryBuil
     assert response.error is None and moved.exists()
 
 
-async def test_the_timer(repository: RepositoryBuilder, start_core):
+async def test_polling_interval(repository: RepositoryBuilder, start_core):
     core = await start_core(poll=True, repository_poll_secs=0.05)
     repository.add_constant("m", 1)
     await until(core.models)
@@ -181,7 +179,7 @@ async def test_the_timer(repository: RepositoryBuilder, start_core):
     await asyncio.wait_for(core.stop(), 60)
 
 
-async def test_requests_to_load_and_unload_are_refused(repository: RepositoryBuilder, start_core):
+async def test_load_requests_are_rejected(repository: RepositoryBuilder, start_core):
     repository.add_constant("m", 1)
     core = await start_core(poll=True)
     for work in (core.load_model("m"), core.unload_model("m")):

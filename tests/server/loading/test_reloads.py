@@ -65,7 +65,7 @@ def alive_instances(model: Any) -> int:
     return sum(thread.alive for thread in model._backend._instances._threads)
 
 
-async def test_a_load_of_what_is_loaded_does_nothing(repository: RepositoryBuilder, start_core):
+async def test_loading_an_unchanged_model_has_no_effect(repository: RepositoryBuilder, start_core):
     repository.add("m")
     core = await start_core(explicit=True, startup_models=("m",))
     model = core.model("m")
@@ -76,7 +76,7 @@ async def test_a_load_of_what_is_loaded_does_nothing(repository: RepositoryBuild
     assert core.model("m") is not model
 
 
-async def test_a_model_that_is_dead_is_loaded_again(repository: RepositoryBuilder, start_core, monkeypatch):
+async def test_a_dead_model_is_reloaded(repository: RepositoryBuilder, start_core, monkeypatch):
     repository.add("m")
     core = await start_core(explicit=True, startup_models=("m",))
     model = core.model("m")
@@ -85,7 +85,7 @@ async def test_a_model_that_is_dead_is_loaded_again(repository: RepositoryBuilde
     assert core.model("m") is not model and core.model("m").ready()
 
 
-async def test_a_load_without_a_configuration_undoes_one_with_it(repository: RepositoryBuilder, start_core):
+async def test_a_load_without_configuration_reverts_an_override(repository: RepositoryBuilder, start_core):
     repository.add("m")
     core = await start_core(explicit=True, startup_models=("m",))
     config = {"backend": "python", "parameters": {"by": {"string_value": "request"}}}
@@ -96,7 +96,7 @@ async def test_a_load_without_a_configuration_undoes_one_with_it(repository: Rep
 
 
 @pytest.mark.parametrize("batching", ["", "max_batch_size: 4 dynamic_batching { }"])
-async def test_instances_are_added_and_end_while_requests_go_on(repository, start_core, batching, capfd):
+async def test_instances_are_added_and_removed_under_load(repository, start_core, batching, capfd):
     def group(count: int) -> str:
         return COUNTED_TENSORS + batching + f" instance_group {{ count: {count} }}"
 
@@ -128,9 +128,7 @@ async def test_instances_are_added_and_end_while_requests_go_on(repository, star
     assert set(names) <= {f"m_0_{index}" for index in range(4)}
 
 
-async def test_instances_that_have_yet_to_end_are_none_of_those_that_there_shall_be(
-    repository, start_core, tmp_path
-):
+async def test_draining_instances_are_not_counted(repository, start_core, tmp_path):
     go = tmp_path / "go"
     code = f"""
     import pathlib, time
@@ -163,7 +161,7 @@ async def test_instances_that_have_yet_to_end_are_none_of_those_that_there_shall
     go.touch()
 
 
-async def test_an_instance_that_fails_changes_nothing(repository: RepositoryBuilder, start_core):
+async def test_a_failed_instance_leaves_the_model_unchanged(repository: RepositoryBuilder, start_core):
     repository.add("m", COUNTED, COUNTED_TENSORS)
     core = await start_core(explicit=True, startup_models=("m",))
     model = core.model("m")
@@ -175,7 +173,7 @@ async def test_an_instance_that_fails_changes_nothing(repository: RepositoryBuil
     assert len(await instances_of(core)) == 1
 
 
-async def test_other_changes_of_instances_take_a_load(repository: RepositoryBuilder, start_core):
+async def test_other_instance_changes_reload_the_model(repository: RepositoryBuilder, start_core):
     repository.add("m", COUNTED, COUNTED_TENSORS)
     core = await start_core(explicit=True, startup_models=("m",))
     model = core.model("m")
@@ -257,7 +255,7 @@ async def test_retries(repository: RepositoryBuilder, start_core, tmp_path):
     assert (tmp_path / "tries").read_text() == "xxx"
 
 
-async def test_so_many_models_load_at_a_time(repository: RepositoryBuilder, start_core, tmp_path):
+async def test_concurrent_loads_are_limited(repository: RepositoryBuilder, start_core, tmp_path):
     code = f"""
     import os, time
     class TritonPythonModel:
@@ -284,7 +282,7 @@ async def test_so_many_models_load_at_a_time(repository: RepositoryBuilder, star
     assert most == 2
 
 
-async def test_models_that_load_others_do_not_wait_for_their_own_place(repository, start_core):
+async def test_nested_loads_release_the_load_slot(repository, start_core):
     code = """
     import triton_python_backend_utils as pb_utils
     class TritonPythonModel:

@@ -116,14 +116,14 @@ def test_exceptions(install, options, lines):
     assert json.loads(line)["exception"].endswith("ValueError: so")
 
 
-def test_messages_as_they_are(install, options, lines, monkeypatch):
+def test_unescaped_messages(install, options, lines, monkeypatch):
     monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "0")
     install(options())
     log.info('say "so"')
     assert lines()[0].endswith('] say "so"')
 
 
-def test_each_kind_can_be_switched(install, options, lines):
+def test_each_level_can_be_disabled(install, options, lines):
     settings = install(options())
     say_all()
     assert said(lines()) == ["info", "warning", "error"]
@@ -139,14 +139,14 @@ def test_each_kind_can_be_switched(install, options, lines):
     assert said(lines()) == ["error"]
 
 
-def test_what_is_not_written_costs_nothing(install, options):
+def test_disabled_levels_are_not_formatted(install, options):
     settings = install(options())
     assert not log.isEnabledFor(logging.DEBUG)
     settings.update({"log_info": False, "log_warning": False})
     assert not log.isEnabledFor(logging.WARNING)
 
 
-def test_libraries_are_quiet_up_to_level_2(install, options, lines):
+def test_libraries_log_only_at_level_2(install, options, lines):
     settings = install(options(verbose_level=1))
     library = logging.getLogger("urllib3.x")
     library.debug("chatter")
@@ -155,7 +155,7 @@ def test_libraries_are_quiet_up_to_level_2(install, options, lines):
     assert said(lines()) == ["more"]
 
 
-def test_updates_are_all_or_nothing(install, options):
+def test_updates_are_atomic(install, options):
     settings = install(options())
     before = settings.settings()
     assert list(before) == [
@@ -178,7 +178,7 @@ def test_updates_are_all_or_nothing(install, options):
         assert settings.settings() == before
 
 
-def test_a_log_that_is_the_applications_keeps_its_handlers(capsys):
+def test_log_handlers_of_the_application_are_kept(capsys):
     root = list(logging.getLogger().handlers)
     level = logging.getLogger("neso").level
     try:

@@ -49,7 +49,7 @@ def test_bad_uris(uri: str) -> None:
         parse_uri(uri)
 
 
-def test_file_systems_that_are_not_there(monkeypatch) -> None:
+def test_unknown_file_systems(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
     with pytest.raises(Unsupported, match=r"model repository 'gs://bucket' needs the extra 'neso\[cloud\]'"):
         CloudRepository("gs://bucket")

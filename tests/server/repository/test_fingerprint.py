@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_nothing_changes_by_looking(folder: Path) -> None:
+def test_unchanged_folders_have_equal_fingerprints(folder: Path) -> None:
     assert Fingerprint.of_folder(folder) == Fingerprint.of_folder(folder)
 
 
@@ -42,7 +42,7 @@ def test_changes(folder: Path, change, versions) -> None:
     assert {version for version in (1, 2) if not after.same_version(before, version)} == versions
 
 
-def test_what_does_not_count(folder: Path) -> None:
+def test_ignored_files(folder: Path) -> None:
     before = Fingerprint.of_folder(folder)
     (folder / ".config.pbtxt.swp").touch()
     (folder / "1" / "__pycache__").mkdir()
@@ -50,7 +50,7 @@ def test_what_does_not_count(folder: Path) -> None:
     assert Fingerprint.of_folder(folder) == before
 
 
-def test_links_are_followed_but_not_in_circles(folder: Path, tmp_path_factory) -> None:
+def test_links_are_followed_without_cycles(folder: Path, tmp_path_factory) -> None:
     weights = tmp_path_factory.mktemp("elsewhere") / "weights"
     weights.write_text("a")
     (folder / "1" / "linked").symlink_to(weights)

@@ -66,7 +66,7 @@ def test_registered_with_other_names(both) -> None:
         repositories.find("renamed")
 
 
-def test_what_cannot_be_registered(both, tmp_path: Path) -> None:
+def test_invalid_registrations(both, tmp_path: Path) -> None:
     first, second = both
     repositories = ModelRepositories([first.path])
     with pytest.raises(InvalidArgument, match=r"failed to register '.*nope', repository not found"):

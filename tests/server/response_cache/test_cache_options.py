@@ -42,7 +42,7 @@ from neso.server.options import ServerOptions
         ),
     ],
 )
-def test_good_ones(settings, byte_size, expected):
+def test_valid_options(settings, byte_size, expected):
     assert CacheConfig.parse(settings, byte_size) == expected
 
 
@@ -65,7 +65,7 @@ def test_good_ones(settings, byte_size, expected):
         (["local,size=1", "redis,host=a,port=1"], "there can be one cache, got local and redis"),
     ],
 )
-def test_bad_ones(settings, message):
+def test_invalid_options(settings, message):
     with pytest.raises(ServerError) as raised:
         CacheConfig.parse(settings)
     assert message in raised.value.message

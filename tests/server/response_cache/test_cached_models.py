@@ -118,7 +118,7 @@ async def test_metrics(repository, start_core):
     ]
 
 
-async def test_what_makes_requests_differ(serve):
+async def test_cache_key_fields(serve):
     model = await serve()
     assert await count(model) == 1
     assert await count(model, requested_outputs=("COUNT",)) == 2
@@ -150,7 +150,7 @@ async def test_a_response_and_then_the_final_flag(serve):
     assert [await count(model), await count(model)] == [1, 1]
 
 
-async def test_clients_may_write_to_what_they_get(serve):
+async def test_cached_outputs_are_copied(serve):
     model = await serve()
     for _ in range(3):
         array = (await ask(model, 5)).output("OUT").array
@@ -159,12 +159,12 @@ async def test_clients_may_write_to_what_they_get(serve):
             array[:] = 7
 
 
-async def test_a_small_cache_forgets(serve):
+async def test_small_caches_evict(serve):
     model = await serve(size=1000)
     assert [await count(model, n) for n in (1, 1, 2, 2, 1)] == [1, 1, 2, 2, 3]
 
 
-async def test_a_reload_starts_afresh(repository, start_core):
+async def test_a_reload_does_not_use_old_entries(repository, start_core):
     repository.add("model", COUNTING, TENSORS + ENABLED)
     core = await start_core(explicit=True, startup_models=("model",), response_cache_size=1 << 20)
     assert (await ask(core.model("model"), 4)).output("OUT").array.tolist() == [4]
@@ -180,7 +180,7 @@ async def test_a_reload_starts_afresh(repository, start_core):
         (ENABLED + "model_transaction_policy { decoupled: true }", 1 << 20, "it is decoupled"),
     ],
 )
-async def test_models_that_enable_it_in_vain(serve, caplog, config, size, why):
+async def test_unsupported_models_log_a_warning(serve, caplog, config, size, why):
     code = THROUGH_SENDER if "decoupled" in config else COUNTING
     with caplog.at_level(logging.WARNING):
         model = await serve(config, code, size)
@@ -189,7 +189,7 @@ async def test_models_that_enable_it_in_vain(serve, caplog, config, size, why):
     assert [await count(model), await count(model)] == [1, 2]
 
 
-async def test_models_that_do_not_enable_it(serve):
+async def test_disabled_by_default(serve):
     model = await serve("")
     assert [await count(model), await count(model)] == [1, 2]
 

@@ -24,7 +24,7 @@ STEPS = st.lists(
 
 
 @given(st.integers(0, 6000), STEPS)
-def test_it_is_an_lru_by_bytes(capacity, steps):
+def test_lru_eviction_by_bytes(capacity, steps):
     cache, model = LocalCache(capacity), OrderedDict()
     for what, number, size in steps:
         key = bytes([number])
@@ -51,7 +51,7 @@ def test_sizes_are_those_of_the_data():
     assert CachedResponse.copy_of([text], {}).byte_size == 11 + 2 * OVERHEAD
 
 
-def test_what_is_kept_is_nobody_elses():
+def test_cached_responses_own_their_data():
     array = np.zeros(2, np.float32)
     kept = CachedResponse.copy_of([Tensor.from_numpy("OUT", array)], {})
     array[:] = 1
@@ -90,7 +90,7 @@ def plain(request) -> object:
 
 
 @given(REQUESTS, REQUESTS)
-def test_keys_are_equal_where_requests_are(one, other):
+def test_equal_requests_have_equal_keys(one, other):
     assert (request_key(*one) == request_key(*other)) == (plain(one) == plain(other))
     scope, inputs, outputs, parameters = one
     turned = (scope, dict(reversed(inputs.items())), [*outputs], dict(reversed(parameters.items())))
@@ -98,7 +98,7 @@ def test_keys_are_equal_where_requests_are(one, other):
 
 
 @pytest.mark.parametrize("kind", list(DataType))
-def test_every_datatype_has_a_key(kind):
+def test_keys_of_every_datatype(kind):
     keys = set()
     for shape in [(), (0,), (1,), (2, 3)]:
         array = np.full(shape, b"a", np.object_) if kind is DataType.BYTES else np.ones(shape, kind.dtype)
@@ -106,7 +106,7 @@ def test_every_datatype_has_a_key(kind):
     assert len(keys) == 4
 
 
-def test_the_layout_in_memory_does_not_matter():
+def test_keys_do_not_depend_on_the_memory_layout():
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     turned = Tensor("IN", DataType.INT32, np.asfortranarray(array))
     plain = Tensor("IN", DataType.INT32, array)

@@ -84,7 +84,7 @@ async def test_hits_do_not_reach_the_backend(serve, process, batcher):
     assert model.in_flight_count == 0
 
 
-async def test_servers_share_it(serve, process):
+async def test_servers_share_entries(serve, process):
     one, other = await serve(), await serve()
     assert await count(one, 5) == 1
     await settle(process, 1)
@@ -92,7 +92,7 @@ async def test_servers_share_it(serve, process):
     assert other.statistics.snapshot()["inference_count"] == 0
 
 
-async def test_another_model_of_the_name_does_not(serve, process):
+async def test_a_changed_model_does_not_share_entries(serve, process):
     """Neither by its code nor by its configuration."""
     assert (await ask(await serve(), 4)).output("OUT").array.tolist() == [4]
     await settle(process, 1)
@@ -111,7 +111,7 @@ async def test_what_is_not_cached(serve, process):
     assert keys(process) == []
 
 
-async def test_a_restart_costs_misses_and_nothing_else(serve, process, caplog, monkeypatch):
+async def test_a_restart_of_redis_causes_only_misses(serve, process, caplog, monkeypatch):
     monkeypatch.setattr(redis_cache, "PAUSE", 0.1)
     model = await serve()
     assert await count(model, 1) == 1
@@ -135,7 +135,7 @@ async def test_a_restart_costs_misses_and_nothing_else(serve, process, caplog, m
     assert model.in_flight_count == 0 and model.statistics.fail.count == 0
 
 
-async def test_a_quick_restart_is_not_even_noticed(serve, process, caplog):
+async def test_a_quick_restart_of_redis_is_retried(serve, process, caplog):
     """Connections that were closed meanwhile are made anew."""
     model = await serve()
     assert await count(model, 1) == 1
@@ -149,7 +149,7 @@ async def test_a_quick_restart_is_not_even_noticed(serve, process, caplog):
     assert not [record for record in caplog.records if "Redis" in record.message]
 
 
-async def test_one_that_does_not_answer(serve, process, monkeypatch):
+async def test_an_unresponsive_redis(serve, process, monkeypatch):
     """The first request waits for the timeout, others do not ask while it pauses."""
     monkeypatch.setattr(redis_cache, "PAUSE", 3600)
     before = await serve()
@@ -194,7 +194,7 @@ async def test_a_request_that_is_cancelled_while_it_waits(serve, process):
     await asyncio.wait_for(model.unload(3600), 30)
 
 
-async def test_an_unload_does_not_wait_for_ever(serve, process):
+async def test_unload_cancels_pending_lookups(serve, process):
     model = await serve(socket_timeout=0)
     await ask(model, 1)
     await settle(process, 1)
@@ -227,7 +227,7 @@ async def test_a_redis_that_is_full(tmp_path, repository, start_core, caplog):
     assert len(lines) == 1 and "used memory > 'maxmemory'" in lines[0]
 
 
-async def test_something_else_under_the_key(process, caplog):
+async def test_invalid_entries_are_ignored(process, caplog):
     cache = RedisCache(RedisOptions("127.0.0.1", process.port))
     kept = CachedResponse((Tensor.from_numpy("OUT", np.ones(2, np.float32)),), {"a": 1})
     await cache.put("one", kept)

@@ -30,6 +30,6 @@ def test_every_datatype(kind):
 @pytest.mark.parametrize(
     "data", [b"", b"\x00", b"nonsense", msgspec.msgpack.encode([[["OUT", "FP32", [3], b"1234"]], {}])]
 )
-def test_what_is_no_response(data):
+def test_invalid_stored_responses(data):
     with pytest.raises((msgspec.DecodeError, InvalidArgument)):
         CachedResponse.decode(data)

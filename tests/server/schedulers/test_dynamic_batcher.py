@@ -69,7 +69,7 @@ class Instances:
         done()
 
 
-async def test_what_comes_together_is_executed_together() -> None:
+async def test_concurrent_requests_are_batched() -> None:
     instances = Instances()
     for name in "abc":
         instances.submit(name)
@@ -77,7 +77,7 @@ async def test_what_comes_together_is_executed_together() -> None:
     assert instances.batches == [["a", "b", "c"]]
 
 
-async def test_what_comes_while_the_instance_is_busy_makes_the_next_batch() -> None:
+async def test_requests_during_an_execution_form_the_next_batch() -> None:
     instances = Instances()
     instances.submit("a")
     await settle()
@@ -90,7 +90,7 @@ async def test_what_comes_while_the_instance_is_busy_makes_the_next_batch() -> N
     assert instances.batches == [["a"], ["b", "c", "d"]]
 
 
-async def test_batches_are_no_larger_than_the_model_takes() -> None:
+async def test_batches_respect_the_maximum_size() -> None:
     instances = Instances(count=3)
     for name, rows in (("a", 3), ("b", 4), ("c", 2), ("d", 8)):
         instances.submit(name, rows)
@@ -98,7 +98,7 @@ async def test_batches_are_no_larger_than_the_model_takes() -> None:
     assert instances.batches == [["a", "b"], ["c"], ["d"]]
 
 
-async def test_preferred_sizes_are_met_where_they_can_be() -> None:
+async def test_preferred_batch_sizes() -> None:
     instances = Instances("preferred_batch_size: [2, 4]", count=3)
     for name in "abcdefg":
         instances.submit(name)
@@ -106,7 +106,7 @@ async def test_preferred_sizes_are_met_where_they_can_be() -> None:
     assert instances.batches == [["a", "b", "c", "d"], ["e", "f"], ["g"]]
 
 
-async def test_a_batch_that_may_grow_waits_for_its_delay_and_no_longer() -> None:
+async def test_queue_delay() -> None:
     instances = Instances("max_queue_delay_microseconds: 30000 preferred_batch_size: 4")
     instances.submit("a")
     await settle(0.01)
@@ -124,7 +124,7 @@ async def test_a_full_batch_does_not_wait() -> None:
     assert instances.batches == [["a", "b", "c", "d"]]
 
 
-async def test_inputs_of_other_shapes_go_into_another_batch() -> None:
+async def test_different_shapes_are_not_batched() -> None:
     instances = Instances(count=4)
     for name, width in (("a", 2), ("b", 2), ("c", 3), ("d", 2)):
         instances.submit(name, width=width)
@@ -132,7 +132,7 @@ async def test_inputs_of_other_shapes_go_into_another_batch() -> None:
     assert instances.batches == [["a", "b"], ["c"], ["d"]]
 
 
-async def test_ragged_inputs_may_differ() -> None:
+async def test_ragged_inputs_are_batched() -> None:
     instances = Instances(
         tensors=TENSORS.replace("dims: [ -1 ] }", "dims: [ -1 ] allow_ragged_batch: true }", 1)
     )
@@ -154,7 +154,7 @@ async def test_priorities_go_first() -> None:
     assert instances.batches[1:] == [["high", "high too"], ["default", "low"]]
 
 
-async def test_a_priority_that_there_is_not_is_the_default() -> None:
+async def test_unknown_priorities_use_the_default() -> None:
     instances = Instances("priority_levels: 3 default_priority_level: 2")
     instances.submit("running")
     await settle()
@@ -165,7 +165,7 @@ async def test_a_priority_that_there_is_not_is_the_default() -> None:
     assert instances.batches == [["running"], ["first", "none", "third"]]
 
 
-async def test_a_queue_that_is_full_refuses() -> None:
+async def test_a_full_queue_rejects_requests() -> None:
     instances = Instances("default_queue_policy { max_queue_size: 2 }")
     instances.submit("running")
     await settle()
@@ -180,7 +180,7 @@ async def test_a_queue_that_is_full_refuses() -> None:
     assert instances.batches == [["running"], ["a", "b"]]
 
 
-async def test_who_waits_too_long_is_refused() -> None:
+async def test_queue_timeout_rejects() -> None:
     instances = Instances("default_queue_policy { default_timeout_microseconds: 20000 }")
     instances.submit("running")
     await settle()
@@ -192,7 +192,7 @@ async def test_who_waits_too_long_is_refused() -> None:
     assert instances.batches == [["running"]]
 
 
-async def test_who_waits_too_long_goes_last_where_the_policy_says_so() -> None:
+async def test_queue_timeout_delays() -> None:
     instances = Instances(
         "default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 20000 }"
     )
@@ -211,9 +211,7 @@ async def test_who_waits_too_long_goes_last_where_the_policy_says_so() -> None:
     ("overridable", "asked", "refused"),
     [("true", 10_000, True), ("true", 10**9, False), ("false", 10_000, False)],
 )
-async def test_a_request_may_have_less_patience_if_the_policy_lets_it(
-    overridable: str, asked: int, refused: bool
-) -> None:
+async def test_request_timeout_override(overridable: str, asked: int, refused: bool) -> None:
     instances = Instances(
         f"default_queue_policy {{ default_timeout_microseconds: 5000000 allow_timeout_override: {overridable} }}"
     )
@@ -238,7 +236,7 @@ async def test_a_cancelled_request_leaves_the_queue() -> None:
     assert instances.batches == [["running"], ["stays"]]
 
 
-async def test_responses_keep_the_order_of_requests_where_the_model_wants_it() -> None:
+async def test_preserve_ordering() -> None:
     instances = Instances("preserve_ordering: true", count=2)
     first, second = instances.submit("a", rows=8), instances.submit("b", rows=8)
     await settle()
@@ -252,7 +250,7 @@ async def test_responses_keep_the_order_of_requests_where_the_model_wants_it() -
     assert (await asyncio.wait_for(waiting, 2)).id == "b"
 
 
-async def test_who_is_delayed_stays_before_lower_levels() -> None:
+async def test_delayed_requests_keep_their_priority() -> None:
     instances = Instances(
         "priority_levels: 2 default_priority_level: 2 priority_queue_policy { key: 1 value { "
         "timeout_action: DELAY default_timeout_microseconds: 100000 } }"
@@ -269,7 +267,7 @@ async def test_who_is_delayed_stays_before_lower_levels() -> None:
     assert instances.batches == [["running"], ["punctual"], ["late"], ["low"]]
 
 
-async def test_who_has_left_takes_no_place_in_a_full_queue() -> None:
+async def test_closed_requests_do_not_count_against_the_queue_size() -> None:
     instances = Instances("default_queue_policy { max_queue_size: 2 }")
     instances.submit("running")
     await settle()
@@ -284,7 +282,7 @@ async def test_who_has_left_takes_no_place_in_a_full_queue() -> None:
     assert instances.batches == [["running"], ["c", "d"]]
 
 
-async def test_the_delay_is_that_of_the_oldest_whatever_its_priority() -> None:
+async def test_queue_delay_counts_from_the_oldest_request() -> None:
     instances = Instances("max_queue_delay_microseconds: 400000 priority_levels: 2 default_priority_level: 2")
     instances.submit("old")
     await settle(0.25)
@@ -293,7 +291,7 @@ async def test_the_delay_is_that_of_the_oldest_whatever_its_priority() -> None:
     assert instances.batches == [["new", "old"]]
 
 
-async def test_responses_of_a_decoupled_model_keep_the_order_of_requests() -> None:
+async def test_preserve_ordering_of_decoupled_models() -> None:
     instances = Instances("preserve_ordering: true", count=2)
     first, second = instances.submit("a", rows=8), instances.submit("b", rows=8)
     gone = instances.submit("c")
@@ -316,7 +314,7 @@ async def test_responses_of_a_decoupled_model_keep_the_order_of_requests() -> No
     assert (await asyncio.wait_for(anext(third), 2)).id == "d0"
 
 
-async def test_requests_cancelled_before_they_come_do_not_hold_up_others() -> None:
+async def test_requests_cancelled_before_submission_do_not_block_others() -> None:
     instances = Instances("preserve_ordering: true")
     request = InferenceRequest("m", {"IN": Tensor.from_numpy("IN", np.zeros((1, 2), np.float32))})
     request.cancel()
@@ -329,7 +327,7 @@ async def test_requests_cancelled_before_they_come_do_not_hold_up_others() -> No
 
 @settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 3), ordered=st.booleans(), preferred=st.booleans())
-def test_every_request_is_answered_once_whatever_happens(
+def test_every_request_has_exactly_one_final_response(
     seed: int, count: int, ordered: bool, preferred: bool
 ) -> None:
     async def play() -> None:

@@ -112,7 +112,7 @@ async def test_sequences_spread_over_instances_and_stay() -> None:
     ]
 
 
-async def test_a_sequence_without_a_slot_waits_until_another_ends() -> None:
+async def test_sequences_without_a_slot_wait() -> None:
     instances = Instances(size=1)
     instances.submit("+1")
     for flags in ("+2", "2"):
@@ -141,7 +141,7 @@ async def test_a_model_that_does_not_batch_has_one_slot_an_instance() -> None:
         ),
     ],
 )
-async def test_requests_that_belong_to_no_sequence_are_refused(flags: str, message: str) -> None:
+async def test_requests_without_a_sequence_are_rejected(flags: str, message: str) -> None:
     instances = Instances()
     stream = instances.submit(flags)
     error = await error_of(stream)
@@ -155,7 +155,7 @@ async def test_a_request_that_is_a_batch_is_refused() -> None:
     assert isinstance(error, InvalidArgument) and "must specify batch-size 1" in error.message
 
 
-async def test_after_its_end_a_sequence_has_not_begun() -> None:
+async def test_requests_after_end_need_a_new_start() -> None:
     instances = Instances()
     instances.submit("±1")
     error = await error_of(instances.submit("1"))
@@ -164,7 +164,7 @@ async def test_after_its_end_a_sequence_has_not_begun() -> None:
     assert await instances.play() == [(0, ["±1"]), (0, ["again"])]
 
 
-async def test_an_id_that_begins_again_goes_behind_those_that_wait() -> None:
+async def test_a_restarted_sequence_queues_behind_the_backlog() -> None:
     instances = Instances(size=1)
     for flags in ("+1", "-1", "+2", "-2"):
         instances.submit(flags)
@@ -179,7 +179,7 @@ async def test_a_start_of_a_running_sequence_restarts_it_in_its_slot() -> None:
     assert [names for _, names in await instances.play()] == [["+1"], ["1"], ["+1"], ["-1"], ["+2"]]
 
 
-async def test_an_idle_sequence_is_forgotten() -> None:
+async def test_idle_sequences_are_removed() -> None:
     instances = Instances("max_sequence_idle_microseconds: 30000", size=1)
     instances.submit("+1")
     waiting = instances.submit("+2")
@@ -199,7 +199,7 @@ async def test_a_sequence_whose_request_runs_is_not_idle() -> None:
     assert await instances.play() == [(0, ["+1"]), (0, ["-1"])]
 
 
-async def test_a_cancelled_request_is_passed_over() -> None:
+async def test_cancelled_requests_are_skipped() -> None:
     instances = Instances(size=1)
     instances.submit("+1")
     stream = instances.submit("1", "gone")
@@ -219,7 +219,7 @@ async def test_a_cancelled_end_frees_the_slot() -> None:
     assert await instances.play() == [(0, ["+1"]), (0, ["+2"])]
 
 
-async def test_a_sequence_whose_start_is_cancelled_does_not_begin() -> None:
+async def test_a_cancelled_start_ends_the_sequence() -> None:
     instances = Instances(size=1)
     instances.submit("+1")
     await settle()
@@ -242,7 +242,7 @@ async def test_a_sequence_goes_on_after_an_error() -> None:
     assert await instances.play() == [(0, ["+1"]), (0, ["-1"]), (0, ["±2"])]
 
 
-async def test_responses_that_come_after_the_execution_keep_the_sequence_waiting() -> None:
+async def test_late_responses_block_the_sequence() -> None:
     instances = Instances()
     instances.submit("+1")
     instances.submit("-1")
@@ -270,7 +270,7 @@ async def test_direct_waits_for_its_slots_to_fill() -> None:
     assert (await instances.play())[1:] == [(0, ["1"])]
 
 
-async def test_inputs_of_other_shapes_go_into_another_batch() -> None:
+async def test_different_shapes_are_not_batched() -> None:
     instances = Instances(size=4)
     for flags, width in (("+1", 1), ("+2", 2), ("+3", 1)):
         instances.submit(flags, width=width)
@@ -298,7 +298,7 @@ async def test_oldest_waits_for_a_preferred_size() -> None:
     assert (await instances.play())[1:] == [(0, ["+4"])]
 
 
-async def test_oldest_keeps_the_order_of_responses_where_the_model_wants_it() -> None:
+async def test_oldest_preserves_ordering() -> None:
     instances = Instances("oldest { max_candidate_sequences: 1 preserve_ordering: true }", count=2)
     first, second = instances.submit("+1"), instances.submit("+2")
     await settle()
@@ -311,7 +311,7 @@ async def test_oldest_keeps_the_order_of_responses_where_the_model_wants_it() ->
     assert (await asyncio.wait_for(waiting, 2)).id == "+2"
 
 
-async def test_nothing_is_sent_after_the_end() -> None:
+async def test_no_execution_after_close() -> None:
     instances = Instances(size=1)
     instances.submit("+1")
     await settle()
@@ -324,9 +324,7 @@ async def test_nothing_is_sent_after_the_end() -> None:
 @given(
     seed=st.integers(0, 10_000), count=st.integers(1, 3), size=st.integers(0, 3), batching=st.integers(0, 3)
 )
-def test_sequences_keep_their_order_and_instance_whatever_happens(
-    seed: int, count: int, size: int, batching: int
-) -> None:
+def test_sequences_keep_order_and_instance(seed: int, count: int, size: int, batching: int) -> None:
     strategies = (
         "",
         "direct { minimum_slot_utilization: 0.7 max_queue_delay_microseconds: 500 }",
@@ -394,9 +392,7 @@ def test_sequences_keep_their_order_and_instance_whatever_happens(
     count=st.integers(1, 2),
     strategy=st.sampled_from(["", "oldest { max_candidate_sequences: 3 }"]),
 )
-def test_iterative_requests_are_executed_as_often_as_they_want_and_answered_once(
-    seed: int, count: int, strategy: str
-) -> None:
+def test_iterative_requests_are_rescheduled_until_final(seed: int, count: int, strategy: str) -> None:
     async def play() -> None:
         rng = random.Random(seed)
         instances = Instances("iterative_sequence: true " + strategy, count, size=3)
@@ -454,7 +450,7 @@ READY = 'control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY in
 CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_UINT64 } } '
 
 
-async def test_models_that_ask_what_is_ready_see_every_request_at_the_place_of_its_slot() -> None:
+async def test_ready_input_aligns_requests_with_slots() -> None:
     instances = Instances(READY + CORRID, size=4)
     for flags in ("+1", "+2", "+3"):
         instances.submit(flags)
@@ -473,7 +469,7 @@ async def test_models_that_ask_what_is_ready_see_every_request_at_the_place_of_i
     assert (await instances.play())[2:] == [(0, ["+4", "-2"])]
 
 
-async def test_others_see_requests_only() -> None:
+async def test_no_padding_without_a_ready_input() -> None:
     for strategy in ("oldest { max_candidate_sequences: 4 } " + READY, CORRID):
         instances = Instances(strategy, size=4)
         for flags in ("+1", "+2", "-2"):
@@ -482,7 +478,7 @@ async def test_others_see_requests_only() -> None:
 
 
 @pytest.mark.parametrize(("concatenates", "expected"), [(True, [["1"], ["2"]]), (False, [["1", "2"]])])
-async def test_states_of_other_shapes_come_apart_where_they_are_concatenated(
+async def test_different_state_shapes_are_not_concatenated(
     concatenates: bool, expected: list[list[str]]
 ) -> None:
     state = 'state { input_name: "S" output_name: "NEXT" data_type: TYPE_FP32 dims: [ -1 ] }'

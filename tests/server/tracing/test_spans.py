@@ -67,7 +67,7 @@ async def ask_traced(core, model: str, headers: dict[str, str] | None = None, id
     return response, trace is not None
 
 
-async def test_three_spans_a_request(collector, start_core, repository):
+async def test_a_request_has_three_spans(collector, start_core, repository):
     repository.add("identity")
     core = await start_core(
         trace=config(
@@ -109,7 +109,7 @@ async def test_the_settings_tell_where_spans_go(collector, start_core, repositor
     assert core.tracing.sample("any") is not None
 
 
-async def test_rate_0_traces_what_is_part_of_a_trace(collector, start_core, repository):
+async def test_rate_0_traces_requests_with_a_sampled_parent(collector, start_core, repository):
     repository.add("identity")
     core = await start_core(trace=config(collector, "rate=0"))
     assert core.tracing.enabled
@@ -130,7 +130,7 @@ async def test_a_parent_is_followed_when_the_count_is_used_up(collector, start_c
     assert (await ask_traced(core, "identity", {"traceparent": PARENT}))[1]
 
 
-async def test_off_is_off(collector, start_core, repository):
+async def test_level_off_traces_nothing(collector, start_core, repository):
     core = await start_core(trace=config(collector, "rate=1", "level=OFF"))
     assert not core.tracing.enabled
     assert core.tracing.sample("m", {"traceparent": PARENT}.get) is None
@@ -169,7 +169,7 @@ async def test_the_context_that_a_python_model_sees(collector, start_core, repos
     assert response.output("OUT").strings() == ["None"]
 
 
-async def test_an_error_is_told(collector, start_core, repository, caplog):
+async def test_errors_are_recorded(collector, start_core, repository, caplog):
     repository.add("broken", BROKEN)
     core = await start_core(trace=config(collector))
     await ask_traced(core, "broken", id="r")
@@ -190,7 +190,7 @@ async def test_the_last_spans_are_sent_when_the_server_stops(collector, start_co
     assert len(collector.spans) == 3
 
 
-async def test_a_collector_that_is_not_there_harms_nobody(start_core, repository, monkeypatch):
+async def test_requests_succeed_without_a_collector(start_core, repository, monkeypatch):
     monkeypatch.setattr("neso.server.tracing.otel.FLUSH_TIMEOUT", 0.2)
     repository.add("identity")
     settings = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=1", "opentelemetry,url=http://127.0.0.1:9"]

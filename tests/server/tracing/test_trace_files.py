@@ -219,7 +219,7 @@ async def test_the_file_is_readable_while_the_server_runs(start, repository, mon
         assert len(read_traces(path)) == count
 
 
-async def test_a_change_of_settings_writes_what_there_is_and_loses_nothing(start, repository):
+async def test_a_settings_change_writes_all_traces(start, repository):
     repository.add("identity")
     repository.add_standard()
     core, path = await start("level=TIMESTAMPS", "triton,log-frequency=10")
@@ -251,7 +251,7 @@ async def test_a_request_that_fails_is_traced_to_its_end(start, repository):
     assert "REQUEST_END" in read.timestamps
 
 
-async def test_a_file_that_cannot_be_written_harms_nobody(start_core, repository, tmp_path, caplog):
+async def test_requests_succeed_without_a_writable_trace_file(start_core, repository, tmp_path, caplog):
     repository.add("identity")
     core = await start_core(
         trace=TraceConfig.parse([f"triton,file={tmp_path}/no/where", "rate=1", "level=TIMESTAMPS"])

@@ -20,7 +20,7 @@ def sampled(tracing: Tracing, model: str, count: int) -> list[int]:
     return [i for i in range(count) if (trace := tracing.sample(model)) is not None and trace.end() is None]
 
 
-async def test_what_is_told(tracing, tmp_path):
+async def test_reported_settings(tracing, tmp_path):
     assert tracing.settings() == {
         "trace_level": ["TIMESTAMPS"],
         "trace_rate": "3",
@@ -48,7 +48,7 @@ async def test_rate_and_count(tracing):
     assert tracing.enabled and sampled(tracing, "m", 4) == [1, 3]
 
 
-async def test_a_model_has_what_it_does_not_set_itself_from_the_global_setting(tracing):
+async def test_models_inherit_global_settings(tracing):
     tracing.update({"trace_rate": ["1"]}, "own")
     assert sampled(tracing, "own", 3) == [0, 1, 2]
     assert sampled(tracing, "other", 3) == [2]
@@ -120,7 +120,7 @@ async def test_a_model_has_what_it_does_not_set_itself_from_the_global_setting(t
         ),
     ],
 )
-async def test_refusals_change_nothing(tracing, values, code, message):
+async def test_rejected_updates_change_nothing(tracing, values, code, message):
     before = tracing.settings()
     with pytest.raises(ServerError) as caught:
         tracing.update({"trace_level": ["TENSORS"]} | values)
@@ -128,7 +128,7 @@ async def test_refusals_change_nothing(tracing, values, code, message):
     assert tracing.settings() == before
 
 
-async def test_a_global_change_that_a_model_cannot_follow_is_refused(tracing):
+async def test_a_global_change_invalid_for_a_model_is_rejected(tracing):
     tracing.update({"trace_level": ["OFF"]})
     tracing.update({"trace_rate": ["0"]})  # nothing is traced, so that is no fault
     with pytest.raises(ServerError, match="sample rate must be non-zero"):

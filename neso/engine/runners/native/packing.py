@@ -14,6 +14,8 @@ import neso._native as _native
 from neso.engine.runners.base import RunnerOptions, UnsupportedOption
 from neso.engine.weights.quantized import Float8Matrix, Matrix, QuantizedMatrix, dense
 
+Float32Array = npt.NDArray[np.float32]
+
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
 
@@ -107,8 +109,6 @@ class PackedMatrix:
 def _bits(values: npt.NDArray[np.float16] | None) -> npt.NDArray[np.uint16] | None:
     return None if values is None else values.view(np.uint16)
 
-
-Float32Array = npt.NDArray[np.float32]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),

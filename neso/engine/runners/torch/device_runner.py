@@ -19,6 +19,8 @@ from neso.engine.runners.torch.sampling import choose
 from neso.engine.runners.torch.step_inputs import send_together
 from neso.engine.sampling.token_sampling import SamplingBatch
 
+Float32Array = npt.NDArray[np.float32]
+
 
 def prepare_device(options: RunnerOptions) -> torch.device:
     """The current CUDA device; without one the CPU, with the threads of the options or at most `available_cores`."""
@@ -35,9 +37,6 @@ def operations_for(device: torch.device) -> Operations:
     from neso.engine.runners.torch.triton_operations import TritonOperations
 
     return TritonOperations()
-
-
-Float32Array = npt.NDArray[np.float32]
 
 
 class DeviceLogits:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
 
+Int32Array = npt.NDArray[np.int32]
+
 
 def send(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to the device asynchronously; on the CPU, a view.
@@ -29,9 +31,6 @@ def send_together(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[
     packed = send(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.int32), device)
     pieces = packed.split([array.size for array in arrays])
     return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
-
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

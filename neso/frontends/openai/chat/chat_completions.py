@@ -31,6 +31,7 @@ from neso.frontends.openai.errors import ApiError, invalid, invalid_parameter, p
 from neso.frontends.openai.logprobs import chat_logprobs
 from neso.frontends.openai.model_resolver import ModelResolver
 from neso.frontends.openai.request_params import (
+    Prompt,
     make_sampling,
     reject_unsupported,
     sampling_values,
@@ -98,15 +99,19 @@ class ChatCompletionsApi:
         model = await self._resolver.find(request.model)
         tool_use = ToolUse.of_chat(request)
         rendered, images = chat_prompt(request, tool_use, model.tokenizer)
-        prompt = await truncate_prompt(
-            rendered,
-            model.tokenizer,
-            request.truncate_prompt_tokens,
-            model.language_model.max_model_len,
-            add_special_tokens=bool(request.add_special_tokens),
-        )
-        if prompt is not rendered and images:
-            raise invalid("truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images.")
+        prompt: Prompt = rendered
+        if request.truncate_prompt_tokens is not None:
+            prompt = await truncate_prompt(
+                rendered,
+                model.tokenizer,
+                request.truncate_prompt_tokens,
+                model.language_model.max_model_len,
+                add_special_tokens=bool(request.add_special_tokens),
+            )
+            if images:
+                raise invalid(
+                    "truncate_prompt_tokens", "'truncate_prompt_tokens' is for chats without images."
+                )
         message_format = self._formats.of(request, tool_use, model, rendered)
         sampling = chat_sampling(request, model.language_model.default_sampling, message_format)
         eager = bool(request.stream)

@@ -31,7 +31,14 @@ from neso.frontends.openai.tool_parsers import (
     detect_tool_parser,
     find_tool_parser,
 )
-from neso.frontends.openai.tool_parsers.forms import Form, const, either, json_form, sequence, text_before
+from neso.frontends.openai.tool_parsers.structural_tags import (
+    Form,
+    const,
+    either,
+    json_form,
+    sequence,
+    text_before,
+)
 from neso.frontends.openai_options import OpenAIOptions
 from neso.generation import GuidedDecoding
 from neso.server.config.model_config import string_parameter

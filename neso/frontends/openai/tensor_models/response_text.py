@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from neso.engine.text.sequence_text import StopChecker
+from neso.engine.text.stop_strings import StopChecker
 from neso.generation import (
     Completion,
     FinishReason,

@@ -14,7 +14,7 @@ from neso.frontends.openai.tool_parsers.base import (
     ToolStream,
 )
 from neso.frontends.openai.tool_parsers.registry import detect_tool_parser, find_tool_parser
-from neso.frontends.openai.tool_parsers.tagged import HermesParser
+from neso.frontends.openai.tool_parsers.xml_tags import HermesParser
 
 __all__ = [
     "MAX_CALL_CHARS",

@@ -20,7 +20,7 @@ from neso.frontends.openai.tool_parsers.base import (
     ToolParser,
     ToolStream,
 )
-from neso.frontends.openai.tool_parsers.text_source import (
+from neso.frontends.openai.tool_parsers.text_reader import (
     NoCall,
     NotJson,
     ObjectScanner,

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from neso.frontends.openai.tool_parsers.base import MAX_CALL_CHARS, Function, ToolParser, ToolStream
 from neso.frontends.openai.tool_parsers.call_stream import CallParser, CallStream
-from neso.frontends.openai.tool_parsers.forms import (
+from neso.frontends.openai.tool_parsers.pythonic import PythonicParser
+from neso.frontends.openai.tool_parsers.structural_tags import (
     Form,
     const,
     json_form,
@@ -18,8 +19,7 @@ from neso.frontends.openai.tool_parsers.forms import (
     tag,
     triggered,
 )
-from neso.frontends.openai.tool_parsers.pythonic import PythonicParser
-from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
+from neso.frontends.openai.tool_parsers.text_reader import NoCall, Reading
 
 PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"

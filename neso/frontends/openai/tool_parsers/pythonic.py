@@ -9,7 +9,7 @@ from typing import Any
 
 from neso.frontends.openai.tool_parsers.base import Function
 from neso.frontends.openai.tool_parsers.call_stream import CallParser, CallStream
-from neso.frontends.openai.tool_parsers.forms import (
+from neso.frontends.openai.tool_parsers.structural_tags import (
     Form,
     const,
     either,
@@ -19,7 +19,7 @@ from neso.frontends.openai.tool_parsers.forms import (
     sequence,
     tag,
 )
-from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading, literal_json
+from neso.frontends.openai.tool_parsers.text_reader import NoCall, Reading, literal_json
 
 START, END = "<|python_start|>", "<|python_end|>"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from neso.frontends.openai.parser_registry import ParserRegistry
 from neso.frontends.openai.tool_parsers.base import ToolParser
-from neso.frontends.openai.tool_parsers.framed import DeepSeekV3Parser, DeepSeekV31Parser, KimiK2Parser
 from neso.frontends.openai.tool_parsers.json_calls import (
     GraniteParser,
     JambaParser,
@@ -14,7 +13,12 @@ from neso.frontends.openai.tool_parsers.json_calls import (
     Phi4MiniParser,
 )
 from neso.frontends.openai.tool_parsers.pythonic import PythonicParser
-from neso.frontends.openai.tool_parsers.tagged import Glm45Parser, HermesParser, Qwen3CoderParser
+from neso.frontends.openai.tool_parsers.special_tokens import (
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    KimiK2Parser,
+)
+from neso.frontends.openai.tool_parsers.xml_tags import Glm45Parser, HermesParser, Qwen3CoderParser
 
 GROUP = "neso.tool_parsers"
 """Entry point group of other packages' parsers."""

@@ -1,4 +1,4 @@
-"""Processes of models that die: method becomes of their requests, of the others, and of method they held."""
+"""Crashes of model processes: their requests, other instances, and resources."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class TritonPythonModel:
         responses, folder = [], Path(pb_utils.get_model_dir())
         for request in requests:
             array = request.inputs()[0].as_numpy()
-            method = array.flat[0]
-            if method == -1:
+            action = array.flat[0]
+            if action == -1:
                 ctypes.string_at(0)
-            if method == -2:
+            if action == -2:
                 os._exit(3)
-            if method == -3:
+            if action == -3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if method == -4:
+            if action == -4:
                 (folder / "begun").touch()
                 while not (folder / "go").exists():
                     time.sleep(0.005)
@@ -106,7 +106,7 @@ def read_maps(process: psutil.Process) -> str:
 
 
 @pytest.mark.parametrize("value", DEATHS)
-async def test_the_request_fails_and_the_instance_comes_back(start, value):
+async def test_crash_fails_the_request_and_restarts_the_instance(start, value):
     core, _ = await start()
     model, before = core.model("fragile"), await pid_of(core)
     dying, waiting = send(core, value), send(core, 2)
@@ -120,7 +120,7 @@ async def test_the_request_fails_and_the_instance_comes_back(start, value):
     assert not psutil.pid_exists(before) and model.in_flight_count == 0
 
 
-async def test_what_a_process_had_not_begun_is_executed_later(start):
+async def test_unstarted_work_is_requeued_after_a_crash(start):
     core, folder = await start()
     streams = [send(core, -4), send(core, -2), *(send(core, 1) for _ in range(5))]
     await until((folder / "begun").exists)
@@ -134,7 +134,7 @@ async def test_what_a_process_had_not_begun_is_executed_later(start):
     assert core.model("fragile").statistics.queue.ns > 0.2e9
 
 
-async def test_other_instances_go_on(start):
+async def test_crash_does_not_affect_other_instances(start):
     core, folder = await start("instance_group { count: 2 }")
     streams = [send(core, -4), send(core, -2), *(send(core, 1) for _ in range(20))]
     assert (await answer(streams[1])).error is not None
@@ -144,7 +144,7 @@ async def test_other_instances_go_on(start):
         assert (await answer(stream)).error is None
 
 
-async def test_a_batch_dies_together_and_the_batcher_goes_on(start):
+async def test_crash_fails_the_whole_batch_and_batching_continues(start):
     core, _ = await start("max_batch_size: 8 dynamic_batching { }")
     model = core.model("fragile")
     row = [np.full((1, 1), value, np.float32) for value in (1, -2, 1, 1)]
@@ -155,16 +155,16 @@ async def test_a_batch_dies_together_and_the_batcher_goes_on(start):
         assert (await answer(stream)).error is None
 
 
-async def test_a_process_that_dies_while_it_is_idle(start):
+async def test_idle_process_that_dies_is_restarted(start):
     core, _ = await start()
     before = await pid_of(core)
     (instance,) = core.model("fragile")._backend._instances._instances
     os.kill(before, signal.SIGKILL)
-    await until(lambda: instance.reason)  # method is sent before its end is known would fail with it
+    await until(lambda: instance.reason)  # requests sent before its end is detected would fail with it
     assert await pid_of(core) != before
 
 
-async def test_restarts_in_a_row_come_less_and_less_often(start, monkeypatch):
+async def test_restart_delay_backs_off_exponentially(start, monkeypatch):
     monkeypatch.setattr(instance_module, "MIN_RESTART_DELAY", 0.2)
     core, _ = await start()
     started = time.monotonic()
@@ -173,11 +173,11 @@ async def test_restarts_in_a_row_come_less_and_less_often(start, monkeypatch):
     assert await pid_of(core)
     assert time.monotonic() - started > 0.2 + 0.4
     (instance,) = core.model("fragile")._backend._instances._instances
-    assert instance._delay() == 0, "method was executed in between does not count"
+    assert instance._delay() == 0, "a finished execution resets the failure count"
     assert (await answer(send(core, -2))).error is not None and await pid_of(core)
 
 
-async def test_a_sequence_goes_on_after_a_crash(start):
+async def test_sequence_continues_after_a_crash(start):
     core, _ = await start(
         "max_batch_size: 4 instance_group { count: 2 } sequence_batching { direct { } control_input "
         '{ name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } } }'
@@ -195,7 +195,7 @@ async def test_a_sequence_goes_on_after_a_crash(start):
     assert (await answer(step(1, sequence_end=True))).error is None
 
 
-async def test_a_model_that_cannot_start_again_stays_down_with_the_reason(start, monkeypatch):
+async def test_instance_stays_down_after_repeated_failed_starts(start, monkeypatch):
     monkeypatch.setattr(instance_module, "MIN_RESTART_DELAY", 0.01)
     core, folder = await start()
     (folder / "broken").touch()
@@ -210,7 +210,7 @@ async def test_a_model_that_cannot_start_again_stays_down_with_the_reason(start,
     await core._lifecycle.unload("fragile", 1)
 
 
-async def test_a_process_that_dies_in_initialize_fails_the_load(start):
+async def test_crash_in_initialize_fails_the_load(start):
     repository_error = "Stub process 'fragile_0_0' is not healthy: the process has ended (exit status 5)"
     _, folder = await start()
     (folder / "broken").touch()
@@ -223,7 +223,7 @@ async def test_a_process_that_dies_in_initialize_fails_the_load(start):
     await again.stop()
 
 
-async def test_nothing_is_left_behind(start):
+async def test_no_resources_are_leaked(start):
     me = psutil.Process()
     before, running = read_maps(me).count("/dev/shm/"), me.children()
     core, _ = await start("instance_group { count: 2 }")
@@ -248,7 +248,7 @@ async def test_nothing_is_left_behind(start):
     assert not [name for name in descriptors() if "memfd" in name or "pidfd" in name]
 
 
-async def test_a_long_execute_is_killed_when_the_model_is_unloaded(start, monkeypatch):
+async def test_unload_kills_a_process_that_does_not_return(start, monkeypatch):
     monkeypatch.setattr(instance_module, "END_TIMEOUT", 0.1)
     core, folder = await start()
     stream = send(core, -4)
@@ -257,7 +257,7 @@ async def test_a_long_execute_is_killed_when_the_model_is_unloaded(start, monkey
     assert (await answer(stream)).error is not None
 
 
-async def test_a_request_after_a_crash_is_as_good_as_before(start):
+async def test_request_after_a_crash_succeeds(start):
     core, _ = await start()
     for value in (-2, -1, -2):
         assert (await answer(send(core, value))).error is not None

@@ -1,4 +1,4 @@
-"""What is special to models in processes: their settings, their signals, their log, their own copies."""
+"""Models in processes: settings, signals, logging and forks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def reason(core: Core) -> str:
     return core.repository_index()[0].reason
 
 
-async def test_memory_starts_and_grows_as_told(start):
+async def test_shared_memory_sizes_follow_the_settings(start):
     core = await start(
         """
     def execute(self, requests):
@@ -89,7 +89,7 @@ async def test_memory_starts_and_grows_as_told(start):
 
 
 @pytest.mark.parametrize("auto_complete", [True, False])
-async def test_a_process_that_does_not_come_up_in_time(start, tmp_path, auto_complete):
+async def test_process_start_times_out(start, tmp_path, auto_complete):
     program = tmp_path / "environment" / "bin" / "python"
     program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -113,7 +113,7 @@ async def test_a_crash_in_auto_complete_fails_the_load(start):
     assert "auto_complete_config of model 'model' ended with exit status 9" in reason(core)
 
 
-async def test_threads_of_a_model_do_not_hold_up_its_completion(start):
+async def test_model_threads_do_not_block_auto_complete(start):
     core = await start("""
     @staticmethod
     def auto_complete_config(config):
@@ -138,7 +138,7 @@ async def test_the_model_runs_in_the_main_thread_and_survives_ctrl_c(start):
     assert await outcome(core) == [-signal.SIGINT]
 
 
-async def test_copies_of_the_process_leave_the_channel_alone(start):
+async def test_forked_processes_do_not_use_the_channel(start):
     core = await start("""
     def execute(self, requests):
         array = requests[0].inputs()[0].as_numpy()
@@ -153,7 +153,7 @@ async def test_copies_of_the_process_leave_the_channel_alone(start):
         assert await outcome(core, *[1.0] * 5000) == [1.0] * 5000
 
 
-async def test_the_log_is_the_servers(start, caplog):
+async def test_log_records_are_written_by_the_server(start, caplog):
     caplog.set_level("INFO")
     core = await start("""
     def initialize(self, args):
@@ -168,7 +168,7 @@ async def test_the_log_is_the_servers(start, caplog):
     assert "in execute" in caplog.text and "too much" not in caplog.text
 
 
-async def test_a_model_that_cannot_be_initialized_says_why(start):
+async def test_initialize_error_is_reported(start):
     core = await start(
         "    def initialize(self, args):\n        raise KeyError('weights')\n    def execute(self, requests): pass\n"
     )
@@ -185,7 +185,7 @@ async def test_parameters_of_numpy_types_reach_the_client(start):
     assert response.parameters == {"a": 2.5, "b": True, "c": "x"}
 
 
-async def test_a_call_of_another_model_is_cancelled_when_its_caller_dies(start, tmp_path):
+async def test_bls_call_is_cancelled_when_its_caller_dies(start, tmp_path):
     RepositoryBuilder(tmp_path / "models").add(
         "slow",
         """

@@ -1,4 +1,4 @@
-"""Tries grammars in a process of their own, where they may take too long, run out of memory or crash."""
+"""Compiles grammars in a separate process first, where they may take too long, run out of memory or crash."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ import threading
 import msgspec
 
 from neso.engine.guided.grammar import GrammarError
+from neso.engine.guided.sandbox_process import read_frame, write_frame
 from neso.engine.guided.token_table import TokenTable
-from neso.engine.guided.trial_process import read_frame, write_frame
 
 _START_TIMEOUT = 120.0
 
 
-class Trial:
-    """A process for one grammar after another, by one thread; started with the first, again after a failure."""
+class GrammarSandbox:
+    """A process that tries grammars for one thread; started with the first one, and again after a failure."""
 
     def __init__(self, table: TokenTable, timeout: float) -> None:
-        """`timeout`: seconds that a grammar may take."""
+        """`timeout`: seconds for each grammar."""
         self._table = msgspec.msgpack.encode(table)
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
 
     def start(self) -> None:
-        """Start the process and do not wait for it."""
+        """Start the process without waiting for it."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "neso.engine.guided.trial_process", str(math.ceil(self._timeout) + 1)],
+                [
+                    sys.executable,
+                    "-m",
+                    "neso.engine.guided.sandbox_process",
+                    str(math.ceil(self._timeout) + 1),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -69,7 +74,7 @@ class Trial:
             process.wait()
 
     def _ask(self, message: bytes, timeout: float, killed: threading.Event | None = None) -> bytes | None:
-        """The answer to a message; None if the process has ended, which it has when the time is over."""
+        """The reply to a message; None if the process has ended. It is killed when the time is over."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         turn, answered = threading.Lock(), False

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from neso.frontends.openai.tool_parsers.base import MAX_CALL_CHARS, Function, ToolParser, ToolStream
 from neso.frontends.openai.tool_parsers.call_stream import CallStream
-from neso.frontends.openai.tool_parsers.forms import (
+from neso.frontends.openai.tool_parsers.structural_tags import (
     Form,
     const,
     json_form,
@@ -18,7 +18,7 @@ from neso.frontends.openai.tool_parsers.forms import (
     tag,
     triggered,
 )
-from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading
+from neso.frontends.openai.tool_parsers.text_reader import NoCall, Reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,28 +14,28 @@ from typing import IO
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
-from neso.engine.guided.guide import make_matcher
+from neso.engine.guided.grammar_matcher import make_matcher
 from neso.engine.guided.token_table import TokenTable
 
-TRIAL_STACK = 8 << 20
-"""Bytes of stack of a trial: what passes it has room to spare in the engine."""
-TRIAL_MEMORY = 4 << 30
-"""Bytes of address space of a trial process."""
-TRIAL_TOKENS = 24
-"""Tokens that a trial takes, at random."""
+SANDBOX_STACK = 8 << 20
+"""Stack in bytes; less than a compiler thread has, so that a grammar that passes is safe in the engine."""
+SANDBOX_MEMORY = 4 << 30
+"""Limit of the address space in bytes."""
+SANDBOX_TOKENS = 24
+"""Random tokens that a sandbox consumes."""
 MASK_SECONDS = 1.0
-"""The longest that one mask may take; one takes microseconds, seldom a millisecond."""
+"""Limit of the time for one mask; usually it takes microseconds."""
 _LENGTH = struct.Struct("<I")
 
 
 def write_frame(target: IO[bytes], data: bytes) -> None:
-    """Write one message. Raises `OSError` when nobody reads."""
+    """Write a message: four bytes of length, then the data. Raises `OSError` if the pipe is closed."""
     target.write(_LENGTH.pack(len(data)) + data)
     target.flush()
 
 
 def read_frame(source: IO[bytes]) -> bytes | None:
-    """The next message; None at the end, also within a message."""
+    """Read the next message; None at the end, also within a message."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -45,10 +45,10 @@ def read_frame(source: IO[bytes]) -> bytes | None:
 
 
 def main(seconds: int) -> None:
-    """Until standard input ends. A grammar that takes so many seconds ends it, if nobody else is there to."""
-    resource.setrlimit(resource.RLIMIT_AS, (TRIAL_MEMORY, TRIAL_MEMORY))
+    """Serve until standard input ends. A grammar that takes too many seconds ends the process."""
+    resource.setrlimit(resource.RLIMIT_AS, (SANDBOX_MEMORY, SANDBOX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(TRIAL_STACK)
+    threading.stack_size(SANDBOX_STACK)
     thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer, seconds))
     thread.start()
     thread.join()
@@ -66,15 +66,15 @@ def _serve(source: IO[bytes], target: IO[bytes], seconds: int) -> None:
 
 
 def _try(tokenizer: LLTokenizer, grammar: str) -> str:
-    """Compile it and take some tokens."""
+    """Compile a grammar and consume some tokens."""
     matcher, error = make_matcher(tokenizer, grammar)
     return error or _walk(matcher)
 
 
 def _walk(matcher: LLMatcher) -> str:
-    """Follow a random text: where masks are slow, they mostly are so soon."""
+    """Consume random tokens: slow masks usually show after a few."""
     generator = random.Random(0)
-    for _ in range(TRIAL_TOKENS):
+    for _ in range(SANDBOX_TOKENS):
         started = time.perf_counter()
         mask = matcher.compute_bitmask()
         if time.perf_counter() - started > MASK_SECONDS:
@@ -86,7 +86,7 @@ def _walk(matcher: LLMatcher) -> str:
 
 
 def _pick(mask: bytes, generator: random.Random) -> int | None:
-    """One of the tokens of a mask."""
+    """A random token of a mask."""
     start = generator.randrange(len(mask))
     for i in range(len(mask)):
         byte = mask[(start + i) % len(mask)]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from neso.frontends.openai.tool_parsers.base import Function
 from neso.frontends.openai.tool_parsers.call_stream import CallParser, CallStream
-from neso.frontends.openai.tool_parsers.forms import (
+from neso.frontends.openai.tool_parsers.structural_tags import (
     Form,
     const,
     either,
@@ -21,7 +21,7 @@ from neso.frontends.openai.tool_parsers.forms import (
     text_before,
     triggered,
 )
-from neso.frontends.openai.tool_parsers.text_source import NoCall, Reading, literal_json
+from neso.frontends.openai.tool_parsers.text_reader import NoCall, Reading, literal_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -15,8 +15,8 @@ from llguidance import LLMatcher
 from small_tokenizers import BACKENDS, byte_level_backend, llama_backend
 from tokenizers import Tokenizer as Backend
 
-from neso.engine.guided.grammar import GuideError, grammar_text
-from neso.engine.guided.guide import CompiledGrammar, Guide, make_matcher
+from neso.engine.guided.grammar import MatcherError, grammar_text
+from neso.engine.guided.grammar_matcher import CompiledGrammar, GrammarMatcher, make_matcher
 from neso.engine.guided.token_table import TokenTable
 from neso.engine.text.tokenizer import Tokenizer
 from neso.engine.text.tokenizer_files import SpecialTokens
@@ -38,9 +38,9 @@ def compile_grammar(tokenizer: Tokenizer, vocab_size: int, **guided: object) -> 
     return CompiledGrammar(matcher, vocab_size)
 
 
-def allowed(guide: Guide, vocab_size: int) -> set[int]:
-    masks = np.zeros((1, guide.mask_width), np.int32)
-    guide.fill(masks, 0)
+def allowed(matcher: GrammarMatcher, vocab_size: int) -> set[int]:
+    masks = np.zeros((1, matcher.mask_width), np.int32)
+    matcher.fill(masks, 0)
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
     assert not bits[vocab_size:].any()
     return set(np.flatnonzero(bits).tolist())
@@ -75,7 +75,7 @@ def test_masks_are_those_of_the_bytes(name: str, tmp_path: Path) -> None:
     rng = random.Random(name)
     finished = set()
     for _ in range(60):
-        guide, written, complete = grammar.start(ends), b"", False
+        matcher, written, complete = grammar.start(ends), b"", False
         while not complete:
             expected = {
                 i
@@ -83,12 +83,12 @@ def test_masks_are_those_of_the_bytes(name: str, tmp_path: Path) -> None:
                 if piece and i not in special and any(t.startswith(written + piece) for t in texts)
             }
             expected |= set(ends) if written in texts else set()
-            found = allowed(guide, vocab_size)
+            found = allowed(matcher, vocab_size)
             assert found == expected, written
             token = rng.choice(sorted(found))
             if token in ends:
                 break
-            complete = guide.advance(token)
+            complete = matcher.advance(token)
             written += pieces[token]
             assert complete == ({t for t in texts if t.startswith(written)} == {written})
         assert written in texts
@@ -124,44 +124,44 @@ def tokenizer() -> Tokenizer:
 def test_rollback_and_masks_along_a_draft(tokenizer: Tokenizer) -> None:
     vocab_size = tokenizer.vocab_size
     grammar = compile_grammar(tokenizer, vocab_size, regex="[a-z]+ [0-9]{2}(x|y)")
-    guide = grammar.start((1,))
+    matcher = grammar.start((1,))
     draft = tokenizer.encode("hello 42x", add_special_tokens=False)
-    before = allowed(guide, vocab_size)
-    assert guide.count_valid(draft) == len(draft)
-    masks = np.zeros((len(draft) + 3, guide.mask_width), np.int32)
+    before = allowed(matcher, vocab_size)
+    assert matcher.count_valid(draft) == len(draft)
+    masks = np.zeros((len(draft) + 3, matcher.mask_width), np.int32)
     # The last token makes the text complete: no mask comes after it.
-    assert guide.fill_after(draft, masks, 1) == len(draft)
-    assert allowed(guide, vocab_size) == before, "the draft is not taken"
+    assert matcher.fill_after(draft, masks, 1) == len(draft)
+    assert allowed(matcher, vocab_size) == before, "the draft is not taken"
     for i, token in enumerate(draft):
-        single = np.zeros((1, guide.mask_width), np.int32)
-        guide.fill(single, 0)
+        single = np.zeros((1, matcher.mask_width), np.int32)
+        matcher.fill(single, 0)
         np.testing.assert_array_equal(single[0], masks[1 + i])
-        assert guide.advance(token) == (i == len(draft) - 1)
-    guide.rollback(len(draft))
-    assert allowed(guide, vocab_size) == before
+        assert matcher.advance(token) == (i == len(draft) - 1)
+    matcher.rollback(len(draft))
+    assert allowed(matcher, vocab_size) == before
     assert not masks[0].any() and not masks[-1].any()
 
 
 def test_a_draft_that_stops_to_fit(tokenizer: Tokenizer) -> None:
     grammar = compile_grammar(tokenizer, tokenizer.vocab_size, regex="[a-z]+( [0-9]+)?")
-    guide = grammar.start((1,))
+    matcher = grammar.start((1,))
     good = tokenizer.encode("hello", add_special_tokens=False)
-    masks = np.zeros((20, guide.mask_width), np.int32)
+    masks = np.zeros((20, matcher.mask_width), np.int32)
     bad = [*good, *tokenizer.encode("!!", add_special_tokens=False)]
-    assert guide.count_valid(bad) == len(good)
-    assert guide.fill_after(bad, masks, 0) == len(good) + 1
-    assert guide.fill_after([*good, 1, *good], masks, 0) == len(good) + 1, "an end token ends a draft"
+    assert matcher.count_valid(bad) == len(good)
+    assert matcher.fill_after(bad, masks, 0) == len(good) + 1
+    assert matcher.fill_after([*good, 1, *good], masks, 0) == len(good) + 1, "an end token ends a draft"
     assert masks[len(good), 0] & 2, "where it may come"
-    assert guide.fill_after([], masks, 0) == 1
+    assert matcher.fill_after([], masks, 0) == 1
 
 
 def test_a_token_that_does_not_fit_is_an_error(tokenizer: Tokenizer) -> None:
-    guide = compile_grammar(tokenizer, tokenizer.vocab_size, choice=("yes", "no")).start((1,))
+    matcher = compile_grammar(tokenizer, tokenizer.vocab_size, choice=("yes", "no")).start((1,))
     (wrong,) = tokenizer.encode("q", add_special_tokens=False)
-    with pytest.raises(GuideError, match="does not fit"):
-        guide.advance(wrong)
-    with pytest.raises(GuideError):
-        guide.fill(np.zeros((1, guide.mask_width), np.int32), 0)
+    with pytest.raises(MatcherError, match="does not fit"):
+        matcher.advance(wrong)
+    with pytest.raises(MatcherError):
+        matcher.fill(np.zeros((1, matcher.mask_width), np.int32), 0)
 
 
 def test_sequences_of_one_grammar_are_apart(tokenizer: Tokenizer) -> None:
@@ -174,12 +174,12 @@ def test_sequences_of_one_grammar_are_apart(tokenizer: Tokenizer) -> None:
 def test_special_tokens_by_name(tokenizer: Tokenizer) -> None:
     vocab_size = tokenizer.vocab_size
     (eot,) = tokenizer.encode("<|eot|>", add_special_tokens=False)
-    guide = compile_grammar(tokenizer, vocab_size, grammar='start: "a" <|eot|> "b"').start((1,))
-    guide.advance(tokenizer.encode("a", add_special_tokens=False)[0])
-    assert allowed(guide, vocab_size) == {eot}
+    matcher = compile_grammar(tokenizer, vocab_size, grammar='start: "a" <|eot|> "b"').start((1,))
+    matcher.advance(tokenizer.encode("a", add_special_tokens=False)[0])
+    assert allowed(matcher, vocab_size) == {eot}
     # As text the name is not the token.
-    guide = compile_grammar(tokenizer, vocab_size, choice=("<|eot|>",)).start((1,))
-    assert eot not in allowed(guide, vocab_size) and allowed(guide, vocab_size)
+    matcher = compile_grammar(tokenizer, vocab_size, choice=("<|eot|>",)).start((1,))
+    assert eot not in allowed(matcher, vocab_size) and allowed(matcher, vocab_size)
 
 
 def test_forced_text_costs_nothing(tokenizer: Tokenizer) -> None:

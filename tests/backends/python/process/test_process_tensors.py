@@ -1,4 +1,4 @@
-"""Tensors in shared memory: who sees method, without copies, and when it is free again."""
+"""Tensors in shared memory: visibility, copies and reuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 1 << 16
 
 
 class Pair:
-    """Two ends of one channel in one process; method one releases, the other is told at once."""
+    """Both sides of a channel in one process, with immediate releases."""
 
     def __init__(self) -> None:
         files = make_file("test"), make_file("test")
@@ -54,7 +54,7 @@ TENSORS = [
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.datatype.value}-{t.shape}")
-def test_tensors_arrive_as_they_were(tensor):
+def test_tensors_round_trip(tensor):
     pair = Pair()
     got = pair.right.unpack(pair.left.pack(tensor))
     assert (got.name, got.datatype, got.shape) == (tensor.name, tensor.datatype, tensor.shape)
@@ -69,7 +69,7 @@ def test_only_large_tensors_use_shared_memory():
     assert pair.left.pack(floats(INLINE_BYTES // 4 + 1)).data is None
 
 
-def test_memory_is_held_as_long_as_anything_looks_at_it():
+def test_memory_is_held_while_a_view_exists():
     pair = Pair()
     got = pair.right.unpack(pair.left.pack(floats(SIZE)))
     part = got.array.reshape(2, -1)[1:, ::2].view(np.int32)
@@ -81,7 +81,7 @@ def test_memory_is_held_as_long_as_anything_looks_at_it():
     assert pair.in_use == 0
 
 
-def test_torch_shares_the_memory_and_holds_it():
+def test_torch_tensor_shares_and_holds_the_memory():
     torch = pytest.importorskip("torch")
     pair = Pair()
     got = pair.right.unpack(pair.left.pack(floats(SIZE)))
@@ -93,7 +93,7 @@ def test_torch_shares_the_memory_and_holds_it():
     assert pair.in_use == 0
 
 
-def test_what_came_goes_back_without_a_copy():
+def test_received_tensor_is_sent_back_without_a_copy():
     pair = Pair()
     sent = pair.left.pack(floats(SIZE))
     got = pair.right.unpack(sent)
@@ -107,20 +107,20 @@ def test_what_came_goes_back_without_a_copy():
     assert pair.in_use == 0
 
 
-def test_memory_is_used_again():
+def test_released_memory_is_reused():
     pair = Pair()
     for _ in range(100):
         pair.right.unpack(pair.left.pack(floats(SIZE // 8)))
     assert pair.left.own.size == SIZE
 
 
-def test_memory_that_grows_needs_few_descriptors():
+def test_memory_growth_needs_few_segments():
     arena = Arena(make_file("test"), SIZE, SIZE)
     blocks = [arena.allocate(SIZE)[0] for _ in range(1000)]
     assert len({block.segment for block in blocks}) < 12 and arena.size < 2100 * SIZE
 
 
-def test_no_memory_is_an_error_of_the_request():
+def test_exhausted_memory_fails_the_request():
     pair = Pair()
     pair.left.own.close()
     with pytest.raises(InternalError, match="no shared memory for tensor 'T'"):
@@ -135,7 +135,7 @@ def test_the_file_cannot_shrink():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * SIZE)), max_size=60))
-def test_blocks_never_overlap_and_all_comes_back(steps):
+def test_blocks_never_overlap_and_are_all_freed(steps):
     arena = Arena(make_file("test"), SIZE, SIZE)
     live: dict[int, tuple[int, np.ndarray]] = {}
     for number, (allocate, size) in enumerate(steps):
@@ -159,7 +159,7 @@ def test_blocks_never_overlap_and_all_comes_back(steps):
         assert arena.size == size
 
 
-def test_requests_and_responses():
+def test_requests_and_responses_round_trip():
     pair = Pair()
     request = InferenceRequest(
         "m",

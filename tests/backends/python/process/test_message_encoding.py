@@ -1,4 +1,4 @@
-"""Messages as bytes."""
+"""Encoding of messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MESSAGES = [
 ]  # fmt: skip
 
 
-def test_messages_arrive_in_whatever_pieces():
+def test_messages_are_decoded_from_arbitrary_chunks():
     data = b"".join(map(encode, MESSAGES))
     for size in (1, 7, len(data)):
         decoder = Decoder()
@@ -48,7 +48,7 @@ def test_only_plain_data_can_be_sent(value):
         encode(Reply(1, value))
 
 
-def test_nothing_but_messages_is_made_of_what_comes():
+def test_unpickler_only_instantiates_messages():
     body = pickle.dumps(print)
     with pytest.raises(pickle.UnpicklingError, match="must not be in a message"):
         list(Decoder().feed(len(body).to_bytes(4, "little") + body))

@@ -1,4 +1,4 @@
-"""The grammar state of one sequence, and llguidance's matchers."""
+"""The grammar state of one sequence, based on llguidance's matchers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.guided.grammar import GuideError
+from neso.engine.guided.grammar import MatcherError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
 MAX_LEXER_STATES = 50_000
-"""States of the lexer of a sequence."""
+"""Limit of the lexer states of a sequence."""
 NOTHING_FITS = "no text that this model can write fits it"
 MAX_MESSAGE_LENGTH = 500
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
-    """A matcher at its start, and what is wrong with its grammar: empty if nothing is."""
+    """A matcher in its initial state, and the error in its grammar, empty if there is none."""
     from llguidance import LLMatcher, LLParserLimits
 
     # The library's own limits bound most grammars. Each sequence has its states of the lexer, of 1 to 2 kB.
@@ -37,7 +37,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> tuple[LLMatcher, str]:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """The message of a matcher that is in an error, else empty."""
+    """The error message of a matcher, empty if there is none."""
     if not matcher.is_error():
         return ""
     message: str = matcher.get_error().replace("<non-verbose/>", "").strip()
@@ -47,22 +47,22 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 MaskRows = npt.NDArray[np.int32]
-"""Bit t % 32 of word t // 32 is set if token t may come; int32[rows, mask_width]."""
+"""Bit t % 32 of word t // 32 is set if token t is allowed; int32[rows, mask_width]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar over a vocabulary. Its matcher stays at the start: sequences take copies."""
+    """A grammar over a vocabulary. Its matcher stays in the initial state: sequences use copies."""
 
     matcher: LLMatcher
     vocab_size: int
 
-    def start(self, end_token_ids: Iterable[int]) -> Guide:
-        """A guide for a new sequence, which `end_token_ids` may end where its text is complete."""
-        return Guide(self.matcher.deep_copy(), self.vocab_size, end_token_ids)
+    def start(self, end_token_ids: Iterable[int]) -> GrammarMatcher:
+        """A guide for a new sequence; `end_token_ids` are allowed when its text is complete."""
+        return GrammarMatcher(self.matcher.deep_copy(), self.vocab_size, end_token_ids)
 
 
-class Guide:
+class GrammarMatcher:
     """The grammar's state after the tokens of one sequence.
 
     For speculative decoding: `fill_after` gives the masks along a draft, `count_valid` how much of it fits; both
@@ -85,39 +85,39 @@ class Guide:
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill(self, masks: MaskRows, row: int) -> None:
-        """Write what may come next into a row of int32[rows, mask_width], C order.
+        """Write the mask of the next token to a row of int32[rows, mask_width], C order.
 
-        Where the text is complete, tokens that end the sequence may come. Raises `GuideError`.
+        If the text is complete, tokens that end the sequence are allowed. Raises `MatcherError`.
         """
         words = masks[row]
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            raise GuideError(error_of(self._matcher))
+            raise MatcherError(error_of(self._matcher))
         word, bit = self._grammar_end
         if words[word] & bit:
             words[word] &= ~bit
             for end_word, end_bit in zip(self._end_words, self._end_bits, strict=True):
                 words[end_word] |= end_bit
             if not words.any():
-                raise GuideError("nothing can follow, and the request has no token that ends it")
+                raise MatcherError("nothing can follow, and the request has no token that ends it")
 
     def advance(self, token_id: int) -> bool:
-        """Take the sequence's next token, which ends it not; returns `complete`. Raises `GuideError`."""
+        """Consume the next token, which does not end the sequence; returns `complete`. Raises `MatcherError`."""
         if not self._matcher.consume_token(token_id):
-            raise GuideError(f"token {token_id} does not fit the grammar: {error_of(self._matcher)}")
+            raise MatcherError(f"token {token_id} does not fit the grammar: {error_of(self._matcher)}")
         return self.complete
 
     def count_valid(self, draft: list[int]) -> int:
-        """How many tokens of a draft fit, one after another, before one that ends the sequence."""
+        """Number of draft tokens that fit the grammar, up to one that ends the sequence."""
         ends = (i for i, token in enumerate(draft) if token in self._end_token_ids)
         valid: int = self._matcher.validate_tokens(draft[: next(ends, len(draft))])
         return valid
 
     def fill_after(self, draft: list[int], masks: MaskRows, row: int) -> int:
-        """Write the masks before each token of a draft, and after the last, into rows from `row` on.
+        """Write the masks before each token of a draft, and after the last, to the rows from `row` on.
 
         Returns how many were written: up to the first token that does not fit or that ends the text, so at least one
-        and at most `len(draft)` + 1. Raises `GuideError`.
+        and at most `len(draft)` + 1. Raises `MatcherError`.
         """
         self.fill(masks, row)
         taken = 0
@@ -135,9 +135,9 @@ class Guide:
         return rows
 
     def rollback(self, count: int) -> None:
-        """Take the last `count` tokens back. Raises `GuideError`."""
+        """Undo the last `count` tokens. Raises `MatcherError`."""
         if count and not self._matcher.rollback(count):
-            raise GuideError(error_of(self._matcher))
+            raise MatcherError(error_of(self._matcher))
 
 
 _BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)

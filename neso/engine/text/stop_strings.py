@@ -1,4 +1,4 @@
-"""Text of one sequence up to the first stop string or stop word."""
+"""Stop strings and stop words: the text of a sequence up to the first match."""
 
 from __future__ import annotations
 
