@@ -1,1 +1,1 @@
-"""The server's core: models, their requests and responses. Front ends and backends are built on it."""
+"""The server core: models, requests and responses. Frontends and backends are built on it."""

@@ -1,4 +1,4 @@
-"""Interface of backends, which execute the requests of a model."""
+"""Interface of backends, which execute model requests."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ EXTRAS = {"onnxruntime": "onnx", "pytorch": "torch", "vllm": "vllm"}
 """Extras of the `neso` package required by backends."""
 ENTRY_POINT_GROUP = "neso.backends"
 TextFields = Callable[["GenerationOutput"], dict[str, Any]]
-"""Converts an output to members of a JSON response of the generate extension."""
+"""Converts an output to fields of a JSON response of the generate extension."""
 _IMPORTING = threading.Lock()
-"""Models load in threads; concurrent imports of backends that import each other can fail as a deadlock."""
+"""Serializes imports: models load in threads, and concurrent imports of interdependent backends can deadlock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class ModelContext:
 
     - config: the `ModelConfig` message after `auto_complete`
     - directory, version_directory: folders of the model and of the version in the repository
-    - namespace: repository in which names of other models are looked up first; "" if names are unique
-    - limited: the instances under the rate limiter; None if they need no resources
+    - namespace: repository searched first for the names of other models; "" if names are unique
+    - limited: rate-limited instances; None if the instances need no resources
     """
 
     core: Core
@@ -73,15 +73,15 @@ class ModelContext:
 
 
 class RequestTasks:
-    """Tasks of a backend, one per request: cancelled with the request, and with the model."""
+    """Tasks of a backend, one per request. A task is cancelled with its request or when the model is unloaded."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, stream: ResponseStream, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work`, which sends the responses to `stream`, errors included.
+        """Run `work`, which sends all responses, including errors, to `stream`.
 
-        A cancelled task is answered here: it may be cancelled before `work` has started.
+        The response to a cancelled task is sent here, because the task can be cancelled before `work` starts.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -107,20 +107,20 @@ class RequestTasks:
 
 
 class Backend(ABC):
-    """Executes the requests of one model version. Created by the core, used on its event loop only.
+    """Executes the requests of one model version. Created by the core and used only on its event loop.
 
     Class attributes:
 
-    - counts_executions: the backend calls `statistics.record_execution` itself, because it executes several requests
-      at once; otherwise each successful request counts as one execution
-    - batches: `execute` is implemented, so that a batcher can be used
-    - concatenates: `execute` concatenates the inputs of a batch into one tensor, as `Batch` does, so that implicit
-      states of different shapes cannot be in one batch
-    - implemented_fields: configuration fields that the backend implements itself among those that the core ignores
-      (`ignored_fields`), and "dynamic_batching" if it batches internally
+    - counts_executions: the backend calls `statistics.record_execution` itself, because one execution covers several
+      requests; otherwise each successful request counts as one execution
+    - batches: `execute` is implemented, so a batcher can be used
+    - concatenates: `execute` concatenates the inputs of a batch into one tensor, as `Batch` does; implicit states of
+      different shapes then cannot be in one batch
+    - implemented_fields: fields ignored by the core (`ignored_fields`) that the backend implements itself, and
+      "dynamic_batching" if the backend batches internally
 
-    `on_reschedule(stream)`: to be called on the core's loop, before or after `done`, to execute a request of an
-    iterative sequence again in a later batch. None for other models.
+    `on_reschedule(stream)` schedules another execution of an iterative-sequence request in a later batch. The backend
+    calls it on the core's loop, before or after `done`. None for other models.
     """
 
     counts_executions = False
@@ -145,45 +145,46 @@ class Backend(ABC):
 
     @abstractmethod
     def submit(self, request: ResponseStream) -> None:
-        """Start to execute a request with tensors; responses go to the stream. Must not block."""
+        """Start executing a tensor request; responses are sent to the stream. Must not block."""
 
     def submit_generation(self, stream: ResponseStream) -> None:
-        """Start to execute a request whose payload is a `GenerationRequest`; by default with `language_model`."""
+        """Start executing a request with a `GenerationRequest` payload; by default with `language_model`."""
         self.request_tasks.start(stream, self._run_language_model(stream))
 
     def submit_pooling(self, stream: ResponseStream) -> None:
-        """Start to execute a request whose payload is a `PoolingRequest`; by default with `pooling_model`."""
+        """Start executing a request with a `PoolingRequest` payload; by default with `pooling_model`."""
         self.request_tasks.start(stream, self._run_pooling_model(stream))
 
     @property
     def text_inputs(self) -> Mapping[str, type]:
-        """Inputs that `read_text_request` takes as Python values, with their types; empty if it is not supported."""
+        """Types of the inputs that `read_text_request` accepts as Python values, by name; empty if not supported."""
         return {}
 
     def read_text_request(self, request: InferenceRequest, values: Mapping[str, Any]) -> TextFields | None:
-        """Set the payload of a generate request from the values of `text_inputs` and the request's parameters.
+        """Set the payload of a generate request from the `text_inputs` values and the request parameters.
 
-        Returns the function that converts a result to members of the JSON response; None if the request needs
-        tensors or is not valid, which `submit` reports.
+        Returns a function that converts a result to fields of the JSON response. Returns None if the request needs
+        tensors or is invalid; `submit` then reports the error.
         """
         return None
 
     @property
     def num_instances(self) -> int:
-        """Number of concurrent executions: the instances that are not passive."""
+        """Number of concurrent executions: the number of active (not passive) instances."""
         return sum(not spec.passive for spec in instances_of(self.context.config))
 
     async def update_instances(self, config: Any) -> bool:
-        """Change the number of instances to that of `config`, which differs in nothing else, without a reload.
+        """Change the number of instances to that of `config`, without a reload. No other field of `config` differs.
 
-        False if that is not possible; True after `num_instances` has changed. Raises `ServerError` without a change.
+        Returns True once `num_instances` has changed; False if a reload is required. If it raises `ServerError`,
+        nothing has changed.
         """
         return False
 
     def execute(
         self, batch: list[ResponseStream], done: Callable[[], None], instance: int | None = None
     ) -> None:
-        """Start to execute a batch on a free instance; `done` is called on the core's loop when it is free again.
+        """Start executing a batch on a free instance; call `done` on the core's loop when the instance is free again.
 
         `instance`: index in `instances_of`; None if the context does not assign instances. Must not block. Required
         if `batches`.
@@ -192,14 +193,14 @@ class Backend(ABC):
 
     @abstractmethod
     async def unload(self) -> None:
-        """Let requests in flight finish (no more are submitted), then release all resources."""
+        """Finish the requests in flight (no new ones are submitted), then release all resources."""
 
     def ready(self) -> bool:
         """Whether requests can be executed now."""
         return True
 
     async def check_ready(self) -> bool:
-        """As `ready`, for a readiness request about this model: may also ask the model itself."""
+        """Like `ready`, for readiness requests about this model; may also run the model's own readiness check."""
         return self.ready()
 
     @property
@@ -235,7 +236,7 @@ class Backend(ABC):
 
 
 def find_backend(name: str) -> type[Backend]:
-    """The backend class of that name, built in or from an entry point. Raises `InvalidArgument`."""
+    """Return the backend class with this name, built in or from an entry point. Raises `InvalidArgument`."""
     target = BUILTIN.get(name)
     try:
         with _IMPORTING:

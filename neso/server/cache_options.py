@@ -19,7 +19,7 @@ PASSWORD_VARIABLE = "TRITONCACHE_REDIS_PASSWORD"
 class RedisOptions:
     """Address, timeouts (milliseconds, 0 = none) and TLS settings of Redis.
 
-    `wait_timeout` bounds the wait for one of the `pool_size` connections. `cert`, `key`, `cacert`, `cacert_dir` are
+    `wait_timeout` limits the wait for one of the `pool_size` connections. `cert`, `key`, `cacert`, `cacert_dir` are
     paths; each of them enables TLS. `sni`: expected name in the server's certificate, `host` if empty.
     """
 
@@ -62,7 +62,7 @@ class RedisOptions:
     def from_settings(
         cls, settings: Mapping[str, str], environment: Mapping[str, str] = os.environ
     ) -> RedisOptions:
-        """Parse settings named as in Triton. User and password default to those of the environment.
+        """Parse settings with Triton's names. User and password default to the values in `environment`.
 
         Raises `InvalidArgument`.
         """
@@ -82,7 +82,7 @@ class RedisOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """A cache in memory of `local_size` bytes, or one in Redis, or none."""
+    """Response cache: `local_size` bytes in memory, Redis, or disabled."""
 
     local_size: int = 0
     redis: RedisOptions | None = None

@@ -1,4 +1,4 @@
-"""The server core: owns the models and runs on one event loop, independent of wire formats."""
+"""The server core: owns the models, runs on one event loop and is independent of wire formats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXTENSIONS = (
 
 
 class Core:
-    """The interface of the server for frontends. All methods run on the event loop of `start`."""
+    """The interface that frontends use. All methods run on the event loop that `start` ran on."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
@@ -110,7 +110,7 @@ class Core:
         return ServerMetadata(self.options.server_id, neso.__version__, tuple(extensions))
 
     def model(self, name: str, version: str = "", namespace: str = "") -> Model:
-        """The model of a name; version "" is the newest ready version. Raises `ServerError`.
+        """Return the model with this name; version "" selects the newest ready version. Raises `ServerError`.
 
         `namespace` selects one of several models with the same name.
         """
@@ -128,7 +128,7 @@ class Core:
             return False
 
     async def check_model_ready(self, name: str, version: str = "", namespace: str = "") -> bool:
-        """As `model_ready`, and the model itself is asked if it supports that."""
+        """Like `model_ready`, but also run the model's own readiness check if it has one."""
         try:
             return await self.model(name, version, namespace).check_ready()
         except ServerError:
@@ -171,20 +171,20 @@ class Core:
     ) -> None:
         """Load a model, or reload it if its files have changed.
 
-        `config` (JSON) replaces config.pbtxt; `files`, by path, replace the model's folder. Raises `ServerError`; the
-        previous version then stays loaded.
+        `config` (JSON) replaces config.pbtxt; `files`, by path, replace the model's folder. If it raises `ServerError`,
+        the previous version stays loaded.
         """
         await self._control.load(name, config, files)
 
     async def require_model(self, name: str, namespace: str = "") -> None:
-        """Load a model that another model in `namespace` depends on, unless it is loaded. Raises `ServerError`."""
+        """Load a dependency of a model in `namespace`, unless it is already loaded. Raises `ServerError`."""
         await self._control.require(name, namespace)
 
     async def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Unload a model once its requests in flight have ended. No effect if it is not loaded.
 
-        With `unload_dependents`, also unload the models of an ensemble's steps that were not loaded by name and that
-        no other model needs.
+        With `unload_dependents`, also unload an ensemble's step models that were not loaded by name and are not needed
+        by another model.
         """
         await self._control.unload(name, unload_dependents)
 
@@ -197,7 +197,7 @@ class Core:
         await self._control.poll()
 
     async def register_repository(self, uri: str | Path, mapping: dict[str, str] | None = None) -> None:
-        """Add a model repository. `mapping`: model name to folder, where they differ.
+        """Add a model repository. `mapping`: model name to folder name, for models where these differ.
 
         Raises `Unsupported` unless in mode EXPLICIT, `AlreadyExists`, `InvalidArgument`.
         """

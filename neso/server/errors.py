@@ -86,12 +86,12 @@ _CLASSES: dict[ErrorCode, type[ServerError]] = {
 
 
 def as_server_error(error: Exception) -> ServerError:
-    """`error` as a `ServerError`, whose `__cause__` is the original."""
+    """Convert `error` to a `ServerError` whose `__cause__` is the original."""
     if isinstance(error, ServerError):
         return error
     from neso.generation import (
         InvalidParameter,
-    )  # needs numpy, which the options of `neso serve` must not import
+    )  # imports numpy, which the options of `neso serve` must not import
 
     wrapped = (InvalidArgument if isinstance(error, InvalidParameter) else InternalError)(str(error))
     wrapped.__cause__ = error

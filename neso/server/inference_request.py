@@ -1,4 +1,4 @@
-"""An inference request, independent of the protocol it arrived by."""
+"""Protocol-independent inference request."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class InferenceRequest:
 
     - model_version: "" for the newest ready version
     - requested_outputs: names of the outputs to return; all if empty
-    - parameters: client parameters other than those that have a field here
+    - parameters: client parameters without a field of this class
     - timeout_us: 0 for none
-    - cacheable: False if the inputs can change after submission (shared memory)
-    - classification: output name to the number of largest classes to return instead of the tensor
-    - trace: trace or model execution that this request belongs to; None if not traced
+    - cacheable: False if the inputs can change after submission (inputs in shared memory)
+    - classification: output name to the number of top classes to return instead of the tensor
+    - trace: the trace or model execution of this request; None if not traced
     - payload: None for a request with tensors
     - single_response: join the outputs of a text generation into one response
     """
@@ -51,11 +51,11 @@ class InferenceRequest:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the client cancelled the request. Can be read from any thread."""
+        """Whether the client cancelled the request. Thread-safe."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """Cancel the request: runs the callbacks once. Idempotent. Call on the core's loop."""
+        """Cancel the request and run the callbacks once. Idempotent. Call on the core's loop."""
         if self._cancelled:
             return
         self._cancelled = True
@@ -64,7 +64,7 @@ class InferenceRequest:
             callback()
 
     def ended(self) -> None:
-        """Drop the callbacks once the final response was sent: they keep reference cycles with tensors alive."""
+        """Drop the callbacks after the final response: they would keep reference cycles that contain tensors alive."""
         self._cancel_callbacks.clear()
 
     def on_cancel(self, callback: Callable[[], None]) -> None:

@@ -24,10 +24,10 @@ NEVER_EXECUTED = "the request was cancelled before it was executed"
 
 @dataclass(slots=True, eq=False)
 class InferenceResponse:
-    """One response. The last one of a request is `final`; it can be empty apart from that flag.
+    """One response. The last response of a request has `final` set and can be otherwise empty.
 
     - outputs: tensors
-    - result: of a text-generation or pooling payload
+    - result: output of a text-generation or pooling request
     - error: if set, the outputs are not valid
     - made: creation time in ns of the monotonic clock
     """
@@ -44,18 +44,18 @@ class InferenceResponse:
 
     @property
     def flag_only(self) -> bool:
-        """Whether the response carries nothing but the final flag."""
+        """Whether the response is empty except for the final flag."""
         return self.final and self.error is None and not self.outputs and self.result is None
 
     def output(self, name: str) -> Tensor:
-        """The output tensor of that name. Raises `KeyError`."""
+        """Return the output tensor with this name. Raises `KeyError`."""
         for tensor in self.outputs:
             if tensor.name == name:
                 return tensor
         raise KeyError(name)
 
     def raise_error(self) -> None:
-        """Raise the error, if there is one: the backend's original exception where it was no `ServerError`."""
+        """Raise the response's error, if any. If it wraps another exception of the backend, raise that exception."""
         if self.error is not None:
             raise self.error.__cause__ or self.error
 
@@ -63,7 +63,7 @@ class InferenceResponse:
 class ResponseStream(AsyncIterator[InferenceResponse]):
     """Responses of one request in flight: written by a backend, read by one consumer.
 
-    - batch_size: of the request; 1 for models that do not batch
+    - batch_size: batch size of the request; 1 for models that do not batch
     - timeline: filled in by the backend
     - on_response(stream, response): called with each response before the consumer gets it
     - failure: why the request counts as failed in the statistics; None if it does not
@@ -101,9 +101,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.failure: FailureReason | None = None
         self.trace: ModelTrace | None = None
         self._on_response = on_response
-        self._responses: deque[InferenceResponse] | None = (
-            None  # created for the first response that has to wait
-        )
+        self._responses: deque[InferenceResponse] | None = None  # created when the first response is buffered
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[InferenceResponse], None] | None = None
         self.on_close: Callable[[], None] | None = None
@@ -136,16 +134,16 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
                 on_close()
 
     def consume(self, sink: Callable[[InferenceResponse], None]) -> None:
-        """Call `sink` with each response instead of iterating; with those already waiting, immediately.
+        """Call `sink` with each response instead of iterating. Buffered responses are passed to it immediately.
 
-        Needs no task and no turn of the event loop for each response. `sink` must not raise.
+        Avoids a task, and an event-loop iteration per response. `sink` must not raise.
         """
         self._sink = sink
         while self._responses:
             sink(self._responses.popleft())
 
     def unobserve(self) -> None:
-        """Stop calling `on_response`, for a response that does not come from the model."""
+        """Stop calling `on_response`; used for responses that do not come from the model."""
         self._on_response = None
 
     def hold(self) -> None:
@@ -180,7 +178,7 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
         self.fail(error)
 
     def fail_on_cancel_while_queued(self) -> None:
-        """Until the execution starts, end the request as soon as it is cancelled; afterwards the backend does."""
+        """End the request as soon as it is cancelled, until its execution starts. Afterwards the backend ends it."""
         self.request.on_cancel(self._leave_queue)
 
     def cancel(self) -> None:
@@ -189,9 +187,9 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
             self.request.cancel()
 
     def begin_generation(self, request: GenerationRequest | None) -> None:
-        """Mark this as a text-generation request, for the times of its responses and its trace.
+        """Mark this as a text-generation request, which affects its response times and its trace.
 
-        None for a request that is several in the engine: its generation is not traced.
+        `request` is None if it is split into several engine requests; its generation is then not traced.
         """
         self.timeline.response_start = self.timeline.queue_start
         if self.trace is not None and request is not None:
@@ -241,9 +239,9 @@ class ResponseStream(AsyncIterator[InferenceResponse]):
 
 
 class SingleResponse:
-    """Sink for `ResponseStream.consume` that expects one response: calls `done` with it when the request has ended.
+    """Sink for `ResponseStream.consume` that expects one response and passes it to `done` when the request has ended.
 
-    Several responses become one with an `InternalError`.
+    If there are several responses, `done` gets a response with an `InternalError`.
     """
 
     __slots__ = ("_count", "_done", "_first")
@@ -254,7 +252,7 @@ class SingleResponse:
         self._count = 0
 
     def __call__(self, response: InferenceResponse) -> None:
-        # An empty final response counts only if there is no other.
+        # An empty final response counts only if it is the only response.
         if self._first is None:
             self._first = response
             self._count = 1

@@ -1,4 +1,4 @@
-"""Garbage-collector settings of a server process, and release of memory after models were unloaded."""
+"""Garbage-collector settings of a server process, and memory release after unloading models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def release_memory() -> None:
-    """Collect reference cycles (such as modules of Python models) and return free pages to the system.
+    """Collect reference cycles (such as modules of Python models) and return free pages to the operating system.
 
     Blocks and holds the GIL for about 10 ms.
     """
@@ -26,19 +26,19 @@ def release_memory() -> None:
 def freeze_gc() -> None:
     """Exclude existing objects (modules, models) from garbage collection, and keep freed large buffers in the heap.
 
-    For server processes only. Otherwise a full collection of some 100,000 long-lived objects delays requests by about
-    20 ms from time to time.
+    For server processes only. Without it, occasional full collections of about 100,000 long-lived objects delay
+    requests by about 20 ms.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
     if _mallopt is not None:
-        # By default glibc unmaps each freed large tensor, and the next one is zeroed page by page again.
+        # By default glibc unmaps each large tensor when it is freed; the pages of the next one must be zeroed again.
         _mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
         _mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
 
 
-# Threshold of the youngest generation; the default of 700 is below the number of objects of requests in flight.
+# Threshold of the youngest generation; requests in flight have more objects than the default of 700.
 _GC_THRESHOLD = 5000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD = 32 << 20  # bytes; maximum that glibc allows
@@ -46,7 +46,7 @@ _TRIM_THRESHOLD = 256 << 20
 
 
 def _find(function: str) -> Any:
-    """A glibc function; None on other systems."""
+    """Return a glibc function; None on systems without glibc."""
     if sys.platform != "linux":
         return None
     return getattr(ctypes.CDLL(None), function, None)

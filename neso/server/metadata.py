@@ -1,4 +1,4 @@
-"""Metadata of the server and its models."""
+"""Server and model metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One version of a loaded model: checks requests, records statistics and traces, passes them to the backend."""
+"""A loaded model version: checks requests, records statistics and traces, and passes requests to the backend."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Model:
         self.signature = Signature(context.config)
         self._classifier = Classifier(context.config, context.directory)
         self.load_duration: float = 0.0
-        self.source: object = None  # kept alive with the model: it can own a temporary folder
+        self.source: object = None  # lives as long as the model: it can own a temporary folder
         tags = {f"_{key}": value for key, value in self.config.metric_tags.items()}
         self.metric_labels = LabelSet({"model": self.name, "version": self.version, **tags})
         self._backend = backend
@@ -107,7 +107,7 @@ class Model:
         return not self._retired and self._backend.ready()
 
     async def check_ready(self) -> bool:
-        """As `ready`, and the backend may ask the model itself."""
+        """Like `ready`, but the backend can also run the model's own readiness check."""
         return not self._retired and await self._backend.check_ready()
 
     def metadata(self) -> ModelMetadata:
@@ -121,7 +121,7 @@ class Model:
         )
 
     def submit(self, request: InferenceRequest) -> ResponseStream:
-        """Start a request. Raises `ServerError` if the model cannot take it; later errors are responses."""
+        """Start a request. Raises `ServerError` if the model cannot accept it; later errors are sent as responses."""
         if self._retired:
             return self._after_retirement().submit(request)
         batch_size = self._check(request)
@@ -154,7 +154,7 @@ class Model:
             stream.cancel()
 
     async def pool(self, request: PoolingRequest, trace: TraceParent | None = None) -> PooledOutput:
-        """Submit a pooling request and return its result. Raises as `generate`."""
+        """Submit a pooling request and return its result. Raises the same errors as `generate`."""
         stream = self.submit(self._with_payload(request, trace))
         try:
             async for response in stream:
@@ -173,7 +173,7 @@ class Model:
         )
 
     def _check(self, request: InferenceRequest) -> int:
-        """The batch size of a request. Raises `InvalidArgument`, `Unsupported`."""
+        """Check a request and return its batch size. Raises `InvalidArgument`, `Unsupported`."""
         if request.payload is None:
             return self.signature.check(request)
         if isinstance(request.payload, GenerationRequest):
@@ -203,12 +203,12 @@ class Model:
             stream.fail(InternalError(f"backend of model '{self.name}' failed to take the request: {error}"))
 
     def retire(self, successor: Model | None = None) -> None:
-        """Accept no more requests; forward them to the successor if there is one."""
+        """Stop accepting requests; forward them to the successor, if any."""
         self._retired = True
         self._successor = successor
 
     async def drain(self, timeout: float | None) -> bool:
-        """Wait until no request is in flight. False after `timeout` seconds."""
+        """Wait until no request is in flight. Returns False after `timeout` seconds."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except asyncio.TimeoutError:
@@ -236,9 +236,9 @@ class Model:
             stream.fail(Unavailable(f"model '{self.name}' is unloaded"))
 
     async def update_instances(self, config: Any) -> bool:
-        """Change the number of instances to that of `config`, which differs in nothing else.
+        """Change the number of instances to that of `config`, which has no other changes.
 
-        False if the model must be reloaded instead. Raises `ServerError` without having changed anything.
+        Returns False if the model must be reloaded instead. If it raises `ServerError`, nothing has changed.
         """
         if list(config.instance_group) == list(self.config.instance_group):
             return True
@@ -292,7 +292,7 @@ class Model:
         return self._successor
 
     def _observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
-        """Record a response in statistics, trace and cache, and shape its outputs, before the consumer gets it."""
+        """Record a response in statistics, trace and cache, and reshape its outputs. Runs before the consumer."""
         if not response.model_name:
             response.model_name, response.model_version = self.name, self.version
         if self._sequences is not None:
@@ -335,7 +335,7 @@ class Model:
             self.statistics.record_execution(stream.batch_size, stream.timeline)
 
     def _remove(self, stream: ResponseStream) -> None:
-        """The request has ended."""
+        """Remove a request that has ended."""
         self._in_flight.discard(stream)
         if not self._in_flight:
             self._idle.set()

@@ -1,4 +1,4 @@
-"""Options of the server's core, with the flags of `neso serve` that set them."""
+"""Options of the server core, and the flags of `neso serve` that set them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelControlMode(str, Enum):
     EXPLICIT = "explicit"
     """The startup models are loaded at start, others on request."""
     POLL = "poll"
-    """The repositories are polled, and the models follow their changes."""
+    """The repositories are polled; changed models are loaded and unloaded accordingly."""
 
 
 class RateLimitMode(str, Enum):
@@ -34,7 +34,7 @@ class RateLimitMode(str, Enum):
     OFF = "off"
     """An execution starts as soon as an instance is free; `rate_limiter` in model configurations is ignored."""
     EXECUTION_COUNT = "execution_count"
-    """An execution also waits for the resources of its instance, in the order of executions so far times priority."""
+    """An execution also waits for the resources of its instance. Order: number of executions so far times priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class LogFormat(str, Enum):
 
     @classmethod
     def parse(cls, text: str) -> LogFormat:
-        """The format of that name. Raises `InvalidArgument`."""
+        """Parse the name of a format. Raises `InvalidArgument`."""
         try:
             return cls(text)
         except ValueError:
@@ -81,7 +81,7 @@ class LogFormat(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """Log of the process. `file` "" is standard error."""
+    """Log options of the process. `file` "" selects standard error."""
 
     info: Annotated[bool, Flag("log-info", "Log informational messages.")] = True
     warning: Annotated[bool, Flag("log-warning", "Log warnings.")] = True
@@ -107,7 +107,7 @@ def _resource_limits(texts: Iterable[str]) -> tuple[ResourceLimit, ...]:
 
 
 def _backend_settings(texts: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Settings by backend, from `BACKEND,KEY=VALUE`. Raises `InvalidArgument`."""
+    """Parse `BACKEND,KEY=VALUE` into settings by backend. Raises `InvalidArgument`."""
     settings: dict[str, dict[str, str]] = {}
     for text in texts:
         backend, comma, pair = text.partition(",")
@@ -132,15 +132,15 @@ def _disable_auto_complete(
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of the core; each front end has its own. Raises `ServerError` for invalid options.
+    """Options of the core; each frontend has separate options. Raises `ServerError` for invalid options.
 
     Options without a flag:
-    - unload_timeout: seconds that requests in flight have to finish when a model is unloaded or replaced
+    - unload_timeout: timeout in seconds for requests in flight when a model is unloaded or replaced
     - response_cache_size: bytes of the in-memory response cache; 0 disables it
-    - redis_cache: the response cache in Redis, instead of the one in memory
-    - config_checks: called with each `ModelConfig`; a `ServerError` that one raises fails the load of the model
+    - redis_cache: response cache in Redis, instead of in memory
+    - config_checks: called with each `ModelConfig`; a raised `ServerError` fails the load of the model
 
-    `exit_on_error` is for the process that runs the core: the core itself continues when a model fails to load.
+    `exit_on_error` applies to the process that runs the core; the core itself continues when a model fails to load.
     """
 
     model_repository: Annotated[
@@ -283,11 +283,11 @@ class ServerOptions:
             )
 
     def _normalize(self) -> None:
-        """Accept a single path, paths and modes as text, and lists in place of tuples."""
+        """Accept a single path, paths and modes as strings, and lists instead of tuples."""
         repository: Any = self.model_repository
         if isinstance(repository, str | PathLike):
             repository = (repository,)
-        # Text is kept: it may be the URI of a bucket.
+        # Strings stay unchanged: they can be bucket URIs.
         paths = tuple(path if isinstance(path, str) else Path(path) for path in repository)
         object.__setattr__(self, "model_repository", paths)
         object.__setattr__(self, "startup_models", tuple(self.startup_models))

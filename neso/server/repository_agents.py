@@ -1,4 +1,4 @@
-"""Repository agents: check or change a model's folder before it is loaded."""
+"""Repository agents, which check or change a model's folder before the model is loaded."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ENTRY_POINT_GROUP = "neso.repository_agents"
 
 
 class RepositoryAgent(ABC):
-    """Base class of repository agents: created for each load of a model that uses it, kept while it is loaded."""
+    """Base class of repository agents. Created for each load of a model, and kept while the model is loaded."""
 
     def __init__(self, parameters: dict[str, str]) -> None:
         self.parameters = parameters
 
     @abstractmethod
     def load(self, directory: Path) -> Path:
-        """Check the model's folder and return it, or another folder to load from. Runs in a thread.
+        """Check the model's folder and return it, or return another folder to load from. Runs in a thread.
 
-        The agent owns another folder and removes it at its own end (as a `TemporaryDirectory` attribute does).
+        The agent owns the other folder and removes it when it is deleted (as a `TemporaryDirectory` attribute does).
         Raises `ServerError` to reject the model.
         """
 

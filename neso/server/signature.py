@@ -1,4 +1,4 @@
-"""Input and output tensors of a model: checks requests against them, shapes outputs."""
+"""Input and output tensors of a model: request checks and output shapes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Classifier:
         }
 
     def classify(self, outputs: list[Tensor], wanted: Mapping[str, int]) -> list[Tensor]:
-        """Replace each output in `wanted` by that number of its classes. Raises `InvalidArgument`."""
+        """Replace each output in `wanted` by its top classes, as many as given there. Raises `InvalidArgument`."""
         return [
             self._classes(tensor, wanted[tensor.name]) if tensor.name in wanted else tensor
             for tensor in outputs
         ]
 
     def _classes(self, tensor: Tensor, count: int) -> Tensor:
-        """A BYTES tensor of shape [batch, n], or [n] without batching; n is at most the size of one batch entry.
+        """Return a BYTES tensor [batch, n], or [n] without batching; n is at most the size of one batch entry.
 
-        Elements are "value:index" or "value:index:label", largest value first, smaller index first among equals.
+        Elements are "value:index" or "value:index:label", largest value first; equal values by ascending index.
         """
         check_datatype(tensor.datatype)
         batch = tensor.shape[:1] if self._batched else ()
@@ -54,7 +54,7 @@ class Classifier:
 
 
 def check_datatype(datatype: DataType) -> None:
-    """Raise `InvalidArgument` (with Triton's message) for datatypes without an order."""
+    """Raise `InvalidArgument` (with Triton's message) for datatypes that cannot be ordered."""
     if datatype in (DataType.BYTES, DataType.BOOL):
         raise InvalidArgument(
             f"class result not available for output due to unsupported type '{datatype.value}'"
@@ -62,7 +62,7 @@ def check_datatype(datatype: DataType) -> None:
 
 
 def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
-    """Indices of the `count` largest elements of `values` [n], in descending order. NaN is the smallest."""
+    """Return the indices of the `count` largest elements of `values` [n], in descending order. NaN is the smallest."""
     if values.dtype.kind not in "iu":  # float64 represents all float types exactly
         values = values.astype(np.float64)
         values = np.where(np.isnan(values), -np.inf, values)
@@ -72,7 +72,7 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
 
 
 def _class_text(value: Any, index: int, labels: list[str]) -> bytes:
-    """Format a value as C++'s `std::to_string` does: floats with six decimals."""
+    """Format a value like C++'s `std::to_string`: floats with six decimals."""
     number = str(value) if isinstance(value, np.integer) else f"{float(value):f}"
     text = f"{number}:{index}"
     label = labels[index] if index < len(labels) else ""
@@ -80,7 +80,7 @@ def _class_text(value: Any, index: int, labels: list[str]) -> bytes:
 
 
 def _read_labels(directory: Path, filename: str, model: str) -> list[str]:
-    """Read one label per line; an empty line is an index without a label. The file must be in `directory`."""
+    """Read one label per line; an empty line means no label for that index. The file must be in `directory`."""
     if not stays_inside(filename):
         raise InvalidArgument(
             f"label file '{filename}' of model '{model}' must stay inside the model's folder"
@@ -96,7 +96,7 @@ Shape = tuple[int, ...]
 
 
 def fits(shape: Shape, dims: Shape) -> bool:
-    """Whether a shape matches `dims`, where -1 allows any extent."""
+    """Return whether a shape matches `dims`, where -1 allows any extent."""
     return len(shape) == len(dims) and all(
         expected in (-1, extent) for expected, extent in zip(dims, shape, strict=True)
     )
@@ -106,7 +106,7 @@ def fits(shape: Shape, dims: Shape) -> bool:
 class TensorSpec:
     """One input or output of a model. `dims` excludes the batch dimension; -1 is variable.
 
-    `reshape`: the shape that the backend sees instead of `dims`; None if it is the same.
+    `reshape`: shape passed to the backend instead of `dims`; None if it is the same.
     """
 
     name: str
@@ -127,7 +127,7 @@ class TensorSpec:
         )
 
     def matches(self, shape: Shape) -> bool:
-        """Whether a shape (without the batch dimension) matches `dims`."""
+        """Return whether a shape (without the batch dimension) matches `dims`."""
         return fits(shape, self.dims)
 
 
@@ -139,13 +139,13 @@ class Signature:
         self.max_batch_size = int(config.max_batch_size)
         self.inputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.input}
         self.outputs = {tensor.name: TensorSpec.of(tensor) for tensor in config.output}
-        # Ragged inputs: shapes can differ within a batch, which has them flattened and concatenated.
+        # Ragged inputs: shapes can differ within a batch; the batch contains them flattened and concatenated.
         self.ragged = frozenset(
             tensor.name for tensor in config.input if tensor.allow_ragged_batch and self.max_batch_size
         )
         self._required = sum(not spec.optional for spec in self.inputs.values())
         self._has_optional = self._required < len(self.inputs)
-        # Inputs of variable shape, which must be the same within a batch.
+        # Inputs of variable shape, whose shapes must be equal within a batch.
         self._variable = [
             tensor.name for tensor in config.input if -1 in tensor.dims and not tensor.allow_ragged_batch
         ]
@@ -154,7 +154,7 @@ class Signature:
         self.reshapes_outputs = bool(self._reshaped_outputs)  # whether `restore` changes anything
 
     def metadata(self, specs: dict[str, TensorSpec]) -> list[TensorMetadata]:
-        """Metadata of `specs`, with the batch dimension."""
+        """Return the metadata of `specs`, with the batch dimension."""
         batch = (-1,) if self.max_batch_size else ()
         return [TensorMetadata(spec.name, spec.datatype.value, batch + spec.dims) for spec in specs.values()]
 
@@ -176,7 +176,7 @@ class Signature:
         return self._check_plain(request) or self._check_each(request)
 
     def _check_plain(self, request: InferenceRequest) -> int:
-        """Fast path: the batch size of a plain valid request; 0 if the full check is needed."""
+        """Fast path: return the batch size of a plain valid request, or 0 if the full check is needed."""
         inputs, specs = request.inputs, self.inputs
         if request.classification:
             return 0
@@ -213,7 +213,7 @@ class Signature:
         return batch_size
 
     def batches_with(self, request: InferenceRequest, other: InferenceRequest) -> bool:
-        """Whether two checked requests can be executed as one batch: same inputs with the same shapes."""
+        """Return whether two checked requests can be executed as one batch: same inputs with the same shapes."""
         if self._has_optional and request.inputs.keys() != other.inputs.keys():
             return False
         return not self._variable or all(
@@ -223,7 +223,7 @@ class Signature:
         )
 
     def restore(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Reshape outputs of the backend to the shapes of the configuration."""
+        """Reshape backend outputs to the shapes of the configuration."""
         if not self._reshaped_outputs:
             return outputs
         restored = []

@@ -26,12 +26,12 @@ class Duration:
         return {"count": self.count, "ns": self.ns}
 
 
-# Bounds the counters, and the responses that list them, for endless streams.
+# Limits the number of counters, and the size of statistics responses, for endless streams.
 MAX_RESPONSES = 10_000
 
 
 class ResponseOutcome(Enum):
-    """Outcome of one response, with the names of the statistics extension."""
+    """Outcome of one response; values are names of the statistics extension."""
 
     SUCCESS = "success"
     FAIL = "fail"
@@ -60,9 +60,9 @@ class ResponseDurations:
 class ResponseStatistics:
     """Response statistics of a decoupled model, by the index of the response in its request.
 
-    The duration of a response starts when the previous one was created (the first: when the computation started) and
-    ends when the frontend gets it. The part until its own creation is `compute_infer`, the rest `compute_output`.
-    Only the first `MAX_RESPONSES` responses of a request are counted.
+    The duration of a response starts when the previous response was created (first response: when the computation
+    started) and ends when the frontend receives it. The part until its creation is `compute_infer`, the rest is
+    `compute_output`. Only the first `MAX_RESPONSES` responses of a request are counted.
 
     `first_response_ms`: histogram of the time to the first response, in milliseconds, if enabled.
     """
@@ -97,7 +97,7 @@ class ResponseStatistics:
             self.first_response_ms.observe((end - timeline.queue_start) / 1e6)
 
     def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
-        """By index, as in the statistics extension; {} for models that are not decoupled."""
+        """Return the statistics by index, as in the statistics extension; {} for models that are not decoupled."""
         return {str(place): durations.as_dict() for place, durations in enumerate(self._places)}
 
 
@@ -114,11 +114,11 @@ class FailureReason(str, Enum):
 class Timeline:
     """Start times of the stages of a request, in ns of the monotonic clock; 0 if not reached or unknown.
 
-    queue_start → compute_start → input_end → output_start → final response. The backend sets those it knows; the
-    others get a duration of 0.
+    queue_start → compute_start → input_end → output_start → final response. The backend sets the times that it knows;
+    the other stages get a duration of 0.
 
     - responses: number of responses so far
-    - response_start: when work on the next response started; set by the backend if before `compute_start`
+    - response_start: start of the work on the next response; set by the backend if before `compute_start`
     """
 
     queue_start: int = field(default_factory=time.monotonic_ns)
@@ -129,7 +129,7 @@ class Timeline:
     response_start: int = 0
 
     def stages(self, end: int) -> tuple[int, int, int, int]:
-        """Durations of queue, compute input, infer and output, in ns."""
+        """Return the durations of queue, compute input, infer and output, in ns."""
         start = self.compute_start or self.queue_start
         input_end = self.input_end or start
         output_start = self.output_start or end
@@ -192,7 +192,7 @@ class ModelStatistics:
             self.latencies.add_success(end, end - timeline.queue_start, (queue, compute_input, infer, output))
 
     def record_cache_hit(self, timeline: Timeline, ns: int) -> None:
-        """Record a request answered by the response cache after a lookup of `ns`; not an inference."""
+        """Record a request answered by the response cache after a lookup of `ns`. It does not count as an inference."""
         end = time.monotonic_ns()
         total = end - timeline.queue_start
         queue = max(total - ns, 0)
@@ -204,7 +204,7 @@ class ModelStatistics:
             self.latencies.add_cache_hit(end, queue, ns)
 
     def record_cache_miss(self, ns: int) -> None:
-        """Record the `ns` spent on a request that was not in the response cache."""
+        """Record the `ns` spent on lookup and insertion for a request that was not in the response cache."""
         self.cache_miss.add(ns)
         if self.latencies is not None:
             self.latencies.cache_miss.add(ns, time.monotonic_ns())
@@ -224,7 +224,7 @@ class ModelStatistics:
         batch.compute_output.add(output)
 
     def snapshot(self) -> dict[str, Any]:
-        """Current values, with the field names of the statistics extension."""
+        """Return the current values, with the field names of the statistics extension."""
         return {
             "name": self.name,
             "version": self.version,

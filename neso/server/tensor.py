@@ -13,7 +13,7 @@ from neso.server.errors import InvalidArgument, Unsupported
 
 try:
     import ml_dtypes
-except ImportError:  # Python models can run in an environment that has only numpy
+except ImportError:  # Python models can run in an environment without ml_dtypes
     ml_dtypes = None  # type: ignore[assignment]
 
 
@@ -58,7 +58,7 @@ class DataType(str, Enum):
 
     @classmethod
     def parse(cls, name: str, tensor: str) -> DataType:
-        """Parse a KServe name. Raises `InvalidArgument` that names the tensor."""
+        """Parse a KServe name. Raises `InvalidArgument`, whose message contains the tensor's name."""
         found = cls._value2member_map_.get(name)
         if found is None:
             raise InvalidArgument(
@@ -74,13 +74,13 @@ class DataType(str, Enum):
 
     @classmethod
     def of_message(cls, message: Any) -> DataType:
-        """The `data_type` of a message of the model configuration. Raises `InvalidArgument`."""
+        """Return the `data_type` of a message of the model configuration. Raises `InvalidArgument`."""
         kinds = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
         return cls.from_config(kinds[message.data_type].name)
 
     @classmethod
     def of_numpy(cls, dtype: np.dtype[Any]) -> DataType:
-        """The datatype of an array; string, bytes and object dtypes are BYTES. Raises `InvalidArgument`."""
+        """Return the datatype of a numpy dtype; string, bytes and object dtypes are BYTES. Raises `InvalidArgument`."""
         if dtype.kind in "SUO":
             return cls.BYTES
         found = _FROM_NUMPY.get(dtype.newbyteorder("="))
@@ -143,14 +143,14 @@ class Tensor:
 
     @classmethod
     def zeros(cls, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of zeros; BYTES elements are empty."""
+        """Create a tensor of zeros; BYTES elements are empty."""
         if datatype is DataType.BYTES:
             return cls(name, datatype, np.full(shape, b"", np.object_))
         return cls(name, datatype, np.zeros(shape, datatype.dtype))
 
     @classmethod
     def from_strings(cls, name: str, strings: list[str]) -> Tensor:
-        """A BYTES tensor of shape [len(strings)]."""
+        """Create a BYTES tensor of shape [len(strings)]."""
         array = np.empty(len(strings), np.object_)
         array[:] = [text.encode() for text in strings]
         return cls(name, DataType.BYTES, array)
@@ -175,7 +175,7 @@ class Tensor:
         return cls(name, datatype, np.frombuffer(data, dtype).reshape(shape))
 
     def to_wire(self) -> bytes:
-        """The tensor in the binary tensor format (see `from_wire`)."""
+        """Convert to the binary tensor format (see `from_wire`)."""
         if self.datatype is not DataType.BYTES:
             return self.array.tobytes()
         parts: list[bytes] = []
@@ -185,7 +185,7 @@ class Tensor:
         return b"".join(parts)
 
     def strings(self) -> list[str]:
-        """The elements of a BYTES tensor as a flat list of strings. Raises `InvalidArgument` if they are not UTF-8."""
+        """Return the elements of a BYTES tensor as a flat list of strings. Raises `InvalidArgument` if not UTF-8."""
         try:
             return [element.decode() for element in self.array.flat]
         except UnicodeDecodeError:
@@ -193,7 +193,7 @@ class Tensor:
 
 
 def element_count(shape: tuple[int, ...]) -> int:
-    """Number of elements of a shape, 1 for ()."""
+    """Return the number of elements of a shape, 1 for ()."""
     count = 1
     for extent in shape:
         count *= extent

@@ -1,4 +1,4 @@
-"""Trace settings, and their command-line form `--trace-config`."""
+"""Trace settings and their command-line option `--trace-config`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class TraceMode(str, Enum):
 
 
 class TraceLevel(IntFlag):
-    """Contents of a trace, by the names of the trace extension."""
+    """Contents of a trace, with the names of the trace extension."""
 
     OFF = 0
     TIMESTAMPS = 1
     TENSORS = 2
 
     def names(self) -> list[str]:
-        """Names as the trace extension lists them."""
+        """Return the names in the order of the trace extension."""
         return [
             level.name or "" for level in (TraceLevel.TIMESTAMPS, TraceLevel.TENSORS) if level in self
         ] or ["OFF"]
@@ -47,7 +47,7 @@ class TraceSetting:
     log_frequency: int = 0
 
     def fault(self, mode: TraceMode, file: str) -> str:
-        """Reason why this setting produces no traces, "" if it produces some."""
+        """Return the reason why this setting produces no traces; "" if it produces traces."""
         if not self.level:
             return "tracing is disabled"
         if mode is TraceMode.TRITON and not self.rate:
@@ -57,7 +57,7 @@ class TraceSetting:
         return ""
 
     def check(self, mode: TraceMode, file: str) -> None:
-        """Raises `InvalidArgument` if tracing is enabled and cannot produce traces."""
+        """Raise `InvalidArgument` if tracing is enabled but cannot produce traces."""
         if self.level and (fault := self.fault(mode, file)):
             raise InvalidArgument(f"Attempting to set invalid trace setting :{fault}")
 
@@ -84,7 +84,7 @@ _MODE_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class OtelConfig:
-    """Export of spans; the defaults are those of OpenTelemetry's environment variables.
+    """Span export options; defaults come from OpenTelemetry's environment variables.
 
     `resource`: resource attributes of the server. The batch span processor queues up to `bsp_max_queue_size` spans and
     exports them every `bsp_schedule_delay` ms, or when `bsp_max_export_batch_size` are queued.
@@ -109,7 +109,7 @@ class OtelConfig:
             raise InvalidArgument(f"bsp_schedule_delay must be positive, got {self.bsp_schedule_delay}")
 
     def describe(self) -> dict[str, str | list[str]]:
-        """Settings as the trace extension reports them."""
+        """Return the settings in the format of the trace extension."""
         described: dict[str, str | list[str]] = {"url": self.url}
         if self.resource:
             described["resource"] = [f"{key}={value}" for key, value in self.resource]
@@ -120,9 +120,9 @@ class OtelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """Initial trace setting, and what clients cannot change: `mode`, `file` (mode `triton`) and `otel`.
+    """Initial trace setting, and the options that clients cannot change: `mode`, `file` (mode `triton`) and `otel`.
 
-    `otel` None takes the defaults of the environment.
+    `otel` None selects the defaults of the environment.
     """
 
     setting: TraceSetting = field(default_factory=TraceSetting)
@@ -164,7 +164,7 @@ class TraceConfig:
     ) -> TraceConfig:
         """Parse the values of `--trace-config`, `SETTING=VALUE` or `MODE,SETTING=VALUE`, and of the deprecated flags.
 
-        `--trace-config` takes precedence. Settings of the mode that is not selected are checked and have no effect.
+        `--trace-config` takes precedence. Settings of the unselected mode are checked, but have no effect.
         Raises `InvalidArgument`.
         """
         pairs = [
@@ -177,7 +177,7 @@ class TraceConfig:
         if not any(name == "level" for _, name, _ in given):
             pairs += [(None, "level", one) for one in level]
         pairs += given
-        # The last value counts, except for settings that may be given several times.
+        # The last value applies, except for settings that can be repeated.
         values = {(mode, name): value for mode, name, value in pairs}
         base, mode = TraceSetting(), _mode(values.get((None, "mode"), "triton"))
         of_otel = [(name, value) for of_mode, name, value in pairs if of_mode is TraceMode.OPENTELEMETRY]
@@ -237,7 +237,7 @@ def _mode(text: str) -> TraceMode:
 
 
 def _level(texts: list[str]) -> TraceLevel:
-    """Union of the levels; OFF among them disables all."""
+    """Return the union of the levels; OFF disables all."""
     found = TraceLevel.OFF
     off = False
     for text in texts:
@@ -267,7 +267,7 @@ def _resource(text: str) -> tuple[str, str]:
 
 
 def _url(text: str) -> str:
-    """The URL; for `host:port` alone, with the scheme and path of OTLP over HTTP."""
+    """Return the URL; add the scheme and path of OTLP over HTTP to a plain `host:port`."""
     url = text if "://" in text else f"http://{text}"
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

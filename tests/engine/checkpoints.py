@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints, made with transformers: the oracle writes what the engine reads."""
+"""Tiny random Hugging Face checkpoints, written with transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 VOCAB_SIZE = 384
 BOS, EOS, PAD = 0, 1, 2
 
-# Heads are wider than hidden_size / heads in Qwen 3, as in the real one.
+# Heads are wider than hidden_size / heads in Qwen 3, as in the real model.
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -40,11 +40,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 16, "use_sliding_window": False},
-    # Narrow windows, so that short texts are longer than they are.
+    # Narrow windows, so that short texts exceed them.
     "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, **_WINDOWED},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20, "tie_word_embeddings": True, **_WINDOWED},
     "phi3": {},
     "gpt2": {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True},
+    "gpt_bigcode": {"tie_word_embeddings": True},
     "gpt_neox": {"hidden_size": 64},
     "opt": {"ffn_dim": 80, "init_std": 0.3, "tie_word_embeddings": True},
     "phi": {},
@@ -106,7 +107,7 @@ def make_checkpoint(
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Give biases and norms other values than the 0 and 1 of their initialization, so that their use is tested."""
+    """Give biases and norms values other than their initial 0 and 1, so that tests cover them."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -114,7 +115,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def let_images_tell(model: torch.nn.Module, *parts: str) -> None:
-    """Give the weights of `parts`, which lead from images to text, values far above those of their initialization."""
+    """Give the weights of `parts`, between image and text, large values, so that the output depends on the image."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in parts):
@@ -122,7 +123,7 @@ def let_images_tell(model: torch.nn.Module, *parts: str) -> None:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE tokenizer of at most `VOCAB_SIZE` tokens, with a chat template."""
+    """Write a byte-level BPE tokenizer of at most `VOCAB_SIZE` tokens, with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -141,7 +142,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def rewrite_config(directory: Path, remove: tuple[str, ...] = (), **fields: Any) -> None:
-    """Change config.json by hand, to what transformers would not write."""
+    """Change config.json to values that transformers would not write."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     for field in remove:
@@ -150,7 +151,7 @@ def rewrite_config(directory: Path, remove: tuple[str, ...] = (), **fields: Any)
 
 
 def load_oracle(directory: Path) -> torch.nn.Module:
-    """The same model in transformers, float32."""
+    """Load the same model in transformers, float32."""
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
@@ -184,7 +185,7 @@ def make_encoder(
     seed: int = 0,
     **overrides: Any,
 ) -> Path:
-    """Write an encoder with a tokenizer into `directory` and return it; with `labels`, one that classifies."""
+    """Write an encoder with a tokenizer into `directory` and return it; with `labels`, a classifier."""
     from transformers import AutoModel, AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
@@ -200,7 +201,7 @@ def make_encoder(
 
 
 def write_encoder_tokenizer(directory: Path) -> None:
-    """The byte-level tokenizer with a template like BERT's: <s> A </s>, and <s> A </s> B </s> for pairs."""
+    """Write the byte-level tokenizer with a BERT-like template: <s> A </s>, and <s> A </s> B </s> for pairs."""
     from tokenizers import processors
 
     write_tokenizer(directory)
@@ -216,7 +217,7 @@ IMAGE_TOKEN = "<image>"
 
 
 def make_llava(directory: Path, *, seed: int = 0, text: str = "llama", **overrides: Any) -> Path:
-    """Write a LLaVA of 28 x 28 pixels and 16 patches, with tokenizer, chat template and image processor."""
+    """Write a LLaVA for images of 28 x 28 pixels and 16 patches, with tokenizer, chat template and image processor."""
     from transformers import LlavaForConditionalGeneration
 
     write_tokenizer(directory)

@@ -1,4 +1,4 @@
-"""Checkpoints for the tests of the engine, made once in a session."""
+"""Checkpoints for the tests of the engine, created once per session."""
 
 from __future__ import annotations
 

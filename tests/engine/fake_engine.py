@@ -1,4 +1,4 @@
-"""A runner without a model: its tokens are a function of the text so far, so every schedule can be checked."""
+"""A runner without a model: tokens are a function of the preceding text, so every schedule can be checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB = 97
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the fake model says after `tokens`: depends on all of them, and on their order."""
+    """Return the fake model's next token; it depends on all `tokens` and their order."""
     state = 17
     for token in tokens:
         state = (state * 31 + token + 1) % 1_000_003
@@ -30,14 +30,14 @@ def next_token(tokens: list[int]) -> int:
 
 
 def visible(length: int, window: AttentionWindow | None) -> list[int]:
-    """Positions that the last of `length` tokens sees."""
+    """Return the positions that the last of `length` tokens attends to."""
     if window is None:
         return list(range(length))
     return [p for p in range(length) if p >= length - window.size or p < window.sinks]
 
 
 class FakeRunner(Runner):
-    """Keeps the tokens themselves in the paged cache, and reads back what attention would read."""
+    """Stores the tokens themselves in the paged cache and reads them back as attention would."""
 
     vocab = VOCAB
 
@@ -90,12 +90,12 @@ class FakeRunner(Runner):
         return logits
 
     def logits_of(self, tokens: list[int]) -> np.ndarray:
-        """float32[vocab] for what comes after `tokens`."""
+        """Return float32[vocab] for the token after `tokens`."""
         return np.eye(1, VOCAB, next_token(tokens), dtype=np.float32)[0]
 
 
 class LaunchingRunner(FakeRunner):
-    """Starts a step when its tokens are asked for, or when the next one needs them: as late as can be."""
+    """Runs a step when its tokens are requested or the next step needs them: as late as possible."""
 
     can_overlap = True
     last: LateTokens | None = None
@@ -116,7 +116,7 @@ class LateTokens:
         if self._tokens is None:
             ids = self._plan.token_ids.copy()
             if self._before is not None:
-                before = self._before.wait()  # steps run in their order, whoever is waited for
+                before = self._before.wait()  # steps run in order, whichever is waited for
                 ids[ids < 0] = before[-1 - ids[ids < 0]]
             self._before = None
             logits = self._runner.step(dataclasses.replace(self._plan, token_ids=ids))
@@ -132,7 +132,7 @@ def make_core(
     proposer: Proposer | None = None,
     **options,
 ) -> EngineCore:
-    """An engine core on the fake runner, with small limits unless told otherwise. A `proposer` guesses 4 tokens."""
+    """Return an engine core on the fake runner, with small default limits. A `proposer` proposes 4 tokens."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_prefill_chunk": 32, "block_size": 4}
     runner = LaunchingRunner(window) if overlap else FakeRunner(window)
     speculation = None if proposer is None else SpeculativeDecoding(proposer, DraftLength(4, fixed=True))
@@ -146,7 +146,7 @@ def make_core(
 
 
 def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **options) -> EngineRequest:
-    """A greedy request; options of `SamplingParams` and `EngineRequest` alike."""
+    """Return a greedy request with options of `SamplingParams` and `EngineRequest`."""
     own = {
         name: options.pop(name)
         for name in ("end_token_ids", "priority", "cache_identity", "queue_timeout_ms", "draft")
@@ -159,7 +159,7 @@ def make_request(request_id: str, prompt: list[int], max_tokens: int = 8, **opti
 
 
 def expected_tokens(prompt: list[int], max_tokens: int, window: AttentionWindow | None = None) -> list[int]:
-    """What the fake model generates, without any engine."""
+    """Return the fake model's output, computed without an engine."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(next_token([tokens[p] for p in visible(len(tokens), window)]))
@@ -167,7 +167,7 @@ def expected_tokens(prompt: list[int], max_tokens: int, window: AttentionWindow 
 
 
 def run(core: EngineCore, max_steps: int = 10_000) -> dict[tuple[str, int], list[int]]:
-    """Step until nothing is left to do; tokens by (request id, index)."""
+    """Step until no work is left; return tokens by (request id, index)."""
     tokens: dict[tuple[str, int], list[int]] = {}
     for _ in range(max_steps):
         if not core.has_work:

@@ -1,4 +1,4 @@
-"""GGUF files, written with the `gguf` package from tiny checkpoints, as llama.cpp's converter would."""
+"""GGUF files, written with the `gguf` package from tiny checkpoints as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter, TokenType
 from safetensors.numpy import load_file
 
-# Where float16 scales are in the blocks of the types that the package cannot quantize to.
+# Offsets of float16 scales in blocks of the types that the package cannot quantize to.
 _SCALES = {Type.Q4_K: [0, 2], Type.Q6_K: [208]}
 
 _ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
@@ -58,7 +58,7 @@ def convert(
 
 
 def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those of experts as one, [experts, outputs, inputs]."""
+    """Stack the matrices of the experts: [experts, outputs, inputs]."""
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
         match = _EXPERT.search(name)
@@ -79,14 +79,14 @@ def finish(writer: GGUFWriter) -> Path:
 
 
 def encode(values: np.ndarray, kind: Type, seed: int = 0) -> np.ndarray:
-    """Values or blocks; random ones of about the same size where the package cannot quantize."""
+    """Return values or blocks; random ones of similar magnitude if the package cannot quantize to the type."""
     if kind in _SCALES:
         return random_blocks(kind, *values.shape, seed=seed)
     return gguf.quants.quantize(values.astype(np.float32), kind)
 
 
 def random_blocks(kind: Type, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """Blocks of any content with finite scales: uint8[rows, bytes of a row]."""
+    """Return random blocks with finite scales: uint8[rows, bytes per row]."""
     size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows * inputs // size, block_bytes), dtype=np.uint8)
@@ -97,7 +97,7 @@ def random_blocks(kind: Type, rows: int, inputs: int, seed: int = 0) -> np.ndarr
 
 
 def permute(weights: np.ndarray, heads: int) -> np.ndarray:
-    """The converter's order of rows: halves of each head interleaved."""
+    """Permute rows as the converter does: the halves of each head are interleaved."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weights.shape))
 
@@ -137,7 +137,7 @@ def write_tokenizer(
     roles: Mapping[str, int] | None = None,
     template: str | None = None,
 ) -> None:
-    """Metadata from the content of a tokenizer.json; of a "llama" the order of the ids gives the scores."""
+    """Write metadata from a tokenizer.json; for "llama", the order of ids determines the scores."""
     added = {token["id"]: token for token in tokenizer["added_tokens"]}
     names = {token_id: name for name, token_id in tokenizer["model"]["vocab"].items()}
     names |= {token_id: token["content"] for token_id, token in added.items()}

@@ -1,4 +1,4 @@
-"""Files of Medusa's heads for the tiny checkpoints."""
+"""Files with Medusa heads for the tiny checkpoints."""
 
 from __future__ import annotations
 

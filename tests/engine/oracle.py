@@ -1,4 +1,4 @@
-"""Greedy generation by transformers, one prompt at a time: what every schedule must reproduce."""
+"""Reference greedy generation with transformers, one prompt at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from checkpoints import load_oracle
 
 
 def greedy(directory: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Output token ids of each prompt, float32; an end token does not end them."""
+    """Return output token ids of each prompt, float32; end tokens do not stop generation."""
     return greedy_of(load_oracle(directory), prompts, max_tokens)
 
 
 def greedy_of(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """The same by a model that is loaded."""
+    """Return the same for a loaded model."""
     results = []
     for prompt in prompts:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Random adapters written by peft, and peft's own answers: the oracle."""
+"""Random adapters written by peft, and reference outputs of peft."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def write_adapter(base: Path, directory: Path, *, seed: int, dtype: str = "float32", **options: Any) -> Path:
-    """Write an adapter of random A and B for the checkpoint `base`; `options` are those of peft's `LoraConfig`."""
+    """Write an adapter with random A and B for the checkpoint `base`; `options` are fields of peft's `LoraConfig`."""
     torch.manual_seed(seed)
     fields = {"r": 4, "lora_alpha": 8, "target_modules": ALL, "init_lora_weights": False, **options}
     model = get_peft_model(load_oracle(base), LoraConfig(task_type="CAUSAL_LM", **fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                # Large enough that an adapter that is left out, or another one, changes the tokens.
+                # Large enough that a missing or wrong adapter changes the tokens.
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
                 parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(directory)
@@ -31,7 +31,7 @@ def write_adapter(base: Path, directory: Path, *, seed: int, dtype: str = "float
 def greedy_with(
     base: Path, adapter: Path | None, prompts: list[list[int]], max_tokens: int, *, merged: bool = False
 ) -> list[list[int]]:
-    """Output token ids of each prompt, float32, by peft's model with this adapter; an end token does not end them."""
+    """Return output token ids of each prompt, float32, by peft with this adapter; end tokens do not stop generation."""
     model: Any = load_oracle(base)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).eval()

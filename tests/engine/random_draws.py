@@ -1,4 +1,4 @@
-"""Random draws, and what a sampler that is not numpy's may do with them."""
+"""Random sampling parameters, and the allowed difference between other samplers and numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from neso.engine.sampling.token_sampling import SamplingBatch, exponentials, fil
 
 
 def random_draws(rng: np.random.Generator, rows: int, **fixed: float) -> SamplingBatch:
-    """All kinds of filters and temperatures, but for those that are given."""
+    """Return random filters and temperatures; `fixed` values override them."""
 
     def values(name: str, options: list[float], dtype: type) -> np.ndarray:
         return rng.choice([fixed[name]] if name in fixed else options, rows).astype(dtype)
@@ -25,14 +25,14 @@ def random_draws(rng: np.random.Generator, rows: int, **fixed: float) -> Samplin
 def assert_neighbours(
     found: np.ndarray, expected: np.ndarray, logits: np.ndarray, draws: SamplingBatch, breadth: float
 ) -> None:
-    """Rounding may move the edge of a draw: then the token must be a neighbour in what was left.
+    """Allow rounding at the edge of a draw: a different token must be adjacent among the remaining ones.
 
-    `breadth`: how far the uniform may have moved.
+    `breadth`: allowed shift of the uniform random number.
     """
     for row in np.flatnonzero(found != expected):
         one = draws.rows(np.array([row]))
         weights = exponentials(logits[[row]], one.temperature)
-        # A hair's breadth around the uniform and the filters holds both.
+        # Both tokens lie within a small interval around the random number and the filters.
         kept = filter_weights(
             weights, one.top_k, np.minimum(one.top_p + 1e-4, 1), one.min_p * np.float32(0.999)
         )[0]

@@ -1,4 +1,4 @@
-"""Requests of every kind, and an engine that is fed by hand: what each of them gives."""
+"""Requests of every kind, and an engine that is stepped manually, with the results of each request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AnyRequest = GenerationRequest | PoolingRequest
 
 @dataclass
 class Answer:
-    """All that a request gave, by sequence. `numbers` are compared with a tolerance, the rest must be the same."""
+    """Results of a request by sequence. `numbers` are compared with a tolerance, everything else exactly."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Answer:
         self.numbers.setdefault(name, []).append(np.asarray(values))
 
     def begins(self, whole: Answer) -> bool:
-        """Whether it is what a request had given before it was aborted."""
+        """Return whether this is a prefix of `expected`, as for an aborted request."""
         return all(tokens == whole.tokens[i][: len(tokens)] for i, tokens in self.tokens.items())
 
     def assert_equal(self, other: Answer, name: str) -> None:
@@ -85,7 +85,7 @@ class Answer:
 
 
 def prompts(seed: int = 3) -> dict[str, list[int]]:
-    """Some of them begin alike, so that they meet in the prefix cache."""
+    """Return prompts, some of which share a prefix, so that they share blocks of the prefix cache."""
     rng = random.Random(seed)
     shared = [rng.randrange(6, 300) for _ in range(17)]
     return {
@@ -166,7 +166,7 @@ GUIDED: dict[str, dict[str, Any]] = {
 
 
 def catalogue(known: list[int] | None = None) -> dict[str, AnyRequest]:
-    """By name; the same name asks for the same. `known`: what the model says after the prompt "long"."""
+    """Return requests by name, deterministic by name. `known`: the model's output for the prompt "long"."""
     rng = random.Random(5)
     names = list(prompts())
     found: dict[str, AnyRequest] = {}
@@ -194,7 +194,7 @@ def catalogue(known: list[int] | None = None) -> dict[str, AnyRequest]:
 
 
 def _about(known: list[int]) -> dict[str, AnyRequest]:
-    """Requests that end, or guess, where it is known what comes."""
+    """Return requests with stop conditions or drafts that match the known output."""
     half_right = [*known[:4], (known[4] + 1) % 300, known[5]]
     digits = [ord(c) - ord("!") + 6 for c in "12"]
     params: dict[str, tuple[dict[str, Any], list[int] | None]] = {
@@ -221,7 +221,7 @@ def _about(known: list[int]) -> dict[str, AnyRequest]:
 
 
 class Mixed:
-    """An engine, fed by hand: requests in, steps, answers."""
+    """An engine that is stepped manually."""
 
     def __init__(self, model: str, **options: Any) -> None:
         core, info = load_engine(EngineConfig.from_options(model, {"dtype": "float32", **options}))
@@ -257,7 +257,7 @@ class Mixed:
 
     @property
     def running(self) -> set[str]:
-        """Requests that are not answered yet."""
+        """Return the requests that have not ended."""
         return set(self._states)
 
     @property
@@ -284,7 +284,7 @@ class Mixed:
                 self.answers[name].take(result)
 
     def alone(self, name: str, asked: AnyRequest) -> Answer:
-        """What a request gives when nothing else runs."""
+        """Return the results of a request that runs alone."""
         self.add(name, asked)
         for _ in range(1000):
             if not self.busy:
@@ -293,7 +293,7 @@ class Mixed:
         raise AssertionError(f"'{name}' does not come to an end")
 
     def assert_empty(self) -> None:
-        """Nothing is left of requests that are gone, in the cache or in the memory of any part."""
+        """Check that finished requests occupy no cache blocks or memory."""
         core = self.core
         assert core.scheduler.kv.pool.num_used == 0
         assert not self._states

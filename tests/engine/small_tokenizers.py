@@ -56,7 +56,7 @@ def llama_backend(*, bos: bool = True, metaspace: bool = False) -> Backend:
     # The byte tokens are ordinary tokens of the vocabulary, not special.
     raw = json.loads(backend.to_str())
     raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] in names]
-    if not metaspace:  # the older way to write the same: words are not split before the merges
+    if not metaspace:  # legacy format of the same: words are not split before the merges
         raw["pre_tokenizer"] = None
         raw["normalizer"] = {
             "type": "Sequence",
@@ -74,14 +74,14 @@ def llama_backend(*, bos: bool = True, metaspace: bool = False) -> Backend:
 
 
 def metaspace_backend() -> Backend:
-    """T5 and Unigram models: the first "▁" of a text is no space."""
+    """T5 and Unigram models: the first "▁" of a text is not a space."""
     backend = llama_backend(bos=False, metaspace=True)
     backend.decoder = decoders.Metaspace()
     return backend
 
 
 def wordpiece_backend() -> Backend:
-    """BERT: what a token's text is depends on its place, so that there are no bytes for tokens."""
+    """BERT: the text of a token depends on its position, so tokens have no fixed bytes."""
     backend = Backend(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
@@ -101,7 +101,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def write_directory(path: Path, backend: Backend, **files: Any) -> Path:
-    """A model directory; `tokenizer_config={…}` and the like are its JSON files, without the suffix."""
+    """Write a model directory; keyword arguments such as `tokenizer_config={…}` are JSON files without the suffix."""
     path.mkdir(parents=True, exist_ok=True)
     backend.save(str(path / "tokenizer.json"))
     for name, value in files.items():

@@ -1,4 +1,4 @@
-"""Windows and attention sinks that the user asks for: tokens equal those of transformers with the same mask."""
+"""Attention windows and sinks set by options: tokens equal those of transformers with the same mask."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_prompts() -> list[list[int]]:
 
 
 def masked_greedy(model: torch.nn.Module, prompt: list[int], window: int, sinks: int) -> list[int]:
-    """Greedy tokens of a model that is told by a mask what each token sees, without a cache."""
+    """Return greedy tokens of a model with an explicit attention mask and without a cache."""
     tokens = list(prompt)
     for _ in range(MAX_TOKENS):
         positions = torch.arange(len(tokens))
@@ -64,7 +64,7 @@ def limited(request, checkpoint_factory):
 
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_tokens_are_those_of_a_masked_model(limited, runner, schedule):
+def test_tokens_equal_a_masked_model(limited, runner, schedule):
     directory, (window, sinks), expected = limited
     llm = LLM(
         directory,
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_a_masked_model(limited, runner, schedule):
         **SCHEDULES[schedule],
     )
     sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    for _ in range(2):  # the second time from the prefix cache, as far as it holds
+    for _ in range(2):  # the second time from the prefix cache where possible
         results = llm.generate(make_prompts(), sampling, progress=False)
         assert [result.outputs[0].token_ids for result in results] == expected
         llm.core.check_integrity()
@@ -84,8 +84,8 @@ def test_tokens_are_those_of_a_masked_model(limited, runner, schedule):
         assert llm.core.scheduler.num_preemptions == 0
 
 
-def test_a_mask_changes_what_the_model_says(limited):
-    """Otherwise the comparison above would show nothing."""
+def test_the_mask_changes_the_output(limited):
+    """Otherwise the comparison above would prove nothing."""
     directory, _, expected = limited
     sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     results = LLM(directory, runner="reference").generate(make_prompts(), sampling, progress=False)
@@ -93,7 +93,7 @@ def test_a_mask_changes_what_the_model_says(limited):
 
 
 def test_long_sequences_fit_into_a_small_cache(checkpoint_factory):
-    """Blocks behind the window serve again: 400 tokens in a cache of 96."""
+    """Blocks outside the window are reused: 400 tokens in a cache of 96."""
     llm = LLM(
         checkpoint_factory("llama"),
         runner="reference",
@@ -110,8 +110,8 @@ def test_long_sequences_fit_into_a_small_cache(checkpoint_factory):
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1100, 5), (900, 700), (1500, 1400)])
-def test_a_long_window_is_split_among_threads_as_the_reference_computes_it(checkpoint_factory, window, sinks):
-    """The native runner attends to a long context in parts: the sinks belong to one of them."""
+def test_long_windows_split_among_threads_equal_the_reference(checkpoint_factory, window, sinks):
+    """The native runner splits the keys of a long context; the sinks are in one of the parts."""
     directory = checkpoint_factory("llama", max_position_embeddings=4096)
     tokens = random_tokens(2300)
     options = RunnerOptions(dtype="float32", max_attention_window_size=window, sink_token_length=sinks)
@@ -136,7 +136,7 @@ def test_a_long_window_is_split_among_threads_as_the_reference_computes_it(check
         ({"runner": "transformers", "max_attention_window_size": 8}, "windows of their own"),
     ],
 )
-def test_bad_limits_are_refused(checkpoint_factory, options, message):
+def test_invalid_limits_are_rejected(checkpoint_factory, options, message):
     with pytest.raises(EngineError, match=message):
         LLM(checkpoint_factory("llama"), **options)
 
@@ -151,7 +151,7 @@ def test_bad_limits_are_refused(checkpoint_factory, options, message):
         (16, (16, 16, 16)),
     ],
 )
-def test_a_list_is_for_the_layers_in_turn(checkpoint_factory, sizes, windows):
+def test_a_list_of_sizes_repeats_over_the_layers(checkpoint_factory, sizes, windows):
     with open_source(str(checkpoint_factory("llama"))) as source:
         spec = decoder_spec(source.config)
     assert limit_attention(spec, sizes, 0).sliding_windows == windows
@@ -163,8 +163,8 @@ def test_a_list_is_for_the_layers_in_turn(checkpoint_factory, sizes, windows):
 
 
 @pytest.mark.parametrize("runner", ["reference", "native"])
-def test_layers_with_windows_of_their_own(checkpoint_factory, runner):
-    """One layer that sees all keeps what the others lose."""
+def test_layers_with_different_windows(checkpoint_factory, runner):
+    """One layer with full attention preserves information that the other layers lose."""
     directory = checkpoint_factory("llama")
     sampling = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 

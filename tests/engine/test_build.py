@@ -81,7 +81,7 @@ def test_shards_add_up_to_the_whole(checkpoint_factory: Factory, tmp_path: Path)
     for name in ("output", "down"):
         both = np.concatenate([shard[f"layers.1.{name}"] for shard in shards], axis=1)
         np.testing.assert_array_equal(both, whole[f"layers.1.{name}"])
-    # Queries, keys and values of each rank lie below each other.
+    # Queries, keys and values of each rank are stacked.
     parts = [np.split(shard["layers.1.qkv"], [32, 48]) for shard in shards]
     both = np.concatenate([np.concatenate(pair) for pair in zip(*parts, strict=True)])
     np.testing.assert_array_equal(both, whole["layers.1.qkv"])

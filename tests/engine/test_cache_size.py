@@ -10,7 +10,7 @@ from neso.engine.load.cache_size import num_cache_blocks
 
 
 class Machine:
-    """100 blocks of 16 tokens would fill its free memory."""
+    """A machine whose free memory holds 100 blocks of 16 tokens."""
 
     share_of_free_memory = 0.25
 

@@ -43,7 +43,7 @@ def pooled(hidden: np.ndarray, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 def test_hidden_states_are_pooled(llama_checkpoint, hidden_states, runner, options, kind):
     llm = LLM(llama_checkpoint, runner=runner, **options)
-    # The second time prefixes are cached: nothing that is pooled may be skipped for it.
+    # The second time prefixes are cached, but pooled positions must not be skipped.
     for _ in range(2):
         embeddings = llm.embed(PROMPTS, PoolingParams(pooling=kind, normalize=False))
         expected = [pooled(hidden_states(ids), kind) for ids in PROMPTS]

@@ -65,7 +65,7 @@ def test_beam_search(llm, llama_checkpoint):
         assert total == pytest.approx(output.cumulative_logprob, rel=1e-4)
 
 
-def test_beams_are_output_once_beside_a_stream(llm):
+def test_beams_are_output_once_while_another_request_streams(llm):
     other = llm.stream("A server", SamplingParams(**FREE))
     next(other)
     outputs = list(llm.stream(PROMPT, SamplingParams(**FREE, beam_width=3, n=2)))
@@ -141,7 +141,7 @@ def test_bad_words_as_text_and_tokens(llm):
         assert not any(tokens[i : i + len(ids)] == ids for i in range(len(tokens)))
 
 
-def test_logits_equal_those_of_transformers(llm, llama_checkpoint):
+def test_logits_equal_transformers(llm, llama_checkpoint):
     result = run(llm, return_context_logits=True, return_generation_logits=True, prompt_logprobs=0)
     ids, (output,) = result.prompt_token_ids, result.outputs
     model = load_oracle(llama_checkpoint)
@@ -217,7 +217,7 @@ def test_unsupported_parameters_are_rejected(llm, field, params):
 
 
 def test_end_tokens_outside_the_vocabulary_are_ignored(llama_checkpoint, tmp_path):
-    """Configurations name such tokens; a request with `min_tokens` would have no column to keep them out of."""
+    """Some configurations have such tokens; with `min_tokens` there would be no column to suppress."""
     directory = tmp_path / "model"
     shutil.copytree(llama_checkpoint, directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, -1, 10**6]}))

@@ -1,4 +1,4 @@
-"""The queue of an encoder's engine: what goes into which step."""
+"""The queue of the encoder engine: composition of steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from neso.generation import FinishReason, PoolingParams, SamplingParams
 
 
 class FakeEncoder:
-    """Its vectors are the token ids; remembers the lengths of its batches."""
+    """The vectors are the token ids; `batches` records the lengths of each batch."""
 
     classifier = None
 
@@ -52,20 +52,20 @@ def vectors(outputs) -> dict[str, list[float]]:
     return {o.request_id: np.frombuffer(o.pooled, np.float32).tolist() for o in outputs}
 
 
-def test_steps_keep_to_the_budgets(encoder):
+def test_steps_respect_the_budgets(encoder):
     core = make_core(encoder, max_num_batched_tokens=10, max_num_seqs=3)
     for name, length in zip("abcdefg", (4, 4, 4, 30, 1, 1, 1), strict=True):
         assert core.add(request(name, [7] * length)) == []
     outputs = []
     while core.has_work:
         outputs += core.step()
-    # A text longer than the budget is a step by itself.
+    # A text longer than the budget runs in its own step.
     assert encoder.batches == [[4, 4], [4], [30], [1, 1, 1]]
     assert vectors(outputs) == {name: [7.0] for name in "abcdefg"}
     assert core.step() == [] and core.stats().num_batched_tokens == 3
 
 
-def test_priority_goes_first_and_aborted_requests_do_not_run(encoder):
+def test_high_priority_runs_first_and_aborted_requests_do_not_run(encoder):
     core = make_core(encoder, max_num_seqs=1, max_num_batched_tokens=4)
     core.add(request("late", [1], priority=1))
     core.add(request("gone", [2]))
@@ -75,7 +75,7 @@ def test_priority_goes_first_and_aborted_requests_do_not_run(encoder):
     assert [o.request_id for _ in range(3) for o in core.step()] == ["first", "late"]
 
 
-def test_a_batch_that_fails_fails_alone(encoder):
+def test_a_failing_batch_does_not_affect_others(encoder):
     core = make_core(encoder, max_num_seqs=2, max_num_batched_tokens=4)
     for name, ids in (("a", [99]), ("b", [1]), ("c", [2, 4])):
         core.add(request(name, ids))
@@ -85,7 +85,7 @@ def test_a_batch_that_fails_fails_alone(encoder):
     assert vectors(answered) == {"c": [3.0]}
 
 
-def test_what_is_refused_at_once(encoder):
+def test_requests_rejected_on_submission(encoder):
     core = make_core(encoder, max_queue_size=1)
     assert "cannot generate" in core.add(request("a", [1], pooling=None))[0].error
     assert core.add(request("a", [1])) == []

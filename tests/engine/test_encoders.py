@@ -40,7 +40,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
 
 
 def oracle(directory, ids: list[int]) -> np.ndarray:
-    """transformers' last hidden states of one sequence: float32[T, hidden]."""
+    """Return transformers' last hidden states of one sequence: float32[T, hidden]."""
     model = AutoModel.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).last_hidden_state[0].numpy()
@@ -54,7 +54,7 @@ def test_mean_embeddings_equal_transformers(encoder_factory, arch, runner):
     embeddings = llm.embed(prompts(), RAW)
     expected = [oracle(directory, ids).mean(axis=0) for ids in prompts()]
     np.testing.assert_allclose(embeddings, expected, atol=ATOL)
-    # Whoever else is in the batch; a budget of one token makes each a step of its own.
+    # For any batch composition; with a budget of one token each runs in its own step.
     alone = LLM(directory, runner=runner, max_num_batched_tokens=1, max_num_seqs=1).embed(prompts(), RAW)
     np.testing.assert_allclose(embeddings, alone, atol=ATOL)
 
@@ -69,7 +69,7 @@ def test_activations(encoder_factory, activation, runner):
 
 
 @pytest.mark.parametrize("kind", ["mean", "cls", "last", "max"])
-def test_kinds_of_pooling(encoder_factory, kind):
+def test_pooling_types(encoder_factory, kind):
     directory = encoder_factory("bert")
     ids = prompts()[3]
     hidden = oracle(directory, ids)
@@ -118,7 +118,7 @@ def test_class_probabilities_add_up_to_one(encoder_factory):
         llm.score("a", "b")
 
 
-def test_scores_without_a_classifier_are_cosines(encoder_factory):
+def test_scores_without_a_classifier_are_cosine_similarities(encoder_factory):
     llm = LLM(encoder_factory("bert"), runner="reference")
     query, *documents = embeddings = llm.embed(["query", "one", "two"])
     np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, atol=1e-6)
@@ -215,7 +215,7 @@ def test_lengths(encoder_factory):
     np.testing.assert_array_equal(cut.values, llm.embed(list(range(6, 133)), RAW)[0])
     ids, types = llm.tokenizer.encode_pair("a " * 60, "b " * 20, max_tokens=50)
     assert len(ids) == 50 and ids[-1] == 1
-    # The shorter text stays whole; and nothing of the cutting is left behind.
+    # The shorter text is not truncated, and truncation does not affect later texts.
     assert sum(types) == len(llm.tokenizer.encode("b " * 20)) - 1
     assert len(llm.tokenizer.encode_pair("a " * 60)[0]) > 50
     num_special = len(llm.tokenizer.encode(""))

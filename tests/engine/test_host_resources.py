@@ -22,7 +22,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def cpus(count: int, threads_per_core: int = 1) -> dict[str, str]:
-    """Topology files of `count` logical CPUs; hyperthreads of core i are i, i + cores, as Linux numbers them."""
+    """Return topology files of `count` logical CPUs; hyperthreads of core i are i, i + cores, as on Linux."""
     cores = count // threads_per_core
     return {
         f"sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list": ",".join(

@@ -29,7 +29,7 @@ def oracle(llama_checkpoint):
 
 
 def continued(oracle, vectors: np.ndarray, max_tokens: int = 8) -> list[int]:
-    """transformers' greedy tokens after the rows float32[P, hidden]."""
+    """Return transformers' greedy tokens after the rows float32[P, hidden]."""
     with torch.no_grad():
         output = oracle.generate(
             inputs_embeds=torch.tensor(vectors)[None],
@@ -68,7 +68,7 @@ def test_prompt_embeddings_equal_transformers(llama_checkpoint, oracle, runner, 
 def test_virtual_tokens_are_rows_of_the_table(llama_checkpoint, oracle, runner, options):
     llm = LLM(llama_checkpoint, runner=runner, **options)
     table = random_rows(6)
-    # Rows at the beginning, in the middle, one twice; the placeholder is a real token of the prompt too.
+    # Rows at the start, in the middle, and one twice; the placeholder also occurs as a normal token.
     ids = [VOCAB_SIZE + 1, VOCAB_SIZE, *range(6, 20), VOCAB_SIZE + 5, 0, VOCAB_SIZE + 5, 40, 41]
     prompt = {"prompt": ids, "prompt_embedding_table": table, "prompt_vocab_size": 6}
     everything = np.concatenate([embedded(oracle, list(range(VOCAB_SIZE))), table])
@@ -89,7 +89,7 @@ def test_a_text_prompt_follows_the_whole_table(llama_checkpoint, oracle):
 def test_prefix_cache_compares_rows_by_content(llama_checkpoint, oracle):
     llm = LLM(llama_checkpoint, runner="reference", block_size=4)
     one, other = random_rows(13, seed=1), random_rows(13, seed=2)
-    # The ids that stand where the rows are: their blocks must not be taken for those of the rows.
+    # The placeholder ids themselves: their blocks must not match the blocks of the rows.
     plain = [0] * 13
     for _ in range(2):
         for rows in (one, other):
@@ -97,7 +97,7 @@ def test_prefix_cache_compares_rows_by_content(llama_checkpoint, oracle):
             assert result.outputs[0].token_ids == continued(oracle, rows)
         (result,) = llm.generate(plain, GREEDY, progress=False)
         assert result.outputs[0].token_ids == continued(oracle, embedded(oracle, plain))
-    # The second round found the three full blocks of each.
+    # The second round hits three full blocks of each prompt.
     assert llm.core.stats().prefix_hit_tokens == 3 * 12
     half = np.concatenate([one[:8], other[8:]])
     (result,) = llm.generate(half, GREEDY, progress=False)

@@ -1,4 +1,4 @@
-"""Key-value blocks kept in the host's memory: the same tokens, whatever was pushed out and brought back."""
+"""KV-cache blocks offloaded to host memory: tokens do not depend on which blocks were moved."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("host_blocks", [20, 1000])
-def test_tokens_are_the_same(checkpoint_factory, overlap, host_blocks):
-    """In torch, where "device" and "host" are both this machine's memory; the copies are those of a GPU."""
+def test_tokens_do_not_change(checkpoint_factory, overlap, host_blocks):
+    """With torch on a CPU, "device" and "host" are both host memory; the copy code is that of a GPU."""
     directory = checkpoint_factory("llama")
     expected = greedy(directory, prompts(), 10)
     llm = LLM(directory, runner="torch", num_blocks=16, block_size=4, enable_overlap=overlap, dtype="float32",
@@ -33,7 +33,7 @@ def test_tokens_are_the_same(checkpoint_factory, overlap, host_blocks):
         results = llm.generate(prompts(), GREEDY, progress=False)
         assert [result.outputs[0].token_ids for result in results] == expected
         llm.core.check_integrity()
-    # What is asked for in turns is always gone when the room is short of all of it.
+    # With cyclic access, a cache that cannot hold all blocks evicts each one before its reuse.
     assert host.stats.loaded_blocks > 0 if host_blocks == 1000 else host.stats.evicted_blocks > 0
 
 
@@ -44,6 +44,6 @@ def test_tokens_are_the_same(checkpoint_factory, overlap, host_blocks):
         ({"runner": "torch", "enable_prefix_caching": False}, "needs enable_prefix_caching"),
     ],
 )
-def test_where_it_is_of_no_use_it_is_refused(checkpoint_factory, options, message):
+def test_unsupported_configurations_are_rejected(checkpoint_factory, options, message):
     with pytest.raises(EngineError, match=message):
         LLM(checkpoint_factory("llama"), kv_cache_host_memory_bytes=1 << 20, **options)

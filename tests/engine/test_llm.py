@@ -110,7 +110,7 @@ def test_logprobs_and_prompt_logprobs(llm):
     assert result.prompt_logprobs is not None and result.prompt_logprobs[0] is None
     scored = [entry.token_id for entry in result.prompt_logprobs[1:]]
     assert scored == [11, 12, 13]
-    # Teacher forcing: scoring what was generated gives what generating it gave.
+    # Teacher forcing: scoring the generated text gives the log probabilities of its generation.
     whole = [10, 11, 12, 13, *output.token_ids]
     (again,) = llm.generate([whole], SamplingParams(max_tokens=1, prompt_logprobs=0), progress=False)
     rescored = [entry.logprob for entry in again.prompt_logprobs[4:]]

@@ -1,4 +1,4 @@
-"""Greedy float32 tokens equal those of transformers' generate, whatever the schedule."""
+"""Greedy float32 tokens equal those of transformers' generate for any schedule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHECKPOINTS = {
         for kind, parameters in ROPES.items()
     },
 }
-# Prompts are not paced: who is preempted must not depend on how long steps take.
+# Prefill is not paced: preemption must not depend on the duration of steps.
 TINY = {"num_blocks": 24, "block_size": 4, "max_decode_stretch": 0}
 SCHEDULES = {
     "plain": {},
@@ -54,7 +54,7 @@ SCHEDULES = {
 
 
 def make_prompts() -> list[list[int]]:
-    """Lengths from 1 to 60; some share a prefix."""
+    """Return prompts of 1 to 60 tokens; some share a prefix."""
     rng = random.Random(3)
     shared = [rng.randrange(6, 300) for _ in range(33)]
     prompts = [[rng.randrange(6, 300) for _ in range(n)] for n in (1, 5, 16, 17, 60)]
@@ -70,8 +70,8 @@ def model(request, checkpoint_factory):
 
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_tokens_are_those_of_transformers(model, schedule, runner):
-    """Requests join while others run; they leave at different steps."""
+def test_tokens_equal_transformers(model, schedule, runner):
+    """Requests join while others run and end at different steps."""
     directory, expected = model
     options = {"runner": runner, "dtype": "float32", **SCHEDULES[schedule]}
     config = EngineConfig.from_options(str(directory), options)
@@ -106,7 +106,7 @@ def test_tokens_are_those_of_transformers(model, schedule, runner):
 
 
 def test_dynamic_rope_beyond_the_original_length(checkpoint_factory):
-    """Within the original length dynamic scaling changes nothing; that much is exact for any batch."""
+    """Within the original length dynamic scaling has no effect, so results are exact for any batch."""
     directory = checkpoint_factory(
         "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     )

@@ -1,4 +1,4 @@
-"""The families beyond Llama's in the whole engine: tokens as transformers generates them, and engine directories."""
+"""Families other than Llama in the whole engine: tokens equal transformers, and engine directories."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FAMILIES = dict(reversed(MODELS.values()))
 
 
 def tokens(model: Path, runner: str = "native", **options: Any) -> list[list[int]]:
-    # One thread: several wait for each other, which takes long on a busy machine.
+    # One thread: several would wait for each other, which is slow on a busy machine.
     llm = LLM(model, runner=runner, num_threads=1, **options)
     return [result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY, progress=False)]
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_tokens_are_those_of_transformers(checkpoint_factory: Factory, arch: str) -> None:
-    """With prompts in chunks, shared prefixes, and a cache so small that sequences start over."""
+def test_tokens_equal_transformers(checkpoint_factory: Factory, arch: str) -> None:
+    """With chunked prefill, shared prefixes, and a cache so small that sequences are preempted."""
     directory = checkpoint_factory(arch, **FAMILIES[arch])
     expected = greedy(directory, PROMPTS, MAX_TOKENS)
     for runner in ("reference", "native", "torch"):
@@ -56,7 +56,7 @@ def test_an_engine_directory_gives_the_tokens_of_its_checkpoint(
 
 
 @pytest.mark.parametrize("arch", ["phi3", "mixtral", "gpt_neox"])
-def test_ranks_have_shares(checkpoint_factory: Factory, tmp_path: Path, arch: str) -> None:
+def test_ranks_have_shards(checkpoint_factory: Factory, tmp_path: Path, arch: str) -> None:
     info = build_engine(checkpoint_factory(arch, **FAMILIES[arch]), tmp_path / "engine", RunnerOptions(), 2)
     name = "layers.0.experts.3." if arch == "mixtral" else "layers.0."
     assert info.matrices[name + "up"]["outputs"] == 40
@@ -70,7 +70,7 @@ def test_norms_over_all_heads_are_not_split(checkpoint_factory: Factory, tmp_pat
 
 @pytest.mark.parametrize("arch", ["phi3", "mixtral", "gemma2"])
 def test_float8_checkpoints(checkpoint_factory: Factory, tmp_path: Path, arch: str) -> None:
-    """What torch makes of it is what it makes of the checkpoint, rounded on the way."""
+    """The torch runner's tokens equal those of the dequantized checkpoint, rounded in the same way."""
     checkpoint = checkpoint_factory(arch, **{**FAMILIES[arch], "dtype": "bfloat16"})
     build_float8(checkpoint, tmp_path / "fp8")
     assert tokens(tmp_path / "fp8", "torch") == tokens(checkpoint, "torch", quantization="fp8")

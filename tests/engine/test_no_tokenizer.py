@@ -1,4 +1,4 @@
-"""Engines without a tokenizer or with that of another model; requests without detokenization."""
+"""Engines without a tokenizer or with the tokenizer of another model; requests without detokenization."""
 
 from __future__ import annotations
 

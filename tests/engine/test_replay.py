@@ -1,4 +1,4 @@
-"""Recorded steps run again: the same logits, on the same runner and on another."""
+"""Replayed steps give the same logits on the same runner and on another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory, checkpoint_factory):
-    """A few requests with chunks and preemption; the folder, and the tokens that came out."""
+    """Record some requests with chunks and preemption; return the folder and the output tokens."""
     folder = tmp_path_factory.mktemp("recording") / "steps"
     llm = LLM(
         checkpoint_factory("llama"),
@@ -31,7 +31,7 @@ def recording(tmp_path_factory, checkpoint_factory):
     return folder, [result.outputs[0].token_ids for result in results]
 
 
-def test_every_step_is_there_and_knows_its_tokens(recording):
+def test_every_step_is_recorded_with_its_tokens(recording):
     folder, tokens = recording
     plans = list(read_steps(folder))
     assert [plan.step for plan in plans] == list(range(1, len(plans) + 1))
@@ -40,7 +40,7 @@ def test_every_step_is_there_and_knows_its_tokens(recording):
     assert {token for answer in tokens for token in answer[:-1]} <= fed
 
 
-def test_two_runners_agree(recording, capsys):
+def test_replay_on_two_runners_agrees(recording, capsys):
     folder, _ = recording
     assert main([str(folder), "--against", "reference"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -48,7 +48,7 @@ def test_two_runners_agree(recording, capsys):
     assert all(float(line.split()[-1]) < 1e-3 for line in lines[1:-1] if len(line.split()) > 4)
 
 
-def test_a_runner_that_differs_is_found(recording):
+def test_replay_detects_a_different_runner(recording):
     folder, _ = recording
     recorded = read_engine(folder)
     good, bad = load_runner(recorded.config, "reference"), load_runner(recorded.config, "reference")
@@ -57,13 +57,13 @@ def test_a_runner_that_differs_is_found(recording):
     assert any(step.same_tokens is False and step.max_difference > 0.1 for step in steps)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path, checkpoint_factory):
+def test_an_unwritable_folder_is_an_error(tmp_path, checkpoint_factory):
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineError, match="record_steps"):
         LLM(checkpoint_factory("llama"), record_steps=str(tmp_path / "file" / "steps"))
 
 
-def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path, checkpoint_factory, caplog):
+def test_a_write_error_ends_only_the_recording(tmp_path, checkpoint_factory, caplog):
     folder = tmp_path / "steps"
     llm = LLM(checkpoint_factory("llama"), runner="reference", record_steps=str(folder))
     (folder / "step-000000002.npz").mkdir()

@@ -1,4 +1,4 @@
-"""Limits of log probabilities and logits of a request."""
+"""Limits of log probabilities and logits per request."""
 
 from __future__ import annotations
 

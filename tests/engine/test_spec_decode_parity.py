@@ -1,4 +1,4 @@
-"""Speculative decoding changes no token: greedy ones are transformers', drawn ones those of the same seeds."""
+"""Speculative decoding changes no token: greedy ones equal transformers, sampled ones equal those of the same seeds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def options_of(checkpoints: dict[str, Path], *parts: dict[str, object]) -> dict[
 def answers(
     core: EngineCore, params: list[SamplingParams], seed: int = 0
 ) -> dict[tuple[str, int], list[int]]:
-    """Requests join while others run."""
+    """Return the tokens of requests that join while others run."""
     rng = random.Random(seed)
     arriving = [
         EngineRequest(
@@ -102,7 +102,7 @@ def answers(
     ],
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_greedy_tokens_are_those_of_transformers(checkpoints, expected, method, schedule, runner):
+def test_greedy_tokens_equal_transformers(checkpoints, expected, method, schedule, runner):
     options = options_of(checkpoints, METHODS[method], SCHEDULES[schedule], {"runner": runner})
     core, _ = load_engine(EngineConfig.from_options(str(checkpoints["same"]), options))
     rng = random.Random(schedule)
@@ -115,7 +115,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoints, expected, method, 
     if "tiny" in schedule:
         assert core.scheduler.num_preemptions > 0
     elif method.startswith("oracle") and schedule != "small-steps":
-        # But for what the prefix cache holds without the draft model having seen it, it agrees with itself.
+        # The draft model equals the model, except after cached prefixes that it has not computed.
         assert drafts.accepted_tokens > 0.9 * drafts.draft_tokens
     elif method == "wrong-model":
         assert drafts.drafts and drafts.accepted_tokens < 0.2 * drafts.draft_tokens
@@ -138,7 +138,7 @@ def drawing() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("schedule", ["plain", "tiny-cache-chunk-7"])
 @pytest.mark.parametrize("method", ["ngram", "oracle-greedy"])
-def test_drawn_tokens_are_those_of_their_seeds(checkpoints, method, schedule):
+def test_seeded_tokens_are_unchanged(checkpoints, method, schedule):
     @cache
     def plain() -> dict[tuple[str, int], list[int]]:
         core, _ = load_engine(EngineConfig.from_options(str(checkpoints["same"]), {"runner": "native"}))
@@ -150,8 +150,8 @@ def test_drawn_tokens_are_those_of_their_seeds(checkpoints, method, schedule):
     assert core.stats().drafts.drafts
 
 
-def test_drawn_drafts_of_the_same_model_are_accepted(checkpoints):
-    """Where both distributions are the same, rejection sampling rejects nothing."""
+def test_sampled_drafts_of_the_same_model_are_accepted(checkpoints):
+    """If both distributions are equal, rejection sampling rejects nothing."""
     options = options_of(checkpoints, METHODS["oracle"], {"runner": "native"})
     core, _ = load_engine(EngineConfig.from_options(str(checkpoints["same"]), options))
     answers(core, [SamplingParams(temperature=1.0, seed=i, max_tokens=MAX_TOKENS) for i in range(6)])
@@ -160,7 +160,7 @@ def test_drawn_drafts_of_the_same_model_are_accepted(checkpoints):
 
 
 def test_stop_strings_and_logprobs_within_a_draft(checkpoints):
-    """The text, its tokens and their number end where they end without drafts."""
+    """Text, tokens and their number end where they end without drafts."""
     plain = LLM(checkpoints["same"], runner="native")
     prompts = make_prompts()
     free = plain.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), progress=False)
@@ -181,8 +181,8 @@ def test_stop_strings_and_logprobs_within_a_draft(checkpoints):
 
 @pytest.mark.parametrize("method", ["ngram", "oracle", "oracle-greedy"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_guided_answers_fit_their_grammar(checkpoints, method, temperature):
-    """Guesses that do not fit are refused at their own place; the rest of the batch is free."""
+def test_guided_output_matches_the_grammar(checkpoints, method, temperature):
+    """Draft tokens that violate the grammar are rejected at their position; other requests are not constrained."""
     digits = SamplingParams(
         temperature=temperature,
         seed=3,
@@ -224,7 +224,7 @@ def test_drafts_of_requests(checkpoints, expected):
         (DraftTokens([9], acceptance_threshold=0.0), {}, "draft_acceptance_threshold"),
     ],
 )
-def test_bad_drafts_are_refused(checkpoints, draft, several, field):
+def test_invalid_drafts_are_rejected(checkpoints, draft, several, field):
     llm = LLM(checkpoints["same"], runner="reference")
     with pytest.raises(InvalidParameter, match=field):
         llm.generate([[1, 2]], SamplingParams(**several), progress=False, drafts=[draft])
@@ -232,7 +232,7 @@ def test_bad_drafts_are_refused(checkpoints, draft, several, field):
 
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 def test_a_draft_model_with_a_shorter_context(checkpoints, checkpoint_factory, expected, runner):
-    """Learned positions, which end: longer sequences go on without guesses, shorter ones with them."""
+    """Learned positions end: longer sequences continue without drafts, shorter ones with them."""
     short = checkpoint_factory("gpt2", n_positions=32, max_position_embeddings=32)
     options = {"runner": runner, "dtype": "float32", "adaptive_speculation": False, "block_size": 4}
     llm = LLM(checkpoints["same"], speculative_model=str(short), **options)
@@ -245,13 +245,13 @@ def test_a_draft_model_with_a_shorter_context(checkpoints, checkpoint_factory, e
     assert again.draft_tokens
 
 
-def test_another_vocabulary_is_refused(checkpoints, checkpoint_factory):
+def test_another_vocabulary_is_rejected(checkpoints, checkpoint_factory):
     other = checkpoint_factory("llama", vocab_size=4096)
     with pytest.raises(EngineError, match="vocabulary"):
         load_engine(EngineConfig.from_options(str(checkpoints["same"]), {"speculative_model": str(other)}))
 
 
-def test_bad_options():
+def test_invalid_options():
     for options, message in (
         ({"speculative": "oracle"}, "speculative"),
         ({"speculative": "draft_model"}, "speculative_model"),
@@ -268,10 +268,10 @@ def test_bad_options():
     [{"vocab_size": 200}, {"max_position_embeddings": 30}, {"arch": "gpt2", "n_positions": 30}],
     ids=str,
 )
-def test_a_draft_model_that_knows_less_guesses_where_it_can(
+def test_a_draft_model_with_fewer_tokens_and_positions(
     checkpoint_factory, checkpoints, expected, narrower, runner
 ):
-    """Tokens and positions that it does not have are no reason to end guessing for all."""
+    """Unknown tokens and positions of one sequence must not disable drafts for all."""
     draft = checkpoint_factory(**{"arch": "llama", **narrower})
     options = {"speculative_model": str(draft), "runner": runner, "adaptive_speculation": False}
     core, _ = load_engine(EngineConfig.from_options(str(checkpoints["same"]), options))

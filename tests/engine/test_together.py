@@ -1,4 +1,4 @@
-"""Everything at once: requests of all kinds in one small engine give what each gives alone in a plain one."""
+"""Combinations of features: requests of all kinds in one small engine give the results that each gives alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WINDOW = {"max_attention_window_size": 14, "sink_token_length": 3}
 
 
 class Files:
-    """What the engines are made of."""
+    """The checkpoints, Medusa heads and adapters of the engines."""
 
     def __init__(self, root: Path, same: Path, other: Path) -> None:
         self.same = same
@@ -82,7 +82,7 @@ def files(checkpoint_factory, tmp_path_factory) -> Files:
 
 
 def run_mixed(engine: Mixed, requests: dict[str, AnyRequest], rng: random.Random) -> set[str]:
-    """All of them join at random and some are aborted; returns those that are answered."""
+    """Add all requests at random steps and abort some; return the names of the completed ones."""
     arriving = list(requests)
     rng.shuffle(arriving)
     doomed = {name for name in arriving if rng.random() < 0.2}
@@ -123,14 +123,14 @@ def check(
 
 
 def grid(schedules: list[str], fast: str) -> list[Any]:
-    """All methods in all schedules; those in a quick run meet each method and each schedule once at least."""
+    """Return all methods in all schedules; the quick cases cover each method and each schedule at least once."""
     pairs = [(method, schedule) for method in METHODS for schedule in schedules]
     quick = {(method, fast) for method in METHODS} | {("ngram", schedule) for schedule in schedules}
     return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
 
 
 @pytest.mark.parametrize(("method", "schedule"), grid(list(SCHEDULES), "preempted"))
-def test_each_gets_what_it_gets_alone(files, method, schedule):
+def test_results_equal_those_of_single_requests(files, method, schedule):
     engine = check(files, "native", 1, list(files.catalogue()), METHODS[method], SCHEDULES[schedule])
     if schedule == "preempted":
         assert engine.core.scheduler.num_preemptions > 0
@@ -140,7 +140,7 @@ def test_each_gets_what_it_gets_alone(files, method, schedule):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_other_orders(files, seed):
+def test_other_schedules(files, seed):
     rng = random.Random(seed)
     for windowed in (False, True):
         names = sorted(files.catalogue(windowed=windowed))
@@ -167,7 +167,7 @@ def test_windows_and_sinks(files, method, schedule):
 @pytest.mark.parametrize("method", ["plain", "draft model"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_blocks_on_the_host(files, method, overlap):
-    """In torch, with adapters: blocks go to the host and come back for the adapter that they are of."""
+    """With torch and adapters: offloaded blocks are reloaded for the adapter that computed them."""
     names = [
         name for name in sorted(files.catalogue("torch")) if name.startswith(("prompt", "greedy", "draft"))
     ]
@@ -179,7 +179,7 @@ def test_blocks_on_the_host(files, method, overlap):
 @pytest.mark.parametrize(
     "options", [METHODS["ngram"], {"speculative_model": "text"}], ids=["ngram", "draft model"]
 )
-def test_images_beside_guesses(tmp_path, options):
+def test_images_with_speculative_decoding(tmp_path, options):
     llava = make_llava(tmp_path / "llava")
     text = make_checkpoint(tmp_path / "text")
     if "speculative_model" in options:
@@ -221,7 +221,7 @@ def test_images_beside_guesses(tmp_path, options):
         ({}, {"images": (np.zeros((4, 4, 3), np.uint8),)}, "images"),
     ],
 )
-def test_what_does_not_go_together_is_refused(files, fields, options, field):
+def test_incompatible_parameters_are_rejected(files, fields, options, field):
     engine = files.open("native", SCHEDULES["preempted"])
     with pytest.raises((InvalidParameter, AssertionError), match=field):
         asked = with_prompt("vectors" if options.pop("vectors", False) else "short", fields, **options)

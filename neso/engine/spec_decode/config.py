@@ -34,7 +34,7 @@ head, then the third most likely of the second."""
 
 
 def paths_of(choices: Sequence[Sequence[int]]) -> list[TreePath]:
-    """The paths of a tree, shorter ones first. Raises `ValueError` for a path whose beginning is missing."""
+    """The paths of a tree, shorter ones first. Raises `ValueError` for a path whose prefix is missing."""
     paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
     if not paths or not paths[0]:
         raise ValueError("medusa_choices must be paths of one rank at least")
@@ -51,7 +51,7 @@ def paths_of(choices: Sequence[Sequence[int]]) -> list[TreePath]:
 
 
 def tree_of(paths: Sequence[TreePath]) -> DraftTree:
-    """The tree of paths that are ordered as `paths_of` orders them."""
+    """The tree of paths in the order of `paths_of`."""
     numbers = {(): -1, **{path: number for number, path in enumerate(paths)}}
     return DraftTree(tuple(numbers[path[:-1]] for path in paths))
 

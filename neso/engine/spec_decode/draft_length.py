@@ -1,4 +1,4 @@
-"""How many tokens to guess: as many as pay."""
+"""Chooses the number of draft tokens that maximizes throughput."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 _SMOOTHING = 0.05
 _FORGET = 0.98
-"""How much a step counts in the measurement of costs when the next one comes."""
+"""Decay of earlier steps in the measurement of costs."""
 PROBE_EVERY = 128
-"""Where guessing does not pay, so many steps go by before a token is guessed again, for a few steps: texts change."""
+"""If drafts do not pay, steps until one token is proposed again for a few steps, because texts change."""
 _PROBE_STEPS = 4
 _VARY_EVERY = 24
-"""Where it pays, a step without drafts now and then tells what they cost, one with longer ones what those give."""
+"""If drafts pay, steps until one without drafts (which measures their cost) or with longer ones."""
 _STEPS_TO_LEARN = 16
 
 
 class DraftLength:
-    """Chooses the length of drafts by the tokens that a second gives.
+    """Chooses the length of drafts that gives the most tokens per second.
 
-    Measured as steps go by: how often the token at each place of a draft is accepted when those before it are, and
-    what a step costs, as a constant and so much for each row. With few sequences a step that reads all the weights
-    anyway has room for drafts; with many, each row costs, and drafts that fail are rows for nothing.
+    Measured continuously: how often the token at each position of a draft is accepted if those before it are, and the
+    cost of a step as a constant plus a cost per row. With few sequences, a step is bound by reading the weights and
+    drafts are almost free; with many, each row costs time, and rejected drafts waste it.
 
     `longest` is the initial length; `fixed` keeps it. `rows_of[length - 1]`: tokens of a draft of that length, which
     are more in a tree.
@@ -38,7 +38,7 @@ class DraftLength:
         self._probing_until = _STEPS_TO_LEARN
 
     def choose(self, num_decoding: int) -> int:
-        """Tokens to guess for each of so many sequences; 0 for none."""
+        """Draft tokens for each of `num_decoding` sequences; 0 for none."""
         if self._fixed or not num_decoding:
             return self.longest
         self._steps += 1
@@ -69,29 +69,29 @@ class DraftLength:
         return best
 
     def observe_draft(self, num_tokens: int, num_accepted: int) -> None:
-        """Take note of a draft: tokens beyond the first that was wrong tell nothing."""
+        """Record a draft. Tokens after the first rejected one give no information."""
         for place in range(min(num_tokens, num_accepted + 1, self.longest)):
             hit = float(place < num_accepted)
             self._accepted[place] += _SMOOTHING * (hit - self._accepted[place])
 
     def observe_proposal(self, length: int, seconds: float) -> None:
-        """Take note of how long it took to guess so many tokens, for all sequences together."""
+        """Record how long proposing `length` tokens took, for all sequences together."""
         self._propose_seconds += _SMOOTHING * (seconds / length - self._propose_seconds)
 
     def observe_step(self, num_decoding: int, num_drafts: int, seconds: float) -> None:
-        """Take note of a step that did nothing else: sequences that decoded, tokens of drafts, and how long it took."""
+        """Record a step without prompts: sequences that decoded, draft tokens, and its duration."""
         if num_decoding:
             self._cost.add(num_decoding + num_drafts, seconds)
 
 
 class LineFit:
-    """Seconds of a step by its rows, a straight line through what was measured lately."""
+    """Seconds of a step by its rows: linear regression over recent measurements."""
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
 
     def add(self, rows: int, seconds: float) -> None:
-        """Take note of a measurement; those before count a little less."""
+        """Add a measurement; earlier ones decay."""
         self._weight = self._weight * _FORGET + 1
         self._rows = self._rows * _FORGET + rows
         self._seconds = self._seconds * _FORGET + seconds
@@ -99,7 +99,7 @@ class LineFit:
         self._products = self._products * _FORGET + rows * seconds
 
     def at(self, rows: int) -> float:
-        """Seconds to expect, more than 0."""
+        """Expected seconds, more than 0."""
         if not self._weight:
             return 1.0
         mean_rows, mean = self._rows / self._weight, self._seconds / self._weight

@@ -1,4 +1,4 @@
-"""Guesses from the text itself: what came after the same words before (prompt lookup decoding)."""
+"""Proposes draft tokens from earlier text of the sequence (prompt lookup decoding)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from neso.engine.core.sequence import Sequence
 from neso.engine.spec_decode.speculator import Proposer
 
 MAX_CANDIDATES = 16
-"""Places to compare, the last ones first: a text full of one word has it everywhere."""
+"""Limit of the earlier matches that are compared, the latest first."""
 
 
 class NgramProposer(Proposer):
-    """Finds the last tokens of a sequence earlier in it.
+    """Finds the last tokens of a sequence earlier in it, and proposes the tokens that followed.
 
-    Of the places where the last `shortest` tokens stand already, it takes the one with most tokens in common before
-    it, up to `longest` in all, and the latest of those; the guess is what came then.
+    Of the positions that match the last `shortest` tokens, it takes the one with the longest match, up to `longest`
+    tokens, and of those the latest.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -33,15 +33,15 @@ class NgramProposer(Proposer):
         start = index.find(tokens)
         if start is None:
             return None
-        guess: list[int] = []
+        proposed: list[int] = []
         for place in range(start, start + max_tokens):
-            # Beyond the end it goes on with itself: a text that repeats itself is guessed for any length.
-            guess.append(tokens[place] if place < len(tokens) else guess[place - len(tokens)])
-        return Draft(guess)
+            # After the end of the text the proposal repeats itself.
+            proposed.append(tokens[place] if place < len(tokens) else proposed[place - len(tokens)])
+        return Draft(proposed)
 
 
 class NgramIndex:
-    """Where in a growing sequence each run of `shortest` tokens stands: one entry for each new token."""
+    """Positions of all n-grams of `shortest` tokens in a growing sequence."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
@@ -50,9 +50,9 @@ class NgramIndex:
         self._indexed = shortest - 1
 
     def find(self, tokens: list[int]) -> int | None:
-        """Where to go on reading to guess what follows the tokens, which begin with those of the last call."""
+        """The position behind the best match of the last tokens. `tokens` begin with those of the last call."""
         size, ends = self._shortest, self._ends
-        # The last run is what is looked for: it does not find itself.
+        # The last n-gram is not indexed, so that it does not find itself.
         for end in range(self._indexed + 1, len(tokens)):
             ends.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._indexed = max(self._indexed, len(tokens) - 1)
@@ -69,7 +69,7 @@ class NgramIndex:
         return best
 
     def _common(self, tokens: list[int], place: int) -> int:
-        """How many tokens before `place` equal the last ones, `longest` at most."""
+        """Number of tokens before `place` that equal the last ones, at most `longest`."""
         length = self._shortest
         while (
             length < min(self._longest, place)

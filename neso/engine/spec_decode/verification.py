@@ -1,4 +1,12 @@
-"""Verification of draft tokens."""
+"""Verification of draft tokens.
+
+Without a draft distribution, a draft token is accepted if it equals the token that is sampled in its place. The output
+is the same as without drafts, because the random number of each position is the same.
+
+A token drawn from a distribution q is accepted with the probability min(1, p / q); in place of the first rejected one,
+a token is drawn from max(p - q, 0) (arXiv 2211.17192, 2302.01318). The output has the model's distribution p, but the
+same seed gives other tokens than without drafts.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +59,11 @@ FloatRow = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Verified:
-    """What a sequence gets from a step.
+    """Result of a step for one sequence.
 
-    - tokens: one at least; all but the last are drafts
-    - path: of a draft of N tokens, the numbers of those accepted, ascending
-    - row: which logits row the last token came from
+    - tokens: at least one; all but the last are accepted drafts
+    - path: indices of the accepted tokens in the draft, ascending
+    - row: logits row of the last token
     """
 
     tokens: list[SampledToken]
@@ -119,7 +127,7 @@ def verify(
 
 
 def _wants_equality(draft: Draft, state: SamplingState) -> bool:
-    """Greedy tokens were not drawn, whatever the drafts were."""
+    """Greedy sequences always compare tokens, however the draft was made."""
     return draft.acceptance_threshold is None and (draft.probabilities is None or state.params.greedy)
 
 
@@ -159,7 +167,7 @@ def _masked_rows(group: _Rows, logits: Logits, masks: RowMasks | None) -> list[F
 
 
 def _accept_equal(group: _Rows, tokens: list[SampledToken]) -> Verified:
-    """Follow the drafts that equal what was sampled."""
+    """Accept the draft tokens that equal the sampled ones."""
     assert group.draft is not None
     children: dict[tuple[int, int], int] = {}
     for number, parent in enumerate(group.parents):
@@ -186,7 +194,7 @@ def _accept_at_random(
     state: SamplingState,
     raw: dict[int, FloatRow],
 ) -> Verified:
-    """Accept one draft after another by its probabilities."""
+    """Accept draft tokens one after another by their probabilities."""
     draft = group.draft
     assert draft is not None
     tests = [state.uniform() for _ in range(group.num_drafts)]
@@ -212,7 +220,7 @@ def _accept_at_random(
 def _test(
     draft: Draft, number: int, target: Probabilities, test: float, uniform: float
 ) -> tuple[bool, int | None]:
-    """Whether a draft is accepted; if not, the token instead, None for the one that was sampled."""
+    """Whether a draft token is accepted; if not, its replacement, None for the sampled token."""
     token = draft.token_ids[number]
     drafted = None if draft.probabilities is None else draft.probabilities[number]
     drawn_with = 1.0 if drafted is None else float(drafted[token])
@@ -235,7 +243,7 @@ def _with_logprobs(token: int, group: _Rows, number: int, raw: dict[int, FloatRo
 
 
 def _settle(group: _Rows, state: SamplingState, result: Verified) -> None:
-    """Count what came out, and give back the random numbers of places that were not reached."""
+    """Count the new tokens, and return the random numbers of positions that were not reached."""
     for token in result.tokens:
         if token.token_id != INVALID_TOKEN:
             state.record(token.token_id)

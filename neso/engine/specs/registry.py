@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma.gemma3",
     "Gemma3ForConditionalGeneration": "gemma.gemma3_multimodal",
     "GPT2LMHeadModel": "gpt2.gpt2",
+    "GPTBigCodeForCausalLM": "gpt_bigcode.gpt_bigcode",
     "GPTNeoXForCausalLM": "gpt_neox.gpt_neox",
     "GraniteForCausalLM": "granite.granite",
     "LlamaForCausalLM": "llama.llama",

@@ -22,7 +22,7 @@ from neso.server.inference_response import InferenceResponse, ResponseStream
 from neso.server.shared_memory.regions import SharedMemoryWindow
 from neso.server.tracing import Trace
 
-PROTOCOL = "GRPC"  # in the names of trace activities
+PROTOCOL = "GRPC"  # part of the names of trace activities
 RECEIVE_STAMPS = ("GRPC_WAITREAD_START", "GRPC_WAITREAD_END")
 
 

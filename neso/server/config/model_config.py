@@ -20,7 +20,7 @@ _FIELDS_OF_INSTANCE_GROUP = ("host_policy", "secondary_devices")
 
 
 def ignored_fields(config: Any, implemented: Set[str] = frozenset()) -> list[str]:
-    """Configuration fields that are set and have no effect; `implemented` are implemented by the backend."""
+    """Return the configured fields that have no effect. The backend implements the fields in `implemented`."""
     names = [field.name for field, _ in config.ListFields() if field.name in _FIELDS]
     for group in config.instance_group:
         names += [
@@ -32,9 +32,9 @@ def ignored_fields(config: Any, implemented: Set[str] = frozenset()) -> list[str
 
 
 def string_parameter(config: Any, name: str, default: str = "") -> str:
-    """The string value of a parameter of a `ModelConfig` message; `default` if it is not set."""
+    """Return the string value of a parameter of a `ModelConfig` message; `default` if it is not set."""
     parameters = config.parameters
-    # A lookup in a map of messages would insert the name.
+    # Looking up a missing name in a map of messages would insert it.
     return str(parameters[name].string_value) if name in parameters else default
 
 
@@ -45,7 +45,7 @@ _BOOLEANS = {
 
 
 def parse_bool(text: str) -> bool | None:
-    """The boolean that a parameter's text stands for, ignoring case; None if it is not a boolean."""
+    """Parse the text of a boolean parameter, ignoring case; None if it is not a boolean."""
     return _BOOLEANS.get(text.strip().lower())
 
 
@@ -73,7 +73,7 @@ _PLATFORM_OF_BACKEND = {"onnxruntime": "onnxruntime_onnx", "pytorch": "pytorch_l
 
 
 def read_config(directory: Path, custom_name: str = "") -> ModelConfig | None:
-    """Parse the model's `configs/<custom_name>.pbtxt`, or else its config.pbtxt; None if there is neither.
+    """Parse the model's `configs/<custom_name>.pbtxt`, or else its config.pbtxt; None if neither file exists.
 
     Raises `InvalidArgument` with line and column.
     """
@@ -103,7 +103,7 @@ def config_from_json(text: str) -> ModelConfig:
 
 
 def _check_enums(message: Any, path: str = "") -> Any:
-    """Return the message. Raises `ValueError` for an enum number without a name, which proto3 parsers accept."""
+    """Return the message. Raises `ValueError` for undefined enum numbers, which proto3 parsers accept."""
     for field, value in message.ListFields():
         if field.message_type is None and field.enum_type is None:
             continue
@@ -123,14 +123,14 @@ def _check_enums(message: Any, path: str = "") -> Any:
 
 
 def config_to_json(config: ModelConfig) -> str:
-    """The configuration as JSON, with the protobuf field names."""
+    """Convert the configuration to JSON with protobuf field names."""
     return json.dumps(config_to_dict(config))
 
 
 def config_to_dict(message: Any) -> dict[str, Any]:
-    """A message as a dictionary with field names and default values.
+    """Convert a message to a dictionary with protobuf field names, including default values.
 
-    64-bit integers stay integers, as clients of Triton expect; the JSON mapping of protobuf would make them strings.
+    64-bit integers stay integers, as Triton clients expect; protobuf's JSON mapping would convert them to strings.
     """
     result: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
@@ -203,7 +203,7 @@ def _infer_backend(config: ModelConfig, version_directory: Path) -> str:
 
 
 def _find_file(backend: str, version_directory: Path) -> str:
-    """The model file, with one of the backend's file names; the first name if none exists."""
+    """Return the first of the backend's model file names that exists; its first name if none exists."""
     names = [filename for filename, of in _BACKEND_OF_FILE.items() if of == backend]
     return next((name for name in names if (version_directory / name).exists()), names[0] if names else "")
 

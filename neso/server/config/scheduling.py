@@ -32,7 +32,7 @@ class InstanceSpec:
     - name: name of its group and index in it
     - kind: "CPU", "GPU", "MODEL" or "AUTO"
     - device: GPU number; 0 for other kinds
-    - passive: loaded, but does not get requests
+    - passive: loaded, but receives no requests
     - group: its `ModelInstanceGroup` message
     """
 
@@ -44,9 +44,9 @@ class InstanceSpec:
 
 
 def instances_of(config: Any) -> list[InstanceSpec]:
-    """`count` instances of each group on each of its GPUs, passive instances last.
+    """Return `count` instances of each group on each of its GPUs, passive instances last.
 
-    So the indices of active instances are those that schedulers use.
+    This order makes the indices of active instances equal to the indices used by schedulers.
     """
     specs = []
     for group in config.instance_group:

@@ -72,7 +72,7 @@ class Memory:
 
 
 def describe(owner: Any) -> Memory:
-    """The memory location of a DLPack object on any device. Raises `InvalidArgument`."""
+    """Return the memory location of a DLPack object on any device. Raises `InvalidArgument`."""
     with _refusals("the object"):
         capsule = _capsule(owner)
         tensor = _tensor(capsule)
@@ -99,7 +99,7 @@ def is_on_host(owner: Any) -> bool:
 
 
 def to_numpy(owner: Any, what: str = "the object") -> npt.NDArray[Any]:
-    """An array that shares the memory of a host object. Raises `InvalidArgument` that mentions `what`."""
+    """Return an array that shares the memory of a host object. Raises `InvalidArgument` with `what` in its message."""
     try:
         return np.from_dlpack(owner)
     except (RuntimeError, BufferError, TypeError, AttributeError):
@@ -111,7 +111,7 @@ def to_numpy(owner: Any, what: str = "the object") -> npt.NDArray[Any]:
 
 
 def export(array: npt.NDArray[Any], **options: Any) -> Any:
-    """The DLPack capsule of an array; `options` as for `__dlpack__`."""
+    """Return the DLPack capsule of an array; `options` as for `__dlpack__`."""
     if array.dtype != BFLOAT16:
         return array.__dlpack__(**options)
     capsule = array.view(np.uint16).__dlpack__(**options)
@@ -120,7 +120,7 @@ def export(array: npt.NDArray[Any], **options: Any) -> Any:
 
 
 class _Relabelled:
-    """Exports bfloat16 elements as uint16, which numpy can read."""
+    """Exports bfloat16 elements as uint16, which numpy supports."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -149,7 +149,7 @@ def _capsule(owner: Any, **options: Any) -> Any:
 
 
 def _tensor(capsule: Any) -> _DLTensor:
-    """The structure of a capsule, valid while the capsule exists."""
+    """Return the structure of a capsule, valid while the capsule exists."""
     name = _get_name(capsule)
     if name not in _OFFSETS:
         raise BufferError("the DLPack capsule was used already")

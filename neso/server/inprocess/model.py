@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """A model name and version to send requests to. Looked up for each request, so reloads take effect.
+    """A model name and version that requests are sent to. Looked up for each request, so reloads take effect.
 
     Version "" selects the newest ready version. `state` and `reason` come from the repository index. All methods
     raise `ServerError` for an unknown model.
@@ -68,7 +68,7 @@ class Model:
         return self._server.call(lambda core: core.model(self.name, self.version).statistics.snapshot())
 
     def create_request(self, **fields: Any) -> InferenceRequest:
-        """A request to this model; keywords are the fields of `InferenceRequest`."""
+        """Create a request to this model; keywords are the fields of `InferenceRequest`."""
         return InferenceRequest(self, **fields)
 
     def infer(
@@ -97,7 +97,7 @@ class Model:
         return responses
 
     def send(self, request: InferenceRequest, responses: Responses[Any]) -> None:
-        """Send a request whose responses go to `responses`. Raises `ServerError` if it does not match the model."""
+        """Send a request, with responses to `responses`. Raises `ServerError` if it does not match the model."""
         if responses.blocks:
             self._server.check_may_wait()
         # Convert in the caller's thread: long lists would block the server's loop.
@@ -119,7 +119,7 @@ class Model:
             if model := core.model(self.name, self.version):
                 return model
         except Exception:
-            pass  # the loop may be replacing the model right now: ask on the loop
+            pass  # the loop may be replacing the model right now: look it up on the loop
         return self._server.call(lambda core: core.model(self.name, self.version))
 
 

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class InFlightRequest:
-    """Submits a request on the core's loop and passes each response to `deliver` there; the last one is `final`.
+    """Submits a request on the core's loop, where each response is passed to `deliver`; the last one is `final`.
 
-    Drops its references to the request and the responses once it has `ended`, so that holding this object keeps no
-    tensors alive.
+    Drops its references to the request and the responses once it has `ended`, so that a reference to this object does
+    not keep tensors alive.
     """
 
     __slots__ = ("_deliver", "_request", "_server", "ended")
@@ -51,7 +51,7 @@ class InFlightRequest:
         try:
             self._server.post(self._cancel)
         except Unavailable:
-            return  # the server has stopped, which ended the request
+            return  # the server has stopped and thereby ended the request
 
     def fail(self, error: ServerError) -> None:
         """End with an error unless already ended. Called on the core's loop."""
@@ -76,7 +76,7 @@ class InFlightRequest:
                 stream = model.submit(self._request)
             finally:
                 if trace is not None:
-                    trace.end()  # ends together with the model's part
+                    trace.end()  # ends when the model's part of the trace ends
         except ServerError as error:
             self.fail(error)
         except Exception as error:
@@ -135,9 +135,9 @@ R = TypeVar("R")
 
 
 class Responses(Generic[R]):
-    """Common part of both iterators: converts responses, raises errors, skips empty final responses.
+    """Base class of both iterators: converts responses, raises errors, skips empty final responses.
 
-    `flag_only`: also yield a final response that carries only the flag.
+    `flag_only`: also yield a final response that is empty except for its flag.
     """
 
     blocks = False
@@ -160,7 +160,7 @@ class Responses(Generic[R]):
             self.in_flight.cancel()
 
     def _next(self, response: CoreResponse) -> R | None:
-        """The converted response, None at the end. Raises the response's error."""
+        """Return the converted response; None at the end. Raises the response's error."""
         self._ended = response.final
         if self._raise_on_error and response.error is not None:
             raise response.error
@@ -169,7 +169,7 @@ class Responses(Generic[R]):
         return self._make(response)
 
     def _copy(self, response: CoreResponse) -> R:
-        """Convert for a queue: a failed conversion becomes an error response."""
+        """Convert a response for a queue; a failed conversion becomes an error response."""
         try:
             return self._make(response)
         except Exception as error:
@@ -178,9 +178,9 @@ class Responses(Generic[R]):
 
 
 class ResponseIterator(Responses[R], Iterator[R]):
-    """Iterates over responses as they arrive; blocks while there is none.
+    """Iterates over responses as they arrive; blocks until the next response.
 
-    Raises the error of a response unless `raise_on_error` is False. `copies`: a queue that also gets each response,
+    Raises the error of a response unless `raise_on_error` is False. `copies`: a queue that also receives each response,
     including an empty final one.
     """
 
@@ -234,7 +234,7 @@ class AsyncResponseIterator(Responses[R], AsyncIterator[R]):
         self._copies: asyncio.Queue[R] | None = copies
 
     def deliver(self, response: CoreResponse) -> None:
-        # The caller's loop may be closed: then cancel the request.
+        # If the caller's loop is closed, cancel the request.
         try:
             self._loop.call_soon_threadsafe(self._arrive, response)
         except RuntimeError:
@@ -271,9 +271,9 @@ class InferenceRequest:
     - inputs: by name; arrays, `Tensor`s, DLPack objects, lists or scalars
     - outputs: names of the requested outputs; all if empty
     - timeout: µs, 0 for none
-    - classification: output name to the number of largest classes to return
+    - classification: output name to the number of top classes to return
     - output_memory_type: target device of the outputs, as for `Tensor.to_device`
-    - response_queue: also gets each response, including an empty final one; a `queue.SimpleQueue` for `infer`, an
+    - response_queue: also receives each response, including an empty final one; a `queue.SimpleQueue` for `infer`, an
       `asyncio.Queue` for `async_infer`
     """
 
@@ -293,7 +293,7 @@ class InferenceRequest:
     _in_flight: list[InFlightRequest] = field(default_factory=list, init=False, repr=False)
 
     def cancel(self) -> None:
-        """Cancel all submissions of this request that have not ended. Thread-safe."""
+        """Cancel all unfinished submissions of this request. Thread-safe."""
         for submitted in self._in_flight:
             submitted.cancel()
 
@@ -303,7 +303,7 @@ class InferenceRequest:
         self._in_flight.append(submitted)
 
     def response_factory(self) -> Callable[[CoreResponse], InferenceResponse]:
-        """The function that converts responses to this request. Raises `InvalidArgument` for an unknown device."""
+        """Return the converter of responses to this request. Raises `InvalidArgument` for an unknown device."""
         if self.output_memory_type is None:
             return InferenceResponse.of
         parse_device(self.output_memory_type)

@@ -57,7 +57,7 @@ class Server:
         self.in_flight: set[InFlightRequest] = set()  # used on the loop only
 
     def start(self, wait_until_ready: bool = False, timeout: float | None = None) -> Server:
-        """Start to load the models; `wait_until_ready` waits until each is loaded or has failed.
+        """Start loading the models; with `wait_until_ready`, wait until each model is loaded or has failed.
 
         Raises `NotFound` for a repository that is not a directory, `TimeoutError` after `timeout` seconds.
         """
@@ -78,7 +78,7 @@ class Server:
         return self
 
     def stop(self) -> None:
-        """Wait for requests in flight (up to `exit_timeout`), unload the models, end the thread. Idempotent."""
+        """Wait for requests in flight (up to `exit_timeout`), unload the models and end the thread. Idempotent."""
         with self._lock:
             was_open, self._running = self._running, False
         if not was_open:
@@ -113,14 +113,14 @@ class Server:
         return self.wait_for(self.core.render_metrics()).decode()
 
     def metric_family(self, name: str, description: str, kind: MetricKind) -> MetricFamily:
-        """A custom metric family, created by the first call; it exists as long as a reference to it.
+        """Return a custom metric family, created by the first call. It exists as long as it is referenced.
 
         Raises `InvalidArgument` for an invalid name, `AlreadyExists` if the name has another kind.
         """
         return self.core.custom_metrics.family(name, description, kind)
 
     def model(self, name: str, version: str | int = "") -> Model:
-        """A loaded model; version "" is the newest. Raises `ServerError` if it is not loaded."""
+        """Return a loaded model; version "" selects the newest. Raises `ServerError` if it is not loaded."""
         self.call(lambda core: core.model(name, str(version)))
         return Model(self, name, str(version))
 
@@ -138,7 +138,7 @@ class Server:
         return Model(self, name)
 
     def unload(self, model: str | Model, unload_dependents: bool = False) -> None:
-        """Unload a model after its requests in flight, in model control mode `explicit`."""
+        """Unload a model after its requests in flight have ended, in model control mode `explicit`."""
         name = model.name if isinstance(model, Model) else model
         self.wait_for(self.core.unload_model(name, unload_dependents))
 
@@ -147,7 +147,7 @@ class Server:
     ) -> None:
         """Add a model repository (directory or URI), in model control mode `explicit`.
 
-        `name_mapping`: folder to model name, where they differ. Raises `ServerError`.
+        `name_mapping`: folder name to model name, for models where these differ. Raises `ServerError`.
         """
         folders = {name: folder for folder, name in (name_mapping or {}).items()}
         self.wait_for(self.core.register_repository(_uri(path), folders))
@@ -161,7 +161,7 @@ class Server:
         self.wait_for(self.core.poll_repositories())
 
     def attach(self, frontend: Frontend) -> None:
-        """Register a frontend, which is stopped before the server."""
+        """Register a frontend, which will be stopped before the server."""
         self._frontends.append(frontend)
 
     def detach(self, frontend: Frontend) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of the in-process API: host arrays, GPU memory through torch, DLPack."""
+"""Tensors of the in-process API: host arrays, GPU memory (through torch) and DLPack."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from neso.server.tensor import Tensor as ServerTensor
 
 
 class MemoryType(IntEnum):
-    """Memory types with Triton's numbers."""
+    """Memory types, numbered as in Triton."""
 
     CPU = 0
     CPU_PINNED = 1
@@ -36,7 +36,7 @@ _OF_DLPACK = {
 
 
 def memory_type(device_type: int) -> MemoryType:
-    """The memory type of a DLPack device type. Raises `InvalidArgument` for unsupported devices."""
+    """Return the memory type of a DLPack device type. Raises `InvalidArgument` for unsupported devices."""
     found = _OF_DLPACK.get(device_type)  # type: ignore[call-overload]
     if found is None:
         raise InvalidArgument(f"DLPack device type {int(device_type)} is not supported")
@@ -44,7 +44,7 @@ def memory_type(device_type: int) -> MemoryType:
 
 
 def parse_device(device: Device) -> tuple[MemoryType, int]:
-    """Memory type and device number. Raises `InvalidArgument`."""
+    """Parse a device into memory type and device number. Raises `InvalidArgument`."""
     kind: Any = device
     index: Any = 0
     if isinstance(device, str):
@@ -96,7 +96,7 @@ def wrap_gpu(owner: Any) -> Any:
 
 
 def upload_to_gpu(array: npt.NDArray[Any], index: int) -> Any:
-    """A copy of an array on a GPU. Raises `Unsupported` without that GPU."""
+    """Copy an array to a GPU. Raises `Unsupported` if the GPU does not exist."""
     torch = _torch()
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise Unsupported(f"there is no GPU {index} to move a tensor to")
@@ -108,12 +108,12 @@ def upload_to_gpu(array: npt.NDArray[Any], index: int) -> Any:
 
 
 def download_from_gpu(tensor: Any) -> npt.NDArray[Any]:
-    """A copy of a tensor on the host."""
+    """Copy a tensor to the host."""
     return dlpack.to_numpy(tensor.detach().cpu())
 
 
 def gpu_datatype(tensor: Any) -> DataType:
-    """The KServe datatype of a tensor. Raises `InvalidArgument`."""
+    """Return the KServe datatype of a tensor. Raises `InvalidArgument`."""
     return DataType.of_numpy(dlpack.to_numpy(_torch().empty(0, dtype=tensor.dtype)).dtype)
 
 
@@ -240,11 +240,13 @@ class Tensor:
         return self.to_server().array
 
     def to_host(self: AnyTensor) -> AnyTensor:
-        """This tensor if it is on the host, else a copy on the host."""
+        """Return this tensor if it is on the host, otherwise a copy on the host."""
         return self.to_device(MemoryType.CPU)
 
     def to_device(self: AnyTensor, device: Device) -> AnyTensor:
-        """This tensor if it is on the device, else a copy. Raises `InvalidArgument`, `Unsupported` without that GPU.
+        """Return this tensor if it is on the device, otherwise a copy there.
+
+        Raises `InvalidArgument`, `Unsupported` if the GPU does not exist.
 
         BYTES tensors stay on the host.
         """
@@ -265,7 +267,7 @@ class Tensor:
 
     @classmethod
     def _wrap(cls: type[AnyTensor], tensor: ServerTensor) -> AnyTensor:
-        """Also for subclasses with other constructors."""
+        """Wrap a core tensor. Also works for subclasses with other constructors."""
         made = cls.__new__(cls)
         made._host, made._gpu, made._wire = tensor, None, None
         return made

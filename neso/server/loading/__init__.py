@@ -1,1 +1,1 @@
-"""Loading and unloading of models, and the table of models."""
+"""Model loading and unloading, and the model table."""

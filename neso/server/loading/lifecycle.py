@@ -42,7 +42,7 @@ class ModelLifecycle:
         self._ending = False
 
     def all_ready(self) -> bool:
-        """Whether every version that should be loaded is ready."""
+        """Whether all versions that should be loaded are ready."""
         return all(
             slot.model.ready() if slot.model is not None else slot.unloaded
             for record in self._table
@@ -52,8 +52,8 @@ class ModelLifecycle:
     async def load(self, source: ModelSource, *, explicit: bool = False) -> None:
         """Load the versions selected by the version policy, or reload the changed ones.
 
-        No effect if the loaded versions are those of the source. Loaded versions serve until the new ones are ready,
-        and stay loaded if these fail. Raises `ServerError` with the reason.
+        No effect if the loaded versions already match the source. Loaded versions serve requests until the new ones are
+        ready, and stay loaded if the new ones fail. Raises `ServerError` with the reason.
         """
         async with self._locks.loading(source.id):
             record = self._table.record(source)
@@ -71,7 +71,8 @@ class ModelLifecycle:
     async def refresh_ensembles(self) -> None:
         """Reload ensembles whose steps have changed, and unload ensembles that can no longer run.
 
-        Called after loads and unloads. No effect during the load of another model, which calls it at its own end.
+        Called after loads and unloads. No effect if the current task is loading another model; that load calls it at
+        its end.
         """
         if self._locks.in_load:
             return
@@ -114,15 +115,16 @@ class ModelLifecycle:
                 record.slots = {}
             raise
         except ServerError:
-            if not serving:  # a serving ensemble may have to be unloaded, as its steps have changed
+            if not serving:  # a changed step can require unloading a serving ensemble
                 record.checked = next(self._clock)
             raise
-        record.checked = next(self._clock)  # not the start of the load, which may have loaded its own steps
+        # After the load: it may have loaded the ensemble's steps.
+        record.checked = next(self._clock)
         self._swap(record, source, old, fresh)
         self._raise_failures(record.name, fresh)
 
     def fail(self, name: str, reason: str) -> bool:
-        """Record that a model cannot be found. False if that was recorded before."""
+        """Record that a model cannot be found. Returns False if this was already recorded."""
         record = self._table.record(ModelSource(name, Path()))
         known = any(slot.reason == reason for slot in record.slots.values())
         record.slots = {0: VersionSlot(ModelState.UNAVAILABLE, reason)}
@@ -146,7 +148,7 @@ class ModelLifecycle:
                 self._table.drop(id)
 
     async def _unload(self, record: ModelRecord, timeout: float | None, reason: str) -> bool:
-        """False if nothing was loaded."""
+        """Unload all versions. Returns False if no version was loaded."""
         slots = tuple(record.slots.values())
         models = [model for slot in slots if (model := slot.retire()) is not None]
         record.source = None
@@ -158,7 +160,7 @@ class ModelLifecycle:
         return bool(models)
 
     async def unload_all(self, timeout: float | None) -> None:
-        """Unload all models, including replaced ones, at the end of the server."""
+        """Unload all models, including replaced ones, when the server stops."""
         self._ending = True
         await asyncio.gather(*(self.unload(record.id, timeout) for record in self._table), *self._retiring)
 
@@ -211,7 +213,7 @@ class ModelLifecycle:
 
     @staticmethod
     def _reusable(record: ModelRecord, plan: ModelPlan, version: int) -> Model | None:
-        """The serving model, if at most the instance groups of its configuration have changed."""
+        """Return the serving model if only the instance groups of its configuration may have changed, else None."""
         slot, source = record.slots.get(version), record.source
         if slot is None or slot.model is None or source is None or is_ensemble(plan.config):
             return None

@@ -1,4 +1,4 @@
-"""Plans and prepares the load of a model: source to configuration, and warmup."""
+"""Preparation of a model load: configuration from the source, and warmup."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A checked model source, ready to be loaded. `directory` can be one prepared by a repository agent."""
+    """A checked model source, ready to be loaded. `directory` can be a folder prepared by a repository agent."""
 
     source: ModelSource
     directory: Path
@@ -45,7 +45,7 @@ class ModelPlan:
 
     @property
     def steps(self) -> frozenset[str]:
-        """Names of the models of an ensemble's steps."""
+        """Model names of an ensemble's steps."""
         return frozenset(step.model_name for step in self.config.ensemble_scheduling.step)
 
 
@@ -55,7 +55,7 @@ def plan_model(source: ModelSource, options: ServerOptions) -> ModelPlan:
     directory, agents = run_agents(config, source.directory)
     versions = find_versions(directory)
     if not versions and source.config is not None and source.fingerprint is not None:
-        versions = [1]  # a checkpoint served without a repository has no version folders
+        versions = [1]  # a checkpoint outside a repository has no version folders
     newest = directory / str(versions[-1] if versions else 1)
     if source.renamed:
         config.name = source.name
@@ -95,14 +95,14 @@ def _find_config(source: ModelSource, options: ServerOptions) -> Any:
 
 
 FOLDER = "warmup"
-"""Folder of the `input_data_file`s in the model's folder."""
+"""Subfolder of the model's folder that contains the `input_data_file`s."""
 
 
 async def warm_up(context: ModelContext, backend: Backend, signature: Signature) -> None:
     """Execute each warmup sample of a loaded model `count` times (at least once), sequentially.
 
-    Requests bypass batching and statistics. With sequence batching every instance executes the samples. Raises
-    `ServerError` that names the sample.
+    Requests bypass batching and statistics. With sequence batching, every instance executes the samples.
+    Raises `ServerError`, whose message names the sample.
     """
     stateful = context.config.HasField("sequence_batching") and backend.batches
     instances = range(backend.num_instances) if stateful else (None,)
@@ -110,7 +110,7 @@ async def warm_up(context: ModelContext, backend: Backend, signature: Signature)
         failed = f"failed to run warmup sample '{sample.name}'"
         try:
             for _ in range(sample.count or 1):
-                # New inputs each time, because the model can write to them.
+                # New inputs for each execution, because the model can write to them.
                 for instance in instances:
                     inputs = await asyncio.to_thread(_make_inputs, sample, context)
                     request = InferenceRequest(context.name, inputs)
@@ -150,7 +150,7 @@ def _make_inputs(sample: Any, context: ModelContext) -> dict[str, Tensor]:
 
 
 def _make_input(name: str, sample: Any, context: ModelContext) -> Tensor:
-    """The input for the whole batch; the configuration has the data of one batch entry."""
+    """Return the input for the whole batch; the configuration contains the data of one batch entry."""
     spec, batches = sample.inputs[name], context.config.max_batch_size > 0
     batch_size = sample.batch_size or 1
     if batch_size > 1 and not batches:
@@ -186,7 +186,7 @@ def _read(name: str, folder: Path, file: str) -> bytes:
 
 
 def _random(datatype: DataType, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Random strings of 16 characters, floats in [0, 1), or integers in the full range of the type."""
+    """Return random strings of 16 characters, floats in [0, 1), or integers in the full range of the type."""
     generator, dtype = np.random.default_rng(), datatype.dtype
     if datatype is DataType.BYTES:
         array = np.empty(element_count(shape), np.object_)

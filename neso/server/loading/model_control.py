@@ -1,4 +1,4 @@
-"""Model control modes: loads at start, by request, or by polling the repositories."""
+"""Model control modes: loading at start, on request, or by polling the repositories."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModelControl:
             await asyncio.wait(tasks)
 
     def add(self, name: str, config: Any, directory: Path) -> None:
-        """Add a model that is in no repository; it is loaded at start or by request. Raises `InvalidArgument`."""
+        """Add a model that is not in a repository. It is loaded at start or on request. Raises `InvalidArgument`."""
         check_model_name(name)
         self._added[name] = ModelSource(name, Path(directory), fingerprint=Fingerprint(), config=config)
 
@@ -73,22 +73,22 @@ class ModelControl:
         return [entry for _, rows in sorted(entries, key=lambda named: named[0]) for entry in rows]
 
     async def load(self, name: str, config: str | None = None, files: dict[str, bytes] | None = None) -> None:
-        """Load a model by request, including the steps of an ensemble. Raises `ServerError`."""
+        """Load a model on request, including the steps of an ensemble. Raises `ServerError`."""
         self._check_control()
         check_model_name(name)
         sources = await asyncio.to_thread(self._requested, name, config, files)
         await self._in_task(self._load(sources), name)
 
     async def require(self, name: str, namespace: str) -> None:
-        """Load a model that another model depends on, unless it is loaded. Raises `ServerError`."""
+        """Load a dependency of another model, unless it is already loaded. Raises `ServerError`."""
         source = await asyncio.to_thread(self._find_one, name, namespace)
         await self._lifecycle.require(source)
 
     async def unload(self, name: str, unload_dependents: bool) -> None:
-        """Unload a model by request, and the ensembles that use it. No effect if it is not loaded.
+        """Unload a model on request, and the ensembles that use it. No effect if it is not loaded.
 
-        With `unload_dependents`, also unload the models of an ensemble's steps that were not loaded by name and that
-        no other model needs.
+        With `unload_dependents`, also unload an ensemble's step models that were not loaded by name and are not needed
+        by another model.
         """
         self._check_control()
         await asyncio.shield(asyncio.ensure_future(self._unload(name, unload_dependents)))
@@ -109,7 +109,7 @@ class ModelControl:
         self._check_registration("unregistration")
         self._repositories.unregister(uri)
 
-    # -- by request ---------------------------------------------------------------------------------------------
+    # -- loading on request -------------------------------------------------------------------------------------
 
     def _requested(self, name: str, config: str | None, files: dict[str, bytes] | None) -> list[ModelSource]:
         if files:
@@ -129,7 +129,7 @@ class ModelControl:
         return self._added.get(name) or self._repositories.find_one(name, namespace)
 
     def _steps(self, sources: list[ModelSource]) -> list[ModelSource]:
-        """The steps of ensembles, recursively, since they may have changed too. Unreadable ones are left out."""
+        """Return the steps of ensembles, recursively: they may have changed too. Unreadable steps are omitted."""
         found: dict[str, ModelSource] = {source.id: source for source in sources}
         pending = list(sources)
         while pending:
@@ -139,7 +139,7 @@ class ModelControl:
                 names = {step.model_name for step in config.ensemble_scheduling.step} if config else set()
                 steps = [self._find_one(name, source.namespace) for name in sorted(names)]
             except ServerError:
-                continue  # reported by its load
+                continue  # reported when the step is loaded
             fresh = [step for step in steps if step.id not in found]
             found.update((step.id, step) for step in fresh)
             pending += fresh
@@ -147,7 +147,7 @@ class ModelControl:
 
     async def _load(self, sources: list[ModelSource]) -> None:
         steps = await asyncio.to_thread(self._steps, sources)
-        # The ensemble reports why a step fails.
+        # The load of the ensemble reports why a step failed.
         await self._all(self._lifecycle.load(step) for step in steps if not self._is_overridden(step))
         results = await self._all(self._lifecycle.load(source, explicit=True) for source in sources)
         await self._lifecycle.refresh_ensembles()
@@ -180,7 +180,7 @@ class ModelControl:
         if self._options.model_control_mode is not ModelControlMode.EXPLICIT:
             raise Unsupported(f"repository {what} is not allowed if model control mode is not EXPLICIT")
 
-    # -- at start and by polling --------------------------------------------------------------------------------
+    # -- loading at start and by polling ------------------------------------------------------------------------
 
     async def _load_named(self, names: Iterable[str]) -> None:
         sources: list[ModelSource] = list(self._added.values())
@@ -238,7 +238,7 @@ class ModelControl:
 
     @staticmethod
     async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> list[ServerError | None]:
-        """Wait for all; returns their `ServerError`s and raises other exceptions."""
+        """Wait for all coroutines. Returns their `ServerError`s; raises other exceptions."""
 
         async def attempt(one: Coroutine[Any, Any, None]) -> ServerError | None:
             try:
@@ -250,7 +250,7 @@ class ModelControl:
         return await asyncio.gather(*(attempt(one) for one in work))
 
     async def _in_task(self, load: Coroutine[Any, Any, None], name: str) -> None:
-        """Load in a separate task, which is not cancelled with the client, but when the server stops."""
+        """Load in a separate task, which is cancelled when the server stops, but not when the client cancels."""
         if self._stopping:
             load.close()
             raise Unavailable(STOPPING)

@@ -1,4 +1,4 @@
-"""The known models by name with the state of their versions, and the locks that order loads."""
+"""Table of the known models and the states of their versions, and locks that serialize loads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from neso.server.metadata import IndexEntry, ModelState
 from neso.server.model import Model
 from neso.server.repository.source import ModelSource
 
-# The model that the current task is loading; it waits for the models that it loads in turn.
+# Model that the current task is loading. Its load waits for the loads that it starts.
 _being_loaded: ContextVar[str] = ContextVar("model that is being loaded", default="")
 
 
 class LoadLocks:
-    """Locks per model and a limit on concurrent loads. A model that loads other models waits for them."""
+    """Per-model locks and a limit on concurrent loads. The load of a model can wait for loads of other models."""
 
     def __init__(self, num_slots: int) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # kept while in use
-        self._waits_for: dict[str, str] = {}  # during a load: model to the model it waits for
+        self._waits_for: dict[str, str] = {}  # for each model being loaded: the model whose load it waits for
         self._slots = asyncio.Semaphore(num_slots)
         self._held_slots: Counter[str] = Counter()
 
@@ -71,7 +71,7 @@ class LoadLocks:
                 del self._held_slots[id]
 
     def _release_slots(self, id: str) -> None:
-        """A model that waits for others gives up its slot."""
+        """Release the slots of a model while it waits for the loads of other models."""
         for _ in range(self._held_slots.pop(id, 0)):
             self._slots.release()
 
@@ -85,15 +85,15 @@ class LoadLocks:
 
 
 UNLOADED = "unloaded"
-_MAX_DIGITS = 20  # of a version; Python limits the length of integers it parses
+_MAX_DIGITS = 20  # maximum length of a version; Python limits the number of digits of integers that it parses
 
 
 @dataclass(slots=True, eq=False)
 class VersionSlot:
     """One version of a model in the table. `model` is set while the version can be used.
 
-    `config`: the configuration it was loaded with. `unloaded`: unloaded on purpose or with a step of the ensemble, in
-    contrast to a failed load.
+    `config`: configuration used for the load. `unloaded`: unloaded on purpose or with a step of the ensemble, as
+    opposed to a failed load.
     """
 
     state: ModelState
@@ -103,7 +103,7 @@ class VersionSlot:
     unloaded: bool = False
 
     def retire(self) -> Model | None:
-        """Stop routing requests to the model, which is about to be unloaded."""
+        """Stop routing requests to the model before it is unloaded."""
         model, self.model = self.model, None
         if model is not None:
             self.state, self.reason = ModelState.UNLOADING, ""
@@ -111,7 +111,7 @@ class VersionSlot:
         return model
 
     def close(self, reason: str = UNLOADED) -> None:
-        """Record that it was unloaded."""
+        """Record that the version was unloaded."""
         self.state, self.reason, self.unloaded = ModelState.UNAVAILABLE, reason, True
 
 
@@ -120,8 +120,8 @@ class ModelRecord:
     """A model in the table.
 
     - source: source of the serving versions
-    - wanted: source that was requested last; None if the model should be unloaded
-    - steps: names of the models of an ensemble's steps
+    - wanted: last requested source; None if the model should be unloaded
+    - steps: model names of an ensemble's steps
     - explicit: loaded by name, not only as a step of an ensemble
     - changed: logical time when the set of serving versions changed
     - checked: logical time of the last attempt to load
@@ -147,7 +147,7 @@ class ModelRecord:
         return all(slot.unloaded for slot in self.slots.values())
 
     def holds(self, source: ModelSource) -> bool:
-        """Whether the serving versions are those that loading `source` would give."""
+        """Whether the serving versions are the versions that a load of `source` would produce."""
         if self.source is None or not self.models or self.source.overridden or source.overridden:
             return False
         if not all(slot.unloaded or (slot.model and slot.model.ready()) for slot in self.slots.values()):
@@ -163,7 +163,7 @@ class ModelRecord:
 
 
 class ModelTable:
-    """Records by id: the model name, or with namespacing a name and its repository."""
+    """Records by id. An id is a model name, or with namespacing a model name and its repository."""
 
     def __init__(self) -> None:
         self._records: dict[str, ModelRecord] = {}
@@ -176,7 +176,7 @@ class ModelTable:
         return self._records.get(id)
 
     def record(self, source: ModelSource) -> ModelRecord:
-        """The record of a model, created if there is none."""
+        """Return the record of a model; create it if it does not exist."""
         record = self._records.get(source.id)
         if record is None:
             record = self._records[source.id] = ModelRecord(source.id, source.name)
@@ -185,7 +185,7 @@ class ModelTable:
         return record
 
     def named(self, name: str) -> list[ModelRecord]:
-        """All records of a name."""
+        """Return all records of a model name."""
         return [self._records[id] for id in (name, *self._namespaces.get(name, ())) if id in self._records]
 
     def drop(self, id: str) -> None:
@@ -197,7 +197,7 @@ class ModelTable:
                 del self._namespaces[record.name]
 
     def find(self, name: str, version: str, namespace: str = "") -> Model:
-        """The model that serves requests; version "" is the newest ready version. Raises `ServerError`.
+        """Return the serving model; version "" selects the newest ready version. Raises `ServerError`.
 
         `namespace` selects one of several models with the same name.
         """
@@ -226,7 +226,7 @@ class ModelTable:
         if beside is not None and not beside.unloaded:
             return beside
         found = self.named(name)
-        if len(found) > 1:  # unloaded models do not count as ambiguous
+        if len(found) > 1:  # unloaded models do not make a name ambiguous
             found = [record for record in found if not record.unloaded] or found
         if not found:
             raise NotFound(f"{_unknown(name)} is not found")
@@ -238,7 +238,7 @@ class ModelTable:
         return found[0]
 
     def stale_ensembles(self) -> list[ModelRecord]:
-        """Ensembles with a step that has changed since the ensemble was last loaded or failed to load."""
+        """Return the ensembles with a step that has changed since the last load attempt of the ensemble."""
         return [
             record
             for record in self

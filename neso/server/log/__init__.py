@@ -1,4 +1,4 @@
-"""The server's log: what is written, in which form, and how that is changed while the server runs."""
+"""The server log: formats, levels, and updates at run time."""
 
 from neso.server.log.settings import LogSettings, configure_log, log_settings, request_fields
 from neso.server.options import LogFormat, LogOptions

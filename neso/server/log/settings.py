@@ -23,7 +23,7 @@ FIELDS = ("model", "model_version", "request_id", "trace_id")
 
 
 class NamedTrace(Protocol):
-    """A trace with an id for logs."""
+    """A trace with an id that is written to log lines."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +39,7 @@ class RequestInFlight(Protocol):
 
 
 def request_fields(stream: RequestInFlight) -> dict[str, str]:
-    """The `extra` argument for log messages about a request."""
+    """Return the `extra` argument for log messages about a request."""
     request = stream.request
     fields = {"model": request.model_name, "model_version": request.model_version, "request_id": request.id}
     if stream.trace is not None:
@@ -93,7 +93,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def make_formatter(format: LogFormat) -> logging.Formatter:
-    """The formatter for a format."""
+    """Return the formatter for a log format."""
     return _FORMATTERS[format]()
 
 
@@ -105,7 +105,7 @@ _FORMATTERS: dict[LogFormat, type[logging.Formatter]] = {
 
 
 def _letter(record: logging.LogRecord) -> str:
-    """E, W or I; verbose messages are I, as in Triton."""
+    """Return the level letter: E, W or I. Verbose messages have level I, as in Triton."""
     if record.levelno >= logging.ERROR:
         return "E"
     return "W" if record.levelno >= logging.WARNING else "I"
@@ -116,7 +116,7 @@ def _microseconds(record: logging.LogRecord) -> int:
 
 
 def _quote(message: str) -> str:
-    """The message as a JSON string, unless TRITON_SERVER_ESCAPE_LOG_MESSAGES is 0."""
+    """Return the message as a JSON string, or unchanged if TRITON_SERVER_ESCAPE_LOG_MESSAGES is 0."""
     if os.environ.get("TRITON_SERVER_ESCAPE_LOG_MESSAGES") == "0":
         return message
     return json.dumps(message, ensure_ascii=False)
@@ -126,7 +126,7 @@ QUIET_LIBRARIES = ("asyncio", "grpc", "filelock", "urllib3", "httpcore", "httpx"
 """Libraries whose messages below WARNING are logged only at verbose level 2."""
 
 MAX_VERBOSE_LEVEL = 2**31 - 1
-"""Maximum of the protocols; levels above 2 are the same as 2."""
+"""Maximum verbose level of the protocols; levels above 2 have the same effect as 2."""
 
 Values = dict[str, str | int | bool]
 
@@ -134,7 +134,7 @@ Values = dict[str, str | int | bool]
 class LogSettings:
     """Applies `LogOptions`, with the names of the logging extension.
 
-    Before `install` the application owns the log: only the level of Neso's loggers is changed.
+    Before `install`, only the level of Neso's loggers is changed, because the application owns the root log handlers.
     """
 
     def __init__(self, options: LogOptions | None = None) -> None:
@@ -159,7 +159,7 @@ class LogSettings:
         self._apply()
 
     def settings(self) -> Values:
-        """In the format of the logging extension."""
+        """The current settings in the format of the logging extension."""
         options = self.options
         return {
             "log_file": options.file,
@@ -171,7 +171,7 @@ class LogSettings:
         }
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Update settings, atomically. Values have the types of `settings`. Raises `ServerError`."""
+        """Update settings atomically. Values have the same types as in `settings`. Raises `ServerError`."""
         changes: dict[str, Any] = {}
         for name, value in values.items():
             field = name.removeprefix("log_")

@@ -1,1 +1,1 @@
-"""Prometheus metrics of the server, its models and the machine."""
+"""Prometheus metrics of the server, the models and the machine."""

@@ -1,4 +1,4 @@
-"""Options of the metrics, `--metrics-config` and others."""
+"""Metrics options: `--metrics-config` and others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLAGS = ("counter_latencies", "histogram_latencies", "summary_latencies")
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """A quantile of the summaries. `text` is its label, as the user wrote it."""
+    """A quantile of the summaries. `text` is its label, as written by the user."""
 
     value: float
     text: str
@@ -46,7 +46,7 @@ class MetricsConfig:
     - counter_latencies: cumulative durations, and the counters of the response cache
     - histogram_latencies: time to the first response of decoupled models
     - summary_latencies: durations as `summary_quantiles` over the last minute
-    - cpu, gpu: metrics of the machine, read again at a scrape when older than `interval` seconds
+    - cpu, gpu: machine metrics; a scrape reads values older than `interval` seconds again
     """
 
     counter_latencies: bool = True

@@ -1,6 +1,6 @@
-"""Metrics that Python models and programs define at run time.
+"""Metrics defined at run time by Python models and programs.
 
-A family and a metric are rendered as long as they are referenced.
+Families and metrics are rendered as long as they are referenced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class MetricKind(str, Enum):
-    """Kinds of metrics, by Prometheus' names."""
+    """Metric kinds, with Prometheus' names."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -89,7 +89,7 @@ class CustomMetric:
 
 
 class CustomFamily:
-    """Metrics of one name and kind, one for each set of labels."""
+    """Metrics with the same name and kind, one per set of labels."""
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         self.name = name
@@ -101,7 +101,7 @@ class CustomFamily:
     def metric(
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
     ) -> CustomMetric:
-        """The metric with these labels, created by the first call.
+        """Return the metric with these labels, created by the first call.
 
         Raises `InvalidArgument` for invalid labels or buckets, `AlreadyExists` if it has other buckets.
         """
@@ -116,7 +116,7 @@ class CustomFamily:
         return found
 
     def collect(self) -> Metric | None:
-        """All referenced metrics, None if there are none."""
+        """Return all referenced metrics; None if there are none."""
         with self._lock:
             metrics = list(self._metrics.values())
         if not metrics:
@@ -147,7 +147,7 @@ class CustomFamily:
 
 
 class CustomMetrics(Collector):
-    """Custom families of a server. `taken`: whether a name belongs to the server's own families. Thread-safe."""
+    """Custom families of a server. `taken`: whether a name is used by the server's built-in families. Thread-safe."""
 
     def __init__(self, taken: Callable[[str], bool]) -> None:
         self._taken = taken
@@ -155,7 +155,7 @@ class CustomMetrics(Collector):
         self._families: WeakValueDictionary[str, CustomFamily] = WeakValueDictionary()
 
     def family(self, name: str, description: str, kind: MetricKind) -> CustomFamily:
-        """The family of that name, created by the first call.
+        """Return the family with this name, created by the first call.
 
         Raises `InvalidArgument` for an invalid name, `AlreadyExists` if the family has another kind.
         """
@@ -174,7 +174,7 @@ class CustomMetrics(Collector):
         return found
 
     def samples(self, name: str) -> list[Sample]:
-        """The samples of one family; none if it does not exist."""
+        """Return the samples of one family; empty if it does not exist."""
         family = self._families.get(name)
         metric = family.collect() if family is not None else None
         return metric.samples if metric is not None else []

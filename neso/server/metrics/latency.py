@@ -1,4 +1,4 @@
-"""Histograms and summaries of the latencies of a model."""
+"""Latency histograms and summaries of a model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FIRST_RESPONSE_BUCKETS = (100.0, 500.0, 2000.0, 5000.0)
 
 SLICE_NS = 12_000_000_000
 NUM_SLICES = 5
-"""The window of summaries: the current slice and the four before it, 48 to 60 s."""
-_BITS = 7  # precision of a bucket after the leading bit
+"""Window of summaries: the current slice and the four preceding slices, 48 to 60 s."""
+_BITS = 7  # mantissa bits of a bucket after the leading bit
 
 
 class BucketCounts:
     """Counts of a histogram. `bounds` are the upper bounds of the buckets, increasing, without the infinite one.
 
-    Its samples are in Triton's order and format, which prometheus-client's `Histogram` cannot produce.
+    Samples are in Triton's order and format, which prometheus-client's `Histogram` cannot produce.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -39,7 +39,7 @@ class BucketCounts:
 
     @staticmethod
     def check_bounds(name: str, buckets: Sequence[float]) -> tuple[float, ...]:
-        """Valid bounds. Raises `InvalidArgument` if they do not increase."""
+        """Return the bounds. Raises `InvalidArgument` if they are not increasing."""
         bounds = tuple(float(bound) for bound in buckets if bound != float("inf"))
         if not all(low < high for low, high in pairwise(bounds)) or any(bound != bound for bound in bounds):
             raise InvalidArgument(f"buckets of '{name}' must be monotonically increasing")
@@ -62,10 +62,10 @@ class BucketCounts:
 
 
 class LatencySummary:
-    """Durations: number and sum since the start, and quantiles over the window, in bounded memory.
+    """Durations: count and sum since the start, and quantiles over the window, in bounded memory.
 
     A bucket spans 1/128 of its value (values below 256 ns are exact), so a quantile is exact in rank and within 0.4 %
-    in value. Adding is a few integer operations; a slice has at most some thousand buckets.
+    in value. Adding a value takes a few integer operations; a slice has at most a few thousand buckets.
     """
 
     __slots__ = ("_old", "_slice", "_slice_end", "count", "ns")
@@ -91,7 +91,7 @@ class LatencySummary:
         self.ns += ns
 
     def quantiles(self, fractions: tuple[float, ...], now: int) -> list[float]:
-        """Durations (ns) at these quantiles, each from 0 to 1; NaN if the window is empty."""
+        """Return the durations (ns) at these quantiles, each from 0 to 1; NaN if the window is empty."""
         if now >= self._slice_end:
             self._advance(now)
         slices = [counts for counts in (*self._old, self._slice) if counts]
@@ -131,7 +131,7 @@ def _ceil(value: float) -> int:
 
 
 class ModelLatencies:
-    """Summaries of the stages of successful requests of a model. Not thread-safe: used on the core's event loop."""
+    """Duration summaries of a model's successful requests by stage. Not thread-safe: used on the core's event loop."""
 
     def __init__(self, quantiles: tuple[Quantile, ...]) -> None:
         self.quantiles = quantiles
@@ -145,7 +145,7 @@ class ModelLatencies:
 
     @classmethod
     def from_config(cls, config: MetricsConfig) -> ModelLatencies | None:
-        """None if summaries are disabled."""
+        """Create the summaries; None if they are disabled."""
         return cls(config.summary_quantiles) if config.summary_latencies else None
 
     def add_success(self, now: int, request: int, stages: tuple[int, int, int, int]) -> None:
@@ -158,13 +158,13 @@ class ModelLatencies:
         self.compute_output.add(compute_output, now)
 
     def add_cache_hit(self, now: int, queue: int, cache: int) -> None:
-        """Add a request that the response cache answered: ns of queue and cache lookup."""
+        """Add a request answered by the response cache: ns of queue and cache lookup."""
         self.queue.add(queue, now)
         self.cache_hit.add(cache, now)
 
 
 def first_response_histogram(config: MetricsConfig, model_config: Any) -> BucketCounts | None:
-    """Milliseconds to the first response; None if histograms are disabled or the model is not decoupled.
+    """Create the histogram of milliseconds to the first response; None if disabled or if the model is not decoupled.
 
     Raises `InvalidArgument` if the buckets of the `ModelConfig`'s `model_metrics` do not increase.
     """

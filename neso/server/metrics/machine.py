@@ -1,4 +1,4 @@
-"""Metrics of the machine: CPU and memory from /proc, GPUs from NVML."""
+"""Machine metrics: CPU and memory from /proc, GPUs from NVML."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GPU_FAMILIES = (
         kind="counter",
     ),
 )
-# Always 0: the server copies nothing to GPUs itself and has no pool of pinned memory.
+# Always 0: the server itself copies no data to GPUs and has no pinned memory pool.
 PINNED_MEMORY_FAMILIES = (
     _gauge("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total memory size, in bytes"),
     _gauge("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used memory size, in bytes"),
@@ -71,7 +71,7 @@ def _single(family: Family, value: float) -> Metric:
 
 
 class CpuMetrics:
-    """CPU and memory of the whole machine, also within a container. Without /proc there are no metrics."""
+    """CPU and memory of the whole machine, also inside a container. Without /proc there are no metrics."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self._proc = proc
@@ -86,7 +86,7 @@ class CpuMetrics:
         if times and self._times:
             passed = [max(0, new - old) for new, old in zip(times, self._times, strict=True)]
             busy, idle = sum(passed[i] for i in _BUSY), sum(passed[i] for i in _IDLE)
-            if busy + idle:  # else no time has passed, and the last utilization stays
+            if busy + idle:  # otherwise no time has passed; keep the last utilization
                 self._utilization = busy / (busy + idle)
             elif self._utilization is None:
                 self._utilization = 0.0
@@ -112,7 +112,7 @@ class CpuMetrics:
         return times if name == "cpu" and len(times) == 8 else []
 
     def _read_memory(self) -> tuple[int, int] | None:
-        """Total bytes, and bytes in use: all but the available ones."""
+        """Return total bytes and used bytes (total minus available)."""
         found: dict[str, int] = {}
         try:
             with open(self._proc / "meminfo", encoding="ascii") as file:
@@ -134,7 +134,7 @@ class _Gpu:
 
 
 class GpuMetrics:
-    """GPUs visible to this process, by NVML. Values that a GPU does not report are omitted.
+    """GPUs visible to this process, read through NVML. Values that a GPU does not report are omitted.
 
     `nvml` is the initialised module `pynvml`. Not thread-safe.
     """
@@ -168,7 +168,7 @@ class GpuMetrics:
             logger.debug("NVML did not shut down: %s", error)
 
     def refresh(self) -> None:
-        """Read all GPUs. Blocks for some milliseconds."""
+        """Read all GPUs. Blocks for a few milliseconds."""
         nvml = self._nvml
         for gpu in self._gpus:
             readings: dict[str, float] = {}
@@ -207,7 +207,7 @@ class GpuMetrics:
             )
 
     def _visible_gpus(self) -> list[_Gpu]:
-        """The GPUs of CUDA_VISIBLE_DEVICES (indices or prefixes of UUIDs), by default all."""
+        """Return the GPUs of CUDA_VISIBLE_DEVICES (indices or UUID prefixes); all GPUs by default."""
         nvml = self._nvml
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         gpus = [_Gpu(handle, _text(nvml.nvmlDeviceGetUUID(handle))) for handle in handles]
@@ -236,7 +236,7 @@ def _text(value: str | bytes) -> str:
 
 
 class MachineMetrics(Collector):
-    """Collects CPU, memory and GPU metrics, read for a scrape if older than the configured interval."""
+    """Collects CPU, memory and GPU metrics. A scrape reads values older than the configured interval again."""
 
     def __init__(self, config: MetricsConfig) -> None:
         self._config = config
@@ -246,7 +246,7 @@ class MachineMetrics(Collector):
         self._lock = threading.Lock()
 
     async def update(self) -> None:
-        """Read values older than the interval, in a thread. The first call starts the measurement of utilization."""
+        """Update values older than the interval, in a thread. The first call starts the measurement of utilization."""
         if not (self._config.cpu or self._config.gpu):
             return
         if self._read_at is None or time.monotonic() - self._read_at >= self._config.interval:

@@ -1,4 +1,4 @@
-"""Metrics of models by Triton's names, read from the models' statistics at each scrape."""
+"""Model metrics with Triton's names, read from the models' statistics at each scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _ModelMetric(NamedTuple):
-    """A family, and a function that reads its samples of a model."""
+    """A family and the function that reads its samples from a model."""
 
     family: Family
     samples: Callable[[Model, str], Iterable[Sample]]
@@ -34,7 +34,7 @@ def _value(name: str, kind: str, help: str, read: Callable[[Model], float]) -> _
 
 
 def _cache_counter(name: str, help: str, read: Callable[[Model], float]) -> _ModelMetric:
-    """A counter of models that use the response cache."""
+    """Return a counter that exists only for models that use the response cache."""
 
     def samples(model: Model, name: str) -> Iterable[Sample]:
         return (Sample(name, model.metric_labels, read(model)),) if model.uses_cache else ()
@@ -45,7 +45,7 @@ def _cache_counter(name: str, help: str, read: Callable[[Model], float]) -> _Mod
 def _summary(
     name: str, help: str, read: Callable[[ModelLatencies], LatencySummary], cached: bool | None = None
 ) -> _ModelMetric:
-    """`cached`: only of models that use the response cache, or only of those that do not."""
+    """Return a summary; with `cached` only for models with (True) or without (False) a response cache."""
 
     def samples(model: Model, name: str) -> Iterator[Sample]:
         latencies = model.statistics.latencies
@@ -175,7 +175,7 @@ _HISTOGRAM_LATENCIES = (
 )
 
 _SUMMARY_LATENCIES = (
-    # Omitted for cached models, as in Triton: it would mix cached and computed requests.
+    # Omitted for models with a response cache, as in Triton: it would mix cached and computed requests.
     _summary(
         "nv_inference_request_summary_us",
         "Summary of inference request duration in microseconds (includes cached requests)",
@@ -219,7 +219,7 @@ _SUMMARY_LATENCIES = (
 MODEL_FAMILIES = frozenset(
     metric.family.name for metric in _COUNTS + _COUNTER_LATENCIES + _HISTOGRAM_LATENCIES + _SUMMARY_LATENCIES
 )
-"""Names of all families of models, whether enabled or not."""
+"""Names of all model families, enabled or not."""
 
 
 class ModelCollector(Collector):
@@ -239,7 +239,7 @@ class ModelCollector(Collector):
 
 
 def model_families(config: MetricsConfig) -> list[Family]:
-    """The enabled families. Models add the labels of their `metric_tags`."""
+    """Return the enabled families. Models add the labels of their `metric_tags`."""
     return [metric.family for metric in _enabled(config)]
 
 
@@ -272,14 +272,14 @@ KV_CACHE_FAMILY = Family(
 
 @dataclass(frozen=True, slots=True)
 class KvCacheLoad:
-    """Utilization of the KV caches of all models, from 0 to 1, and their capacity in tokens."""
+    """Utilization of the KV caches of all models, from 0 to 1, and their total capacity in tokens."""
 
     utilization: float
     max_tokens: int
 
     @classmethod
     def from_samples(cls, samples: Iterable[Sample]) -> KvCacheLoad | None:
-        """The load by the samples of `KV_CACHE_FAMILY`; None if no model publishes all values that it takes."""
+        """Compute the load from the samples of `KV_CACHE_FAMILY`; None if no model publishes all required values."""
         label = KV_CACHE_FAMILY.labels[-1]
         models: defaultdict[frozenset[tuple[str, str]], dict[str, float]] = defaultdict(dict)
         for sample in samples:

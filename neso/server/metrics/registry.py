@@ -1,8 +1,8 @@
-"""Declaration of metric families, their registry, and the text exposition format.
+"""Metric family declarations, their registry, and the text exposition format.
 
 A metric is declared once, as a `Family`. Its values come from
 
-- a counter, gauge or histogram of prometheus-client: `MetricsRegistry.counter` and so on
+- a counter, gauge or histogram of prometheus-client: `MetricsRegistry.counter`, `gauge`, `histogram`
 - a function that is called at each scrape: `MetricsRegistry.watch`
 - a `Collector` that reads existing state at each scrape, such as `ModelCollector`
 """
@@ -33,9 +33,9 @@ Kind = TypeVar("Kind", bound=Collector)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A metric family as /metrics shows it.
+    """A metric family, as rendered by /metrics.
 
-    `kind`: counter, gauge, histogram or summary. `labels` are those of every sample, without `le` and `quantile`.
+    `kind`: counter, gauge, histogram or summary. `labels`: the labels of all samples, without `le` and `quantile`.
     `buckets`: upper bounds of a histogram, without the infinite one.
     """
 
@@ -47,7 +47,7 @@ class Family:
 
 
 class LabelSet(dict[str, str]):
-    """Labels that do not change; their text is formatted once."""
+    """Constant labels; their text is formatted once."""
 
     __slots__ = ("text",)
 
@@ -57,7 +57,7 @@ class LabelSet(dict[str, str]):
 
 
 class _WatchedFamily(Collector):
-    """A gauge or counter whose values are read at each scrape, by values of the labels."""
+    """A gauge or counter whose values are read at each scrape; read functions by label values."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
@@ -67,7 +67,7 @@ class _WatchedFamily(Collector):
         self._reads[values] = (LabelSet(dict(zip(self._family.labels, values, strict=True))), read)
 
     def remove(self, values: tuple[str, ...], read: Callable[[], float]) -> None:
-        """Remove the function, unless another one has replaced it."""
+        """Remove the function, unless another function has replaced it."""
         if values in self._reads and self._reads[values][1] is read:
             del self._reads[values]
 
@@ -79,7 +79,7 @@ class _WatchedFamily(Collector):
 
 
 class MetricsRegistry(CollectorRegistry):
-    """All metric families of a server. `reserved`: names of families that collectors provide."""
+    """All metric families of a server. `reserved`: family names provided by collectors."""
 
     def __init__(self, reserved: Collection[str] = ()) -> None:
         super().__init__(auto_describe=False)
@@ -87,19 +87,19 @@ class MetricsRegistry(CollectorRegistry):
         self._families: dict[str, tuple[Family, Collector]] = {}
 
     def counter(self, family: Family) -> Counter:
-        """The counter of a family. Models share it: the first call creates it. Raises `AlreadyExists`."""
+        """Return the counter of a family, which the models share. The first call creates it. Raises `AlreadyExists`."""
         return self._shared(
             family, Counter, lambda: Counter(family.name, family.help, family.labels, registry=self)
         )
 
     def gauge(self, family: Family) -> Gauge:
-        """The gauge of a family, shared like a `counter`."""
+        """Return the gauge of a family, shared like a `counter`."""
         return self._shared(
             family, Gauge, lambda: Gauge(family.name, family.help, family.labels, registry=self)
         )
 
     def histogram(self, family: Family) -> Histogram:
-        """The histogram of a family, shared like a `counter`; the first declaration sets the buckets."""
+        """Return the histogram of a family, shared like a `counter`; the first declaration sets the buckets."""
         return self._shared(
             family,
             Histogram,
@@ -107,10 +107,10 @@ class MetricsRegistry(CollectorRegistry):
         )
 
     def watch(self, family: Family, values: tuple[str, ...], read: Callable[[], float]) -> Callable[[], None]:
-        """Call `read` at each scrape for the value of a gauge or counter. `values` are those of the labels.
+        """Call `read` at each scrape for the value of a gauge or counter with the label values `values`.
 
-        Returns a function that ends it. The last `watch` with the same labels replaces the others: when a model is
-        reloaded, the new one watches before the old one ends. Raises `AlreadyExists`.
+        Returns a function that stops watching. A later `watch` with the same labels replaces this one: when a model is
+        reloaded, the new model calls `watch` before the old one stops. Raises `AlreadyExists`.
         """
 
         def make() -> _WatchedFamily:
@@ -123,15 +123,15 @@ class MetricsRegistry(CollectorRegistry):
         return lambda: watched.remove(values, read)
 
     def taken(self, name: str) -> bool:
-        """Whether a family of the server or of a backend has that name."""
+        """Whether the name is used by a family of the server or of a backend."""
         return name in self._families or f"{name}_total" in self._families or name in self._reserved
 
     def describe(self) -> list[Family]:
-        """The families of backends, in order of registration."""
+        """Return the families of backends, in order of registration."""
         return [family for family, _ in self._families.values()]
 
     def samples(self, name: str) -> list[Sample]:
-        """The samples of one family of a backend."""
+        """Return the samples of one family of a backend."""
         if name not in self._families:
             return []
         return [sample for metric in self._families[name][1].collect() for sample in metric.samples]
@@ -141,7 +141,7 @@ class MetricsRegistry(CollectorRegistry):
         return "".join(self._lines()).encode()
 
     async def render_in_turns(self) -> bytes:
-        """Same as `render`, without blocking the event loop when there are many metrics."""
+        """Like `render`, without blocking the event loop when there are many metrics."""
         lines: list[str] = []
         for line in self._lines():
             lines.append(line)
@@ -164,7 +164,7 @@ class MetricsRegistry(CollectorRegistry):
 
 
 def metric_lines(metric: Metric) -> Iterator[str]:
-    """Text of a family, about one line at a time; none for a family without samples.
+    """Yield the text of a family, about one line at a time; nothing for a family without samples.
 
     The writer of prometheus-client appends `_total` to every counter; Triton's counters have no suffix.
     """
@@ -184,7 +184,7 @@ def metric_lines(metric: Metric) -> Iterator[str]:
 
 
 def format_number(value: float) -> str:
-    """A value as text; whole numbers have no decimal point."""
+    """Format a value; whole numbers have no decimal point."""
     if isinstance(value, int) or (math.isfinite(value) and value == int(value)):
         return str(int(value))
     return str(floatToGoString(value))  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Executions of all models share named resources."""
+"""Rate limiter: the executions of all models share named resources."""

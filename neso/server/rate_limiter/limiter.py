@@ -1,9 +1,10 @@
 """Rate limiter: decides which instance executes next among models that share resources.
 
-Every instance has a turn, a number that grows by its priority with each of its executions. Waiting instances are served
-in the order of their turns, so that an instance of priority 2 executes half as often as one of priority 1 under load.
-An instance that waits for resources reserves them against later ones, to prevent starvation; instances that need other
-resources can overtake. After a pause, an instance continues at the turn of the last execution.
+Every instance has a turn, a number that grows by its priority with each of its executions. Waiting instances execute
+in ascending order of their turns, so that under load an instance of priority 2 executes half as often as an instance of
+priority 1. To prevent starvation, a waiting instance reserves its resources against instances with later turns;
+instances that need other resources can overtake it. After a pause, an instance continues at the turn of the last
+execution.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ResourceNeeds = dict[ResourceKey, int]
 
 
 def needs_of(spec: InstanceSpec) -> ResourceNeeds:
-    """Resources of an instance, from the `rate_limiter` of its group. Raises `InvalidArgument`."""
+    """Return the resources of an instance, from the `rate_limiter` of its group. Raises `InvalidArgument`."""
     needs: ResourceNeeds = {}
     for resource in spec.group.rate_limiter.resources:
         if not resource.name:
@@ -38,19 +39,19 @@ def needs_of(spec: InstanceSpec) -> ResourceNeeds:
 
 
 class Resources:
-    """Amounts of resources: those of the limits, or without any limits the maximum that an instance needs.
+    """Amounts of resources: the configured limits, or without any limits the maximum that an instance needs.
 
-    With limits, other resources have an amount of 0.
+    If there are limits, resources without a limit have an amount of 0.
     """
 
     def __init__(self, limits: Sequence[ResourceLimit] = ()) -> None:
         self._limits = tuple(limits)
         self._declared: dict[object, list[ResourceNeeds]] = {}
-        self._available: ResourceNeeds = {}  # total amounts of the declared resources
+        self._available: ResourceNeeds = {}  # total amount of each declared resource
         self._taken: Counter[ResourceKey] = Counter()
 
     def declare(self, owner: object, needs: list[ResourceNeeds]) -> None:
-        """Register a model. Raises `InvalidArgument`, without registering it, if a need can never be met."""
+        """Register a model. Raises `InvalidArgument`, without registering it, if its needs exceed the total amounts."""
         self._declared[owner] = needs
         try:
             self._recount()
@@ -64,11 +65,11 @@ class Resources:
         self._recount()
 
     def available(self, key: ResourceKey) -> int:
-        """Total amount of a resource."""
+        """Return the total amount of a resource."""
         return self._available.get(key, 0)
 
     def fit(self, needs: ResourceNeeds) -> bool:
-        """Whether the resources are free."""
+        """Return whether the resources are free."""
         return all(self._taken[key] + count <= self.available(key) for key, count in needs.items())
 
     def take(self, needs: ResourceNeeds) -> None:
@@ -114,7 +115,7 @@ class Resources:
 class _State(Enum):
     IDLE = auto()
     ASKING = auto()
-    GRANTED = auto()  # holds its resources, has not started
+    GRANTED = auto()  # holds its resources, but has not started
     EXECUTING = auto()
 
 
@@ -131,14 +132,14 @@ class RateLimiter:
 
     def __init__(self, limits: tuple[ResourceLimit, ...] = ()) -> None:
         self._resources = Resources(limits)
-        self._asking: dict[_Instance, LimitedInstances] = {}  # in the order of requests
+        self._asking: dict[_Instance, LimitedInstances] = {}  # in order of request
         self._turn = 0
         self._dispatcher = Dispatcher(self._grant)
 
     def admit(self, config: Any) -> LimitedInstances | None:
         """Register a model before it is loaded; None if its instances need no resources.
 
-        Raises `InvalidArgument` if it needs more than there is.
+        Raises `InvalidArgument` if its needs exceed the total amounts.
         """
         specs = [spec for spec in instances_of(config) if not spec.passive]
         instances = [_Instance(needs_of(spec), max(spec.group.rate_limiter.priority, 1)) for spec in specs]
@@ -146,7 +147,7 @@ class RateLimiter:
             return None
         limited = LimitedInstances(self, instances)
         self._resources.declare(limited, [instance.needs for instance in instances])
-        self._dispatcher.wake()  # the model can have increased amounts
+        self._dispatcher.wake()  # the model may have increased the amounts
         return limited
 
     def _grant(self) -> None:
@@ -173,13 +174,13 @@ class RateLimiter:
         instance.state = _State.EXECUTING
 
     def _end(self, instance: _Instance) -> None:
-        """End an execution, or the wait for one."""
+        """End an execution, or the wait for an execution."""
         if instance.state is _State.ASKING:
             del self._asking[instance]
         elif instance.state is not _State.IDLE:
             self._resources.give_back(instance.needs)
         instance.state = _State.IDLE
-        self._dispatcher.wake()  # its reservation is gone too
+        self._dispatcher.wake()  # this also removes its reservation
 
     def _forget(self, owner: LimitedInstances) -> None:
         self._resources.forget(owner)
@@ -187,7 +188,7 @@ class RateLimiter:
 
 
 class LimitedInstances:
-    """The instances of one model, by index, as used by its scheduler.
+    """The instances of one model, by index, used by the scheduler of the model.
 
     `on_grant` is called when a requested instance can start; the scheduler then calls `take` or `withdraw`.
     """

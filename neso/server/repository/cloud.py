@@ -1,4 +1,4 @@
-"""Model repositories in cloud storage: models are copied to this machine when they are loaded."""
+"""Model repositories in cloud storage. Models are copied to the local disk when they are loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _S3_ENDPOINT = re.compile(r"^(?:(?P<protocol>https?)://)?(?P<host>[^/:]+:\d+)/(?
 
 
 class Bucket(NamedTuple):
-    """Location for fsspec: protocol, path, file-system options."""
+    """Location for fsspec: protocol, path and file-system options."""
 
     protocol: str
     path: str
@@ -64,7 +64,7 @@ class CloudRepository:
         self._listed: list[str] = []
 
     def check(self) -> None:
-        """Raises `NotFound` if the folder does not exist, `Unavailable` if it cannot be read."""
+        """Raise `NotFound` if the folder does not exist, `Unavailable` if it cannot be read."""
         try:
             if not self._files.isdir(self._path):
                 raise NotFound(f"model repository '{self.uri}' is not a directory")
@@ -85,16 +85,16 @@ class CloudRepository:
         return list(self._listed)
 
     def holds(self, folder: str) -> bool:
-        """Raises `OSError`."""
+        """Return whether the repository contains the folder. Raises `OSError`."""
         self._files.invalidate_cache()
         return bool(self._files.isdir(f"{self._path}/{folder}"))
 
     def source(self, name: str, folder: str) -> ModelSource:
-        """The source of a model in a folder, copied when it is loaded. Raises `OSError`."""
+        """Return the source of the model in a folder, which is copied when it is loaded. Raises `OSError`."""
         root = f"{self._path}/{folder}"
         found = self._files.find(root, detail=True)
         skip = len(self._files._strip_protocol(root)) + 1
-        # The info (size, time, entity tag) differs between file systems.
+        # The fields of `info` (size, time, entity tag) differ between file systems.
         fingerprint = Fingerprint.of_files((path[skip:], str(info)) for path, info in found.items())
         return ModelSource(
             name,

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Repository(Protocol):
-    """A repository: `<folder>/config.pbtxt`, `<folder>/<version>/…` for each model."""
+    """A repository with `<folder>/config.pbtxt` and `<folder>/<version>/…` for each model."""
 
     uri: str
 
@@ -50,8 +50,8 @@ class Scan:
 class ModelRepositories:
     """Finds models by name in all repositories.
 
-    A name in several repositories is an error, or with `namespacing` a separate model in each. Methods marked as
-    blocking wait for files or the network.
+    A name in several repositories is an error, or with `namespacing` a separate model in each repository. Methods
+    marked as blocking wait for files or the network.
     """
 
     def __init__(self, uris: Iterable[str | Path] = (), *, namespacing: bool = False) -> None:
@@ -63,14 +63,14 @@ class ModelRepositories:
             self._repositories[repository.uri] = repository
 
     def check(self) -> None:
-        """Raises `NotFound` for a missing repository. Blocks."""
+        """Raise `NotFound` for a missing repository. Blocks."""
         for repository in self._repositories.values():
             repository.check()
 
     def register(self, uri: str | Path, mapping: Mapping[str, str] | None = None) -> None:
-        """Add a repository. `mapping`: model name to folder, where they differ. Blocks.
+        """Add a repository. `mapping`: model name to folder name, for models where these differ. Blocks.
 
-        Raises `AlreadyExists` for a known repository or mapped name, `InvalidArgument`.
+        Raises `AlreadyExists` for an already registered repository or mapped name, `InvalidArgument`.
         """
         try:
             repository = open_repository(uri)
@@ -93,7 +93,7 @@ class ModelRepositories:
         logger.info("model repository registered: %s", repository.uri)
 
     def unregister(self, uri: str | Path) -> None:
-        """Remove a repository; loaded models stay. Raises `InvalidArgument` for an unknown one."""
+        """Remove a repository; loaded models stay loaded. Raises `InvalidArgument` for an unknown repository."""
         known = open_repository(uri).uri
         if self._repositories.pop(known, None) is None:
             raise InvalidArgument(f"failed to unregister '{uri}', repository not found")
@@ -101,7 +101,7 @@ class ModelRepositories:
         logger.info("model repository unregistered: %s", known)
 
     def names(self) -> set[str]:
-        """Names of the models in all repositories; for cloud storage as of the last scan."""
+        """Return the names of the models in all repositories; for cloud storage as of the last scan."""
         return {
             name
             for repository in self._repositories.values()
@@ -109,7 +109,7 @@ class ModelRepositories:
         }
 
     def scan(self) -> Scan:
-        """Scan all repositories. Blocks. Raises `OSError` if one cannot be read."""
+        """Scan all repositories. Blocks. Raises `OSError` if a repository cannot be read."""
         scan = Scan()
         for repository in self._repositories.values():
             for name, folder in self._named(repository, repository.folders()).items():
@@ -124,7 +124,7 @@ class ModelRepositories:
         return scan
 
     def find(self, name: str) -> list[ModelSource]:
-        """Sources of the models of a name: one, or one per namespace. Blocks.
+        """Return the sources of the models with this name: one, or one per namespace. Blocks.
 
         Raises `NotFound`, and `InvalidArgument` for an invalid or ambiguous name.
         """
@@ -144,7 +144,7 @@ class ModelRepositories:
         return found
 
     def find_one(self, name: str, namespace: str) -> ModelSource:
-        """The source of a model that another one in `namespace` depends on: in that namespace, or the only one. Blocks.
+        """Return the source of a dependency of a model in `namespace`: in that namespace, or else the only one. Blocks.
 
         Raises `NotFound`, `InvalidArgument`.
         """
@@ -158,13 +158,13 @@ class ModelRepositories:
         return replace(source, namespace=repository.uri) if self._namespacing else source
 
     def _folder(self, repository: Repository, name: str) -> str | None:
-        """The folder of a model in a repository."""
+        """Return the folder of a model in a repository."""
         if name in self._mappings:
             uri, folder = self._mappings[name]
             return folder if uri == repository.uri else None
         return None if (repository.uri, name) in self._mappings.values() else name
 
     def _named(self, repository: Repository, folders: Iterable[str]) -> dict[str, str]:
-        """The folders of a repository by model name."""
+        """Return the folders of a repository by model name."""
         mapped = {folder: name for name, (uri, folder) in self._mappings.items() if uri == repository.uri}
         return {mapped.get(folder, folder): folder for folder in folders}

@@ -16,19 +16,19 @@ from neso.server.errors import InvalidArgument, NotFound
 
 
 def find_versions(directory: Path) -> list[int]:
-    """Version numbers of a model, ascending."""
+    """Return the version numbers of a model in ascending order."""
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if is_version(path.name) and path.is_dir())
 
 
 def is_version(name: str) -> bool:
-    """Whether a folder of that name is a version: a positive integer without leading zeros."""
+    """Return whether a folder name is a version: a positive integer without leading zeros."""
     return name.isascii() and name.isdigit() and name[0] != "0"
 
 
 def choose_versions(available: list[int], policy: Any, name: str) -> list[int]:
-    """The versions selected by a `ModelVersionPolicy`. Raises `InvalidArgument` if there are none."""
+    """Return the versions selected by a `ModelVersionPolicy`. Raises `InvalidArgument` if there are none."""
     if not available:
         raise InvalidArgument(
             f"at least one version must be available under the version policy of model '{name}'"
@@ -60,7 +60,7 @@ class Fingerprint:
 
     @classmethod
     def of_folder(cls, directory: Path) -> Fingerprint:
-        """Fingerprint from names, sizes and modification times, without hidden files and bytecode. Blocks.
+        """Compute the fingerprint from names, sizes and modification times, except hidden files and bytecode. Blocks.
 
         Raises `OSError` for a folder that cannot be read.
         """
@@ -68,14 +68,14 @@ class Fingerprint:
 
     @classmethod
     def of_files(cls, files: Iterable[tuple[str, object]]) -> Fingerprint:
-        """Fingerprint from relative paths, each with a value that changes when the file does."""
+        """Compute the fingerprint from relative paths, each with a value that changes when the file changes."""
         parts: defaultdict[str, list[tuple[str, object]]] = defaultdict(list)
         for path, mark in files:
             parts[path.partition("/")[0]].append((path, mark))
         return cls({name: hash(tuple(sorted(marks))) for name, marks in parts.items()})
 
     def same_version(self, other: Fingerprint, version: int) -> bool:
-        """Whether the files of a version and those shared by all versions are unchanged."""
+        """Return whether the files of a version and the files shared by all versions are unchanged."""
         return self._version(version) == other._version(version)
 
     def _version(self, version: int) -> dict[str, int]:
@@ -101,7 +101,7 @@ def _files(directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> I
                 continue
             yield f"{path}/", (0, 0)
             folder = (status.st_dev, status.st_ino)
-            if folder not in above:  # a link can lead back to a parent
+            if folder not in above:  # a link can refer to a parent folder
                 yield from _files(entry.path, f"{path}/", (*above, folder))
 
 
@@ -109,20 +109,20 @@ Scratch = tempfile.TemporaryDirectory[str]
 
 
 def make_scratch() -> Scratch:
-    """A temporary folder for a model's files, removed with the object."""
+    """Create a temporary folder for a model's files. It is removed with the returned object."""
     return tempfile.TemporaryDirectory(prefix="neso-model-")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's folder, with the replacements of a load request.
+    """A model's folder, and the overrides of a load request.
 
-    - namespace: the repository, with namespacing; else empty
-    - fingerprint: of the folder; without one the files count as changed
-    - config: replaces config.pbtxt
+    - namespace: the repository if namespacing is enabled; otherwise empty
+    - fingerprint: fingerprint of the folder; if None, the files count as changed
+    - config: configuration that replaces config.pbtxt
     - overridden: `config` comes from a request; the next load uses the folder again
     - renamed: the folder has a different name than the model
-    - scratch: owns a temporary `directory`
+    - scratch: owner of a temporary `directory`
     - fetch: downloads the directory, which exists only after `localized`
     """
 
@@ -142,19 +142,19 @@ class ModelSource:
         return f"{self.namespace}::{self.name}" if self.namespace else self.name
 
     def localized(self) -> ModelSource:
-        """The source with its folder on this machine. Blocks. Raises `ServerError`."""
+        """Return the source with a local folder; download it if necessary. Blocks. Raises `ServerError`."""
         if self.fetch is None:
             return self
         scratch = self.fetch()
         return replace(self, directory=Path(scratch.name), scratch=scratch, fetch=None)
 
     def with_config(self, config: str) -> ModelSource:
-        """The source with another configuration, as JSON. Raises `InvalidArgument`."""
+        """Return the source with another configuration (JSON). Raises `InvalidArgument`."""
         return replace(self, config=config_from_json(config), overridden=True)
 
 
 def source_of_files(name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:
-    """The source of a model whose files are in the load request. Blocks. Raises `InvalidArgument`."""
+    """Create the source of a model whose files are in the load request. Blocks. Raises `InvalidArgument`."""
     if config is None:
         raise InvalidArgument(
             f"failed to load '{name}', override of model directory requires the model config as well"
@@ -197,7 +197,7 @@ class LocalRepository:
         self.uri = str(self._directory)
 
     def check(self) -> None:
-        """Raises `NotFound` if the directory does not exist."""
+        """Raise `NotFound` if the directory does not exist."""
         if not self._directory.is_dir():
             raise NotFound(f"model repository '{self.uri}' is not a directory")
 
@@ -208,14 +208,14 @@ class LocalRepository:
         ]
 
     def listed(self) -> list[str]:
-        """As `folders`, without errors."""
+        """Like `folders`, but empty if the directory does not exist."""
         return self.folders() if self._directory.is_dir() else []
 
     def holds(self, folder: str) -> bool:
         return (self._directory / folder).is_dir()
 
     def source(self, name: str, folder: str) -> ModelSource:
-        """The source of a model in a folder. Raises `OSError`."""
+        """Return the source of the model in a folder. Raises `OSError`."""
         directory = self._directory / folder
         return ModelSource(
             name, directory, fingerprint=Fingerprint.of_folder(directory), renamed=name != folder

@@ -1,1 +1,1 @@
-"""Responses that were given before, by what was asked."""
+"""Response cache: in memory or in Redis."""

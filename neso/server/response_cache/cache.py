@@ -21,7 +21,7 @@ def request_key(
     requested_outputs: Iterable[str],
     parameters: Mapping[str, ParameterValue],
 ) -> Key:
-    """A hash of everything that a response depends on. `scope` identifies the model; other orders do not matter."""
+    """Return a hash of everything that a response depends on, independent of order. `scope` identifies the model."""
     digest = hashlib.blake2b(digest_size=32)
 
     def add(*parts: str | bytes | memoryview) -> None:
@@ -43,7 +43,7 @@ def request_key(
 
 
 def _wire(tensor: Tensor) -> bytes | memoryview:
-    """The data in the binary tensor format, without a copy if possible."""
+    """Return the data in the binary tensor format, without a copy if possible."""
     array = tensor.array
     if array.dtype.kind in "biuf" and array.flags.c_contiguous and array.ndim and array.size:
         return array.data.cast("B")
@@ -51,10 +51,10 @@ def _wire(tensor: Tensor) -> bytes | memoryview:
 
 
 OVERHEAD = 256
-"""Estimated overhead in bytes of an entry, and of each of its tensors."""
+"""Estimated overhead of an entry and of each of its tensors, in bytes."""
 
 FORMAT = "1"
-"""Version of `CachedResponse.encode`; part of the keys in Redis, so that entries of other versions are not found."""
+"""Version of `CachedResponse.encode`. Part of the keys in Redis, so that entries of other versions are misses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,11 +66,11 @@ class CachedResponse:
 
     @classmethod
     def copy_of(cls, outputs: Iterable[Tensor], parameters: Mapping[str, ParameterValue]) -> CachedResponse:
-        """Copy the tensors, which can be views of a reused buffer."""
+        """Create from copies of the tensors, which can be views of a reused buffer."""
         return cls(tuple(_copy(tensor) for tensor in outputs), dict(parameters))
 
     def copy_outputs(self) -> list[Tensor]:
-        """Copies of the outputs, which the client can modify."""
+        """Return copies of the outputs, which the client can modify."""
         return [_copy(tensor) for tensor in self.outputs]
 
     @property
@@ -136,14 +136,14 @@ class LocalCache:
         self.byte_size = 0
 
     def get(self, key: Key) -> CachedResponse | None:
-        """The response for a key; None if it is not in the cache."""
+        """Return the response for a key; None if it is not in the cache."""
         found = self._entries.get(key)
         if found is not None:
             self._entries.move_to_end(key)
         return found
 
     def put(self, key: Key, response: CachedResponse) -> bool:
-        """Store a response; False if it is larger than the cache."""
+        """Store a response. Returns False if it is larger than the cache."""
         size = response.byte_size
         if size > self.capacity:
             return False

@@ -1,4 +1,4 @@
-"""Response caching of one model: look up requests, store responses."""
+"""Response caching of one model: looks up requests and stores responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ K = TypeVar("K")
 
 @dataclass(slots=True)
 class CacheMiss(Generic[K]):
-    """A cache miss, until its request has ended. `ns`: duration of the lookup."""
+    """A cache miss whose request has not ended. `ns`: duration of the lookup."""
 
     key: K
     ns: int
@@ -59,9 +59,9 @@ class CachedModel(ABC, Generic[K]):
         self._missed: dict[InferenceRequest, CacheMiss[K]] = {}
 
     def take(self, stream: ResponseStream) -> bool:
-        """True if the cache answers or starts the request, now or later; False if the caller must start it.
+        """Return True if the cache answers or starts the request, now or later; False if the caller must start it.
 
-        The request has been validated. `observe` must be called with the responses of all started requests.
+        The request must be validated. `observe` must be called with the responses of all started requests.
         """
         request = stream.request
         # The key does not include the classification.
@@ -70,7 +70,7 @@ class CachedModel(ABC, Generic[K]):
         return self._take(stream)
 
     def observe(self, request: InferenceRequest, response: InferenceResponse) -> None:
-        """Observe a response; it is stored once its request has succeeded."""
+        """Observe a response, which is stored when its request has succeeded."""
         miss = self._missed.get(request)
         if miss is None:
             return
@@ -96,7 +96,7 @@ class CachedModel(ABC, Generic[K]):
             miss.trace.stamp("CACHE_MISS_INSERTION_END", ended)
 
     def _miss(self, stream: ResponseStream, key: K, started: int) -> None:
-        """Remember a request that was not found; its lookup started at `started` (ns)."""
+        """Record a request that was not found; its lookup started at `started` (ns)."""
         ended = time.monotonic_ns()
         self._missed[stream.request] = CacheMiss(key, ended - started, trace=stream.trace)
         if stream.trace is not None:
@@ -203,9 +203,9 @@ class RemoteCachedModel(CachedModel[str]):
         try:
             key = await self._key(stream.request)
             found = await self._cache.get(key)
-        except Exception:  # errors of the cache do not fail the request
+        except Exception:  # a cache error does not fail the request
             logger.exception("the response cache of model '%s' failed", self._name)
-        if stream.closed:  # cancelled, or the model is unloaded
+        if stream.closed:  # the request was cancelled, or the model was unloaded
             return
         if found is not None:
             self._answer(stream, found, started)
@@ -242,7 +242,7 @@ class RemoteCachedModel(CachedModel[str]):
 
 
 def fingerprint(config: bytes, version_directory: Path) -> str:
-    """A hash of a configuration and of all files of a version. Blocks. Raises `OSError`."""
+    """Return a hash of a configuration and all files of a version. Blocks. Raises `OSError`."""
     digest = hashlib.sha256(hashlib.sha256(config).digest())
     for path in sorted(version_directory.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -261,7 +261,7 @@ def _hash_of_file(path: Path) -> bytes:
 
 
 def open_cache(options: ServerOptions) -> LocalCache | RedisCache | None:
-    """The cache of the server options; None without one. Raises `InvalidArgument` if redis is not installed."""
+    """Open the cache of the server options; None if disabled. Raises `InvalidArgument` if redis is not installed."""
     if options.redis_cache is None:
         return LocalCache(options.response_cache_size) if options.response_cache_size else None
     try:
@@ -278,7 +278,7 @@ def open_cached_model(
     start: Callable[[ResponseStream], None],
     ended: Callable[[ResponseStream], None],
 ) -> CachedModel[Any] | None:
-    """None for a model without caching; logs a warning if its configuration enables it in vain."""
+    """Return None for a model without caching; log a warning if its configuration enables caching without effect."""
     if not context.config.response_cache.enable:
         return None
     cache = context.core.response_cache

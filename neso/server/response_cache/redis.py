@@ -1,4 +1,4 @@
-"""Response cache in Redis, shared by several servers. While Redis is unavailable, every lookup is a miss."""
+"""Response cache in Redis, shared by servers. While Redis is unavailable, every lookup is a miss."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from neso.server.response_cache.cache import CachedResponse
 logger = logging.getLogger(__name__)
 
 PAUSE = 1.0
-"""Seconds without further attempts after a connection error."""
+"""Seconds without connection attempts after a connection error."""
 
 T = TypeVar("T")
 
 
 class RedisCache:
-    """A Redis client used on the core's loop; connects at the first use."""
+    """A Redis client used on the core's loop. Connects on first use."""
 
     def __init__(self, options: RedisOptions) -> None:
         self._address = f"{options.host}:{options.port}"
@@ -54,7 +54,7 @@ class RedisCache:
         self._refusals: set[str] = set()
 
     async def get(self, key: str) -> CachedResponse | None:
-        """The response for a key; None if there is none or Redis is unavailable."""
+        """Return the response for a key; None if it is not stored or Redis is unavailable."""
         data: bytes | None = await self._ask(lambda: self._client.get(key))
         if data is None:
             return None
@@ -73,7 +73,7 @@ class RedisCache:
         await self._client.connection_pool.disconnect()
 
     async def _ask(self, command: Callable[[], Awaitable[T]]) -> T | None:
-        """The result of a command; None after an error, which is logged."""
+        """Return the result of a command; log an error and return None."""
         if time.monotonic() < self._try_again:
             return None
         try:
@@ -95,7 +95,7 @@ class RedisCache:
         return answer
 
     def _note(self, refusal: str) -> None:
-        """Log an error of Redis, once per kind."""
+        """Log a Redis error, once per kind."""
         kind = refusal.split(" ")[0]
         if kind not in self._refusals:
             self._refusals.add(kind)
@@ -122,7 +122,7 @@ def _connection(options: RedisOptions) -> dict[str, Any]:
 
 
 def _named(server_name: str) -> type[SSLConnection]:
-    """Connections whose TLS server name differs from the host."""
+    """Return a connection class whose TLS server name differs from the host."""
 
     class NamedConnection(SSLConnection):
         def _connection_arguments(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
-"""Batches as one execution: concatenated inputs, split outputs.
+"""Batches executed as tensors: concatenation of inputs, splitting of outputs.
 
-For backends that execute a batch as tensors. Python models get the requests one by one.
+Not used for Python models, which receive the individual requests of a batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from neso.server.tensor import DataType, Tensor, element_count
 
 
 def make_batch_input(spec: Any, shapes: list[Shape]) -> npt.NDArray[Any]:
-    """The tensor of a `BatchInput` message, from the shapes of its source input in n requests.
+    """Create the tensor of a `BatchInput` message from the shapes of its source input in n requests.
 
     | kind | shape |
     |---|---|
     | BATCH_ELEMENT_COUNT | [n]: elements of each request |
     | BATCH_ACCUMULATED_ELEMENT_COUNT | [n]: cumulative elements |
-    | BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO | [n + 1]: the same after a leading 0 |
-    | BATCH_MAX_ELEMENT_COUNT_AS_SHAPE | [elements of the largest request]: only the shape has a meaning |
+    | BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO | [n + 1]: 0, then cumulative elements |
+    | BATCH_MAX_ELEMENT_COUNT_AS_SHAPE | [elements of the largest request]: only the shape is used |
     | BATCH_ITEM_SHAPE | [rows of all requests, dimensions]: the shape of each row, without the batch dimension |
     | BATCH_ITEM_SHAPE_FLATTEN | the same, as [rows * dimensions] |
     """
@@ -33,7 +33,7 @@ def make_batch_input(spec: Any, shapes: list[Shape]) -> npt.NDArray[Any]:
     kind = spec.Kind.Name(spec.kind)
     if kind.startswith("BATCH_ITEM_SHAPE"):
         rows = [np.tile(np.array(shape[1:], dtype), (shape[0], 1)) for shape in shapes]
-        # All requests have the rank of `dims`.
+        # The inputs of all requests have the rank of `dims`.
         items = np.concatenate(rows)
         return items.reshape(-1) if kind == "BATCH_ITEM_SHAPE_FLATTEN" else items
     counts = [element_count(shape) for shape in shapes]
@@ -67,7 +67,7 @@ class Batch:
 
     @classmethod
     def collect(cls, streams: list[ResponseStream], signature: Signature, config: Any) -> Batch:
-        """Concatenate the inputs of one or more requests, which are compatible by `Signature.batches_with`.
+        """Concatenate the inputs of one or more requests that are compatible according to `Signature.batches_with`.
 
         `config`: `ModelConfig` message. Raises `InvalidArgument` for tensors that cannot be concatenated.
         """
@@ -109,9 +109,9 @@ class Batch:
         return sum(self.rows)
 
     def scatter(self, outputs: dict[str, Array]) -> list[list[Tensor]]:
-        """Split the outputs of the execution: those of each request, in the order of `streams`; views, not copies.
+        """Split the outputs of the execution into views, one mapping per request in the order of `streams`.
 
-        Outputs have a row for each input row; those in `batch_output` are split by the shapes of their source input.
+        Outputs have one row per input row; outputs in `batch_output` are split by the shapes of their source input.
         Strings can be str or bytes. Raises `InternalError` for outputs of unexpected size.
         """
         parts: list[list[Tensor]] = [[] for _ in self.streams]
@@ -182,7 +182,7 @@ def _concatenate(name: str, arrays: list[Array], ragged: bool, model: str) -> Ar
 def _scattered(
     spec: Any, requests: list[dict[str, Tensor]], signature: Signature
 ) -> list[tuple[str, list[Shape]]]:
-    """Output shapes of each request: variable dimensions have the size of the source input's."""
+    """Return the output shapes of each request. Variable dimensions have the size of the source input's dimension."""
     (source,) = spec.source_input
     result = []
     for name in spec.target_name:

@@ -1,8 +1,8 @@
-"""Dynamic batching: requests that wait at the same time are executed together.
+"""Dynamic batching: waiting requests are executed together.
 
-`BatchChooser` forms a batch when an instance is free and, with a rate limiter, may start. Event-driven: by arrivals,
-instances that become free, and one timer. Rate-limited models without `dynamic_batching` also use it, with batches of
-one request.
+`BatchChooser` forms a batch when an instance is free and the rate limiter, if any, admits the execution. Driven by
+arriving requests, freed instances and one timer. Rate-limited models without `dynamic_batching` also use this module,
+with batches of one request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Dispatcher:
         self._stopped = False
 
     def wake(self) -> None:
-        """Dispatch in the next turn of the event loop, so that requests that arrive together are batched."""
+        """Dispatch in the next iteration of the event loop, so that simultaneous requests are batched."""
         if not self._woken and not self._stopped:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._run)
@@ -60,7 +60,7 @@ class Dispatcher:
 
 
 class BatchChoice(NamedTuple):
-    """A batch to execute, or an empty one and the time for the next attempt, in ns; None: at the next arrival."""
+    """A batch to execute, or an empty batch and the time of the next attempt, in ns; None: at the next arrival."""
 
     batch: list[ResponseStream]
     until: int | None = None
@@ -83,7 +83,7 @@ class BatchChooser:
         self._delay_ns = 1000 * delay_us
 
     def choose(self, waiting: Iterable[ResponseStream]) -> BatchChoice:
-        """Choose a batch: a prefix of the waiting requests, which are in the order of execution."""
+        """Choose a batch: a prefix of the waiting requests, which are in execution order."""
         batch: list[ResponseStream] = []
         size, best, best_size, can_grow = 0, 0, 0, True
         for stream in waiting:
@@ -109,7 +109,7 @@ class BatchChooser:
 
 
 def after_delay(batch: list[ResponseStream], waiting: Sequence[ResponseStream], delay_ns: int) -> BatchChoice:
-    """The batch, once the oldest waiting request has waited for `delay_ns`."""
+    """Return the batch once the oldest waiting request has waited for `delay_ns`; until then, that time."""
     if not delay_ns:
         return BatchChoice(batch)
     until = min(stream.timeline.queue_start for stream in waiting) + delay_ns
@@ -117,8 +117,8 @@ def after_delay(batch: list[ResponseStream], waiting: Sequence[ResponseStream], 
 
 
 Execute = Callable[[list[ResponseStream], Callable[[], None], int | None], None]
-"""execute(batch, done, instance): start on an instance, or with None on any free one; `done` is called on the loop when
-it is free again."""
+"""execute(batch, done, instance): start on an instance, or for None on any free instance; `done` is called on the loop
+when the instance is free again."""
 
 
 class DynamicBatcher:
@@ -159,7 +159,7 @@ class DynamicBatcher:
         self._schedule()
 
     def close(self) -> list[ResponseStream]:
-        """Stop, and return the requests that were not executed."""
+        """Stop and return the requests that were not executed."""
         self._dispatcher.stop()
         if self._limited is not None:
             self._limited.withdraw_all()
@@ -188,7 +188,7 @@ class DynamicBatcher:
             instance = None
             if self._limited is not None:
                 instance = self._limited.take_any()
-                if instance is None:  # `on_grant` follows; the batch can grow until then
+                if instance is None:  # wait for `on_grant`; the batch can grow until then
                     break
             self._queue.take(len(batch))
             self._free -= 1

@@ -1,4 +1,4 @@
-"""Queue of waiting requests with priorities, timeouts and size limits."""
+"""Request queue with priorities, timeouts and size limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class QueuePolicy:
         )
 
     def deadline(self, stream: ResponseStream) -> int | None:
-        """When the request times out, in ns of the monotonic clock; None for never."""
+        """Return the time when the request times out, in ns of the monotonic clock; None for never."""
         timeout = self.timeout_us
         asked = stream.request.timeout_us
         if self.overridable and asked and (not timeout or asked < timeout):
@@ -58,9 +58,9 @@ class _Level:
 
 
 class PriorityQueue:
-    """Priority levels, 1 first; in order of arrival within a level, delayed requests last.
+    """Requests ordered by priority level (1 first), then by arrival; delayed requests are last within a level.
 
-    Cancelled and timed-out requests have been answered and are skipped.
+    Cancelled and timed-out requests, whose responses were already sent, are skipped.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PriorityQueue:
         policies_in_use = [level.policy for level in self._levels.values()]
         self._bounded = any(policy.max_size for policy in policies_in_use)
         self._timed = any(policy.timeout_us or policy.overridable for policy in policies_in_use)
-        self._has_closed = False  # since closed requests were last removed
+        self._has_closed = False  # whether requests were closed since closed requests were last removed
 
     @classmethod
     def of(cls, batching: Any) -> PriorityQueue:
@@ -93,7 +93,7 @@ class PriorityQueue:
         )
 
     def put(self, stream: ResponseStream) -> None:
-        """Add a request; an unknown priority counts as the default. Raises `Unavailable` when the level is full."""
+        """Add a request; the default replaces an unknown priority. Raises `Unavailable` when the level is full."""
         level = self._levels.get(stream.request.priority, self._default_level)
         if self._bounded:
             self._check_capacity(level, stream)
@@ -104,7 +104,7 @@ class PriorityQueue:
             heapq.heappush(self._deadlines, (deadline, self._arrivals, stream))
 
     def _check_capacity(self, level: _Level, stream: ResponseStream) -> None:
-        """Raises `Unavailable` when the level is full."""
+        """Raise `Unavailable` when the level is full."""
         if level.is_full() and self._has_closed:
             self._remove_closed()
         if level.is_full():
@@ -114,14 +114,14 @@ class PriorityQueue:
         stream.request.on_cancel(self._mark_closed)
 
     def waiting(self) -> Iterator[ResponseStream]:
-        """Open requests in the order of execution."""
+        """Return the open requests in execution order."""
         for queue in self._queues:
             for stream in queue:
                 if not stream.closed:
                     yield stream
 
     def take(self, count: int) -> None:
-        """Remove the first `count` open requests, and closed requests before them."""
+        """Remove and return the first `count` open requests; also remove closed requests before them."""
         for queue in self._queues:
             while queue and (count or queue[0].closed):
                 stream = queue.popleft()
@@ -166,7 +166,7 @@ class PriorityQueue:
                 queue.extend(wanted)
 
     def next_deadline(self) -> int | None:
-        """The earliest deadline, in ns of the monotonic clock; None if there is none."""
+        """Return the earliest deadline, in ns of the monotonic clock; None if no request has a deadline."""
         while self._deadlines:
             deadline, _, stream = self._deadlines[0]
             if stream in self._with_deadline and not stream.closed:

@@ -1,11 +1,11 @@
-"""Sequence batching: requests of a sequence go to the same instance, one at a time and in order.
+"""Sequence batching: the requests of a sequence are executed by the same instance, one at a time and in order.
 
 A sequence starts with START and holds a slot of an instance until its END is executed, or until it has been idle for
-`max_sequence_idle_microseconds`; sequences without a slot wait in a backlog. A batch has at most one request of a
-sequence. Event-driven: by arrivals, ends of executions and requests, and one timer.
+`max_sequence_idle_microseconds`. Sequences without a slot wait in a backlog. A batch has at most one request of a
+sequence. Driven by arriving requests, ends of executions and requests, and one timer.
 
-An iterative sequence is a single request that the backend executes repeatedly, each time in a new batch, until it has
-its final response.
+An iterative sequence is a single request that the backend executes repeatedly, each time in a new batch, until its
+final response.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ExecuteOn = Callable[[list[ResponseStream], Callable[[], None], int], None]
 
 
 class SequenceBatcher:
-    """Used on the core's loop. Raises `InvalidArgument` for missing initial states."""
+    """Sequence batcher of a model. Used on the core's loop. Raises `InvalidArgument` for missing initial states."""
 
     def __init__(
         self,
@@ -92,28 +92,28 @@ class SequenceBatcher:
         self._dispatcher.wake()
 
     def observe(self, stream: ResponseStream, response: InferenceResponse) -> None:
-        """Store the states in a response, before the client gets it."""
+        """Store the states in a response, before the client receives it."""
         sequence = self._running.get(stream)
         if sequence is None:
             return
         if response.error is None:
             self._states.take(sequence.states, response)
         if response.final and sequence.started:
-            # With several executions, the queue time ends at the first one.
+            # The queue time ends at the first of several executions.
             stream.timeline.compute_start = stream.timeline.input_end = sequence.started
 
     def reschedule(self, stream: ResponseStream) -> None:
         """Execute a request of an iterative sequence again in a later batch. Called by the backend."""
         sequence = self._running.get(stream)
         if sequence is None:
-            stream.finish()  # a warmup request, which has no sequence
+            stream.finish()  # a warmup request, which does not belong to a sequence
         elif not stream.closed:
             sequence.again = True
             if sequence.executed:
                 self._requeue(sequence, stream)
 
     def close(self) -> list[ResponseStream]:
-        """Stop, and return the requests that were not executed."""
+        """Stop and return the requests that were not executed."""
         self._dispatcher.stop()
         if self._limited is not None:
             self._limited.withdraw_all()
@@ -124,7 +124,7 @@ class SequenceBatcher:
         return [stream for stream in left if not stream.closed]
 
     def _sequence_of(self, stream: ResponseStream) -> Sequence:
-        """The sequence of the request, a new one for START. Raises `InvalidArgument`."""
+        """Return the sequence of the request; create it for START. Raises `InvalidArgument`."""
         request = stream.request
         if not request.sequence_id:
             raise InvalidArgument(
@@ -187,7 +187,7 @@ class SequenceBatcher:
         return self._strategy.choose(ready)
 
     def _shapes(self, stream: ResponseStream) -> list[Shape]:
-        """Shapes of the states that the request will have."""
+        """Return the shapes of the request's states."""
         request = stream.request
         begins, sequence = request.sequence_start, self._sequences[request.sequence_id]
         return [state.shape for state in (self._states.initial() if begins else sequence.states).values()]
@@ -196,7 +196,7 @@ class SequenceBatcher:
         if self._limited is None:
             return bool(batch)
         if batch:
-            return self._limited.take(instance)  # if False, `on_grant` follows
+            return self._limited.take(instance)  # if False, wait for `on_grant`
         self._limited.withdraw(instance)
         return False
 
@@ -216,19 +216,19 @@ class SequenceBatcher:
         self._execute(whole, partial(self._executed, batch, instance), instance)
 
     def _with_empty_slots(self, batch: list[ResponseStream]) -> list[ResponseStream]:
-        """The batch with each request at the index of its slot, and padding requests in empty slots before it."""
+        """Return the batch with each request at its slot's index, and padding requests in lower empty slots."""
         by_slot = {self._running[stream].slot or 0: stream for stream in batch}
         return [by_slot.get(slot) or self._empty_slot(batch[0].request) for slot in range(max(by_slot) + 1)]
 
     def _empty_slot(self, like: InferenceRequest) -> ResponseStream:
-        """A padding request: zeros, without a consumer."""
+        """Create a padding request: zeros, without a consumer."""
         inputs = {name: Tensor.zeros(name, t.datatype, t.shape) for name, t in like.inputs.items()}
         request = InferenceRequest(self._model, inputs, like.model_version)
         self._controls.give_empty(request)
         return ResponseStream(request)
 
     def _executed(self, batch: list[ResponseStream], instance: int) -> None:
-        """The instance is free; sequences continue when their request has its final response."""
+        """Handle the end of an execution. Sequences continue when their request has its final response."""
         self._busy[instance] = False
         if self._limited is not None:
             self._limited.release(instance)
@@ -244,7 +244,7 @@ class SequenceBatcher:
     def _closed(
         self, stream: ResponseStream, sequence: Sequence, before: Callable[[], None] | None = None
     ) -> None:
-        """A request was closed: while waiting, during its execution, or after it."""
+        """Handle a closed request: closed while waiting, during its execution, or after it."""
         if before is not None:
             before()
         if sequence.running is stream:
@@ -263,7 +263,7 @@ class SequenceBatcher:
         self._advance(sequence, ended)
 
     def _advance(self, sequence: Sequence, ended: bool = False) -> None:
-        """Continue a sequence without a running request: drop requests that cannot be executed, then run, idle or end.
+        """Continue a sequence without a running request: drop unexecutable requests, then run, idle or end it.
 
         `ended`: whether the sequence has just ended.
         """
@@ -279,14 +279,14 @@ class SequenceBatcher:
                 orphans.append(stream)
         if sequence.waiting:
             if ended and sequence.instance is not None:
-                # The id starts a new sequence, behind others that wait for a slot.
+                # The id starts a new sequence, at the end of the backlog.
                 self._slots.leave(sequence)
                 self._slots.enter(sequence)
         elif sequence.begun:
             self._idle[sequence] = time.monotonic_ns() + self._idle_ns
         else:
             self._forget(sequence)
-        for stream in orphans:  # whose START was cancelled
+        for stream in orphans:  # their START was cancelled
             stream.reject(self._has_not_begun(stream.request))
 
     def _forget(self, sequence: Sequence) -> None:
@@ -305,7 +305,7 @@ class SequenceBatcher:
             self._forget(sequence)
 
     def _ends(self, stream: ResponseStream) -> bool:
-        """Whether the sequence ends with this request, or never started because its START was not executed."""
+        """Return whether the sequence ends with this request, or never started because its START was not executed."""
         request = stream.request
         return (
             request.sequence_end
@@ -316,7 +316,7 @@ class SequenceBatcher:
     # -- iterative sequences ------------------------------------------------------------------------------------
 
     def _begin_iterative(self, request: InferenceRequest, ids: Iterator[int]) -> None:
-        """Make a request without a sequence id its own sequence."""
+        """Assign a new sequence to a request without a sequence id."""
         request.sequence_id = next(number for number in ids if number not in self._sequences)
         request.sequence_start = True
 

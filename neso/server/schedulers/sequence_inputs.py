@@ -50,7 +50,7 @@ class _CorrelationId:
     shape: tuple[int, ...]
 
     def tensor(self, request: InferenceRequest) -> Tensor:
-        """The control tensor. Raises `InvalidArgument` for an id that does not fit the datatype."""
+        """Create the control tensor. Raises `InvalidArgument` if the id does not fit the datatype."""
         correlation_id = request.sequence_id
         if self.datatype is DataType.BYTES:
             array = np.empty(self.shape, np.object_)
@@ -71,7 +71,7 @@ class ControlInputs:
     """Control inputs of a configuration. Tensors have shape [1], or [1, 1] for models that batch."""
 
     def __init__(self, config: Any) -> None:
-        """Raises `InvalidArgument` for an invalid configuration."""
+        """Parse a configuration. Raises `InvalidArgument` if it is invalid."""
         self._shape = (1, 1) if config.max_batch_size else (1,)
         self._model: str = config.name
         self._controls: list[_Flag | _CorrelationId] = []
@@ -104,7 +104,7 @@ class ControlInputs:
         return any(isinstance(control, _Flag) and control.kind == _READY for control in self._controls)
 
     def check(self, request: InferenceRequest) -> None:
-        """Raises `InvalidArgument` for a correlation id that does not fit the control input."""
+        """Raise `InvalidArgument` for a correlation id that does not fit the control input."""
         for control in self._controls:
             if isinstance(control, _CorrelationId):
                 control.tensor(request)
@@ -152,7 +152,7 @@ class ControlInputs:
 
 
 INITIAL_STATE_FOLDER = "initial_state"
-"""Folder of the `data_file`s, beside the version folders."""
+"""Folder of the `data_file`s, next to the version folders."""
 
 States = dict[str, Tensor]
 """Current states of a sequence, by input name."""
@@ -171,7 +171,7 @@ class SequenceStates:
     """Implicit states of a configuration. Tensors have shape `dims`, or [1, *dims] for models that batch."""
 
     def __init__(self, config: Any, directory: Path | None) -> None:
-        """Read initial states from the model's `directory`; None for a check of the configuration without files.
+        """Read initial states from the model's `directory`; None to check the configuration without files.
 
         Raises `InvalidArgument`.
         """
@@ -199,7 +199,7 @@ class SequenceStates:
         return any(spec.varies for spec in self._specs)
 
     def initial(self) -> States:
-        """Initial states of a sequence."""
+        """Return the initial states of a sequence."""
         return {spec.input_name: spec.initial for spec in self._specs}
 
     def give(self, states: States, request: InferenceRequest) -> None:
@@ -209,7 +209,7 @@ class SequenceStates:
     def take(self, states: States, response: InferenceResponse) -> None:
         """Store the states in a response, and remove those that are not declared as outputs.
 
-        A state of the wrong datatype makes the response an error. A missing state stays unchanged.
+        A state with a wrong datatype turns the response into an error. A missing state stays unchanged.
         """
         for spec in self._specs:
             for tensor in response.outputs:

@@ -1,4 +1,4 @@
-"""Active sequences, the slots they hold, and the strategies that form batches of them."""
+"""Active sequences, their slots, and the strategies that form batches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from neso.server.signature import Signature
 class Sequence:
     """Requests of one correlation id, in order of arrival.
 
-    - waiting: requests that were not executed yet; can include cancelled ones
-    - running: the request being executed or waiting for its responses; None without one
+    - waiting: requests that were not executed yet; can include cancelled requests
+    - running: the request being executed or waiting for its responses; None if there is no such request
     - executed: the execution of `running` has ended; responses can still follow
     - again: `running` will be executed again (iterative sequence)
-    - started: start of the first execution of `running`, in ns of the monotonic clock, if executed before
-    - begun: a START was executed, and no END since
+    - started: start of the first execution of `running`, in ns of the monotonic clock, if it was executed before
+    - begun: a START was executed, and no END after it
     - ended: the last accepted request has END
-    - instance, slot: of the slot it holds; None while it is in the backlog
+    - instance, slot: instance and index of its slot; None while it is in the backlog
     """
 
     id: int | str
@@ -42,15 +42,15 @@ class Sequence:
 
     @property
     def next(self) -> ResponseStream | None:
-        """The request that can be executed now."""
+        """Return the request that can be executed now, if any."""
         return self.waiting[0] if self.waiting and self.running is None else None
 
 
 class SequenceSlots:
-    """Assigns sequences to `per_instance` slots of each instance; the others wait in a backlog, in order of arrival."""
+    """Assigns sequences to `per_instance` slots per instance. Other sequences wait in a backlog, by arrival."""
 
     def __init__(self, num_instances: int, per_instance: int) -> None:
-        # dictionaries as ordered sets
+        # dictionaries used as ordered sets
         self._holders: list[dict[Sequence, None]] = [{} for _ in range(num_instances)]
         self._free = [list(range(per_instance)) for _ in range(num_instances)]  # heaps: the lowest slot first
         self._backlog: dict[Sequence, None] = {}
@@ -78,7 +78,7 @@ class SequenceSlots:
 
     def _assign(self) -> None:
         while self._backlog:
-            # the instance with the most free slots: sequences on different instances run concurrently
+            # the instance with the most free slots, because sequences on different instances run concurrently
             instance = max(range(len(self._free)), key=lambda index: len(self._free[index]))
             if not self._free[instance]:
                 return
@@ -89,24 +89,24 @@ class SequenceSlots:
 
 
 class Strategy(ABC):
-    """Forms batches of the next requests of sequences. `slots`: concurrent sequences per instance."""
+    """Forms batches from the next requests of sequences. `slots`: concurrent sequences per instance."""
 
     slots: int
 
     @classmethod
     def of(cls, config: Any, signature: Signature) -> Strategy:
-        """The strategy of a `ModelConfig` message."""
+        """Create the strategy of a `ModelConfig` message."""
         if config.sequence_batching.HasField("oldest"):
             return OldestStrategy(config, signature)
         return DirectStrategy(config, signature)
 
     @abstractmethod
     def choose(self, ready: list[ResponseStream]) -> BatchChoice:
-        """Choose a batch from the next requests of an instance's sequences, oldest first, at least one."""
+        """Choose a batch from `ready`: the next requests of an instance's sequences, oldest first, not empty."""
 
 
 class DirectStrategy(Strategy):
-    """Direct strategy: all ready slots, once enough slots are ready."""
+    """Direct strategy: a batch of all ready slots, once enough slots are ready."""
 
     def __init__(self, config: Any, signature: Signature) -> None:
         direct = config.sequence_batching.direct
@@ -124,7 +124,7 @@ class DirectStrategy(Strategy):
 
 
 class OldestStrategy(Strategy):
-    """Oldest strategy: dynamic batching of the next requests of the candidate sequences."""
+    """Oldest strategy: dynamic batching of the candidate sequences' next requests."""
 
     def __init__(self, config: Any, signature: Signature) -> None:
         oldest = config.sequence_batching.oldest

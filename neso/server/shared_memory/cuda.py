@@ -1,4 +1,4 @@
-"""CUDA shared memory: the driver calls and the regions."""
+"""CUDA shared memory: driver calls and regions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class CudaError(Exception):
-    """A driver call failed; the message has the driver's error name."""
+    """A driver call failed. The message contains the driver's error name."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -31,8 +31,8 @@ class _IpcHandle(ctypes.Structure):
 class CudaDriver:
     """Opens GPU memory allocated by other processes, and copies to and from it.
 
-    Uses the driver API through ctypes, which needs no CUDA runtime library. Each call makes the primary context of the
-    device current only for its own duration. Addresses are device addresses. All methods raise `CudaError`.
+    Uses the driver API through ctypes, without the CUDA runtime library. The primary context of the device is current
+    only during a call. Addresses are device addresses. All methods raise `CudaError`.
     """
 
     def __init__(self, library: Any) -> None:
@@ -47,7 +47,7 @@ class CudaDriver:
 
     @classmethod
     def load(cls) -> CudaDriver | None:
-        """The driver; None without a driver or a GPU."""
+        """Load the driver. Returns None without a driver or a GPU."""
         try:
             driver = cls(ctypes.CDLL("libcuda.so.1"))
         except (OSError, AttributeError, CudaError) as error:
@@ -69,7 +69,7 @@ class CudaDriver:
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def size(self, device: int, address: int) -> int:
-        """Bytes from the address to the end of its allocation."""
+        """Return the number of bytes from the address to the end of its allocation."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         with self._on(device):
             self._call(
@@ -89,7 +89,7 @@ class CudaDriver:
         """Write bytes at an address, synchronously."""
         with self._on(device):
             self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
-            self._call("cuCtxSynchronize")  # a copy from pageable memory can return early
+            self._call("cuCtxSynchronize")  # a copy from pageable memory can return before it has finished
 
     @contextmanager
     def _on(self, device: int) -> Iterator[None]:
@@ -141,14 +141,14 @@ class CudaRegion:
         return region
 
     def check(self, offset: int, byte_size: int) -> None:
-        """Raises `InvalidArgument` if the part is out of range."""
+        """Raise `InvalidArgument` if the range is outside the region."""
         if offset >= self.byte_size:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
         if offset + byte_size > self.byte_size:
             raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{self.name}'")
 
     def read(self, offset: int, byte_size: int) -> memoryview:
-        """A copy of the bytes at `offset`. Raises `InvalidArgument`, `InternalError`."""
+        """Return a copy of the bytes at `offset`. Raises `InvalidArgument`, `InternalError`."""
         self.check(offset, byte_size)
         try:
             data = self._driver.copy_to_host(self.device_id, self._address + offset, byte_size)

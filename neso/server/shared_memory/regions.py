@@ -1,4 +1,4 @@
-"""Shared memory regions registered by clients: system and CUDA."""
+"""Shared-memory regions registered by clients: system and CUDA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BYTE_SIZE = "shared_memory_byte_size"
 
 
 class Region(Protocol):
-    """Registered memory of a client, on the host or on a GPU."""
+    """Client memory registered with the server, on the host or on a GPU."""
 
     @property
     def name(self) -> str: ...
@@ -44,7 +44,7 @@ class SharedMemoryWindow:
     def read(self, name: str, datatype: DataType, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor in the binary tensor format. Raises `InvalidArgument` if the size does not match the shape.
 
-        Fixed-size types are read-only views of host memory; writes of the client during the request are visible.
+        Fixed-size types are read-only views of host memory; client writes during the request are visible.
         """
         data = self.region.read(self.offset, self.byte_size)
         tensor = Tensor.from_wire(name, datatype, shape, data)
@@ -68,11 +68,11 @@ class SharedMemoryWindow:
         return size
 
     def parameters(self, written: int) -> dict[str, str | int]:
-        """Response parameters for an output of `written` bytes in this window."""
+        """Return the response parameters for an output of `written` bytes in this window."""
         return {REGION: self.region.name, OFFSET: self.offset, BYTE_SIZE: written}
 
 
-_DIRECTORY = "/dev/shm"  # of shm_open on Linux
+_DIRECTORY = "/dev/shm"  # directory of shm_open on Linux
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +87,7 @@ class SharedMemoryRegion:
     offset: int
     byte_size: int
     _mapping: mmap.mmap
-    _start: int  # of the region in the mapping, which is page-aligned
+    _start: int  # start of the region in the mapping, which is page-aligned
 
     @classmethod
     def open(cls, name: str, key: str, offset: int, byte_size: int) -> SharedMemoryRegion:
@@ -105,11 +105,11 @@ class SharedMemoryRegion:
         return cls(name, key, offset, byte_size, mapping, start)
 
     def check(self, offset: int, byte_size: int) -> None:
-        """Raises `InvalidArgument` if the part is out of range."""
+        """Raise `InvalidArgument` if the range is outside the region."""
         self.view(offset, byte_size)
 
     def read(self, offset: int, byte_size: int) -> memoryview:
-        """A view of the bytes at `offset`. Raises `InvalidArgument`."""
+        """Return a view of the bytes at `offset`. Raises `InvalidArgument`."""
         return self.view(offset, byte_size).toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
@@ -117,12 +117,12 @@ class SharedMemoryRegion:
         self.view(offset, len(data))[:] = data
 
     def view(self, offset: int, byte_size: int) -> memoryview:
-        """A writable view of bytes at `offset`. Raises `InvalidArgument` if out of range."""
+        """Return a writable view of bytes at `offset`. Raises `InvalidArgument` if out of range."""
         if offset >= self.byte_size:
             raise InvalidArgument(f"Invalid offset for shared memory region: '{self.name}'")
         if offset + byte_size > self.byte_size:
             raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{self.name}'")
-        # Access to pages that the client has truncated would raise SIGBUS.
+        # Access to pages truncated by the client would raise SIGBUS.
         if self.offset + offset + byte_size > self._mapping.size():
             raise InvalidArgument(f"shared memory region '{self.name}' has shrunk since it was registered")
         start = self._start + offset
@@ -130,7 +130,7 @@ class SharedMemoryRegion:
 
 
 def _open(key: str) -> int:
-    """Open the object as shm_open does; names with further slashes are invalid."""
+    """Open the object as shm_open does; names with more slashes are invalid."""
     name = key.removeprefix("/")
     if not name or name in (".", "..") or "/" in name or "\0" in name:
         raise InternalError(f"Unable to open shared memory region: '{key}'")
@@ -148,8 +148,8 @@ def _open(key: str) -> int:
 class SharedMemory:
     """Registered regions by name: system and, with a GPU, CUDA shared memory.
 
-    Raises `Unsupported` unless `enabled`, because clients can then read and write all shared memory that the server's
-    user can access.
+    Methods raise `Unsupported` unless `enabled`, because clients can read and write all shared memory accessible to the
+    server's user.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -158,14 +158,14 @@ class SharedMemory:
         self._cuda_regions: dict[str, CudaRegion] = {}
 
     def check_enabled(self) -> None:
-        """Raises `Unsupported` if shared memory is disabled for clients."""
+        """Raise `Unsupported` if shared memory is disabled for clients."""
         if not self.enabled:
             raise Unsupported(
                 "client shared memory is disabled; start the server with --allow-client-shm=true"
             )
 
     def close(self) -> None:
-        """Remove all regions, when the server stops."""
+        """Remove all regions when the server stops."""
         self._regions.clear()
         self._cuda_regions.clear()
 
@@ -198,7 +198,7 @@ class SharedMemory:
             self._regions.clear()
 
     def window(self, name: str, offset: int, byte_size: int) -> SharedMemoryWindow:
-        """A window into a region. Raises `NotFound`, `InvalidArgument` if out of range."""
+        """Return a window of a region. Raises `NotFound`, `InvalidArgument` if out of range."""
         self.check_enabled()
         region = self._regions.get(name) or self._cuda_regions.get(name)
         if region is None:

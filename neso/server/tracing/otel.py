@@ -24,14 +24,14 @@ except ImportError as error:
     ) from None
 
 FLUSH_TIMEOUT = 3.0
-"""Timeout in seconds for exporting the last spans when the server stops."""
+"""Timeout for exporting the last spans when the server stops, in seconds."""
 
 
 class OtelSink(TraceSink):
     """Span hierarchy: InferRequest ─ model name ─ compute, with activities as events; called models are child spans.
 
-    Spans of requests and models start immediately, because their ids are passed on; all others are created at the end
-    of a trace. Tensors are not exported.
+    Spans of requests and models start immediately, because their ids are propagated. All other spans are created at the
+    end of a trace. Tensors are not exported.
     """
 
     levels = TraceLevel.TIMESTAMPS
@@ -55,7 +55,7 @@ class OtelSink(TraceSink):
         self._propagator = TraceContextTextMapPropagator()
 
     def parent(self, header: Callable[[str], str | None]) -> Any:
-        """The trace context in the request headers; None without a valid one."""
+        """Return the trace context in the request headers; None if there is no valid context."""
         carrier = {name: value for name in ("traceparent", "tracestate") if (value := header(name))}
         if "traceparent" not in carrier:
             return None
@@ -63,7 +63,7 @@ class OtelSink(TraceSink):
         return context if get_current_span(context).get_span_context().is_valid else None
 
     def is_sampled(self, parent: Any) -> bool:
-        """Whether that context belongs to a sampled trace."""
+        """Return whether the context belongs to a sampled trace."""
         return parent is not None and get_current_span(parent).get_span_context().trace_flags.sampled
 
     def begin(self, trace: Trace) -> None:
@@ -117,7 +117,7 @@ class OtelSink(TraceSink):
 
     def close(self) -> None:
         """Export the remaining spans and end the exporter thread. Blocks."""
-        # The processor waits for the exporter's retries, which end when the exporter is shut down.
+        # The processor waits for the exporter's retries, which stop when the exporter is shut down.
         give_up = threading.Timer(FLUSH_TIMEOUT, self._exporter.shutdown)
         give_up.start()
         self._provider.shutdown()

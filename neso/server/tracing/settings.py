@@ -1,4 +1,4 @@
-"""Updates of the trace settings by clients; see `neso.server.trace_config` for the settings at start."""
+"""Trace-setting updates by clients; `neso.server.trace_config` defines the settings at start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTEGER_TEXT = re.compile(r"\s*[+-]?\d+\s*")
 
 @dataclass(frozen=True, slots=True)
 class _NumberField:
-    """A numeric setting with its range, which error messages mention as in Triton."""
+    """A numeric setting and its range, which appears in error messages as in Triton."""
 
     name: str
     low: int
@@ -42,7 +42,7 @@ class Overrides:
         return any(getattr(self, field.name) is not None for field in fields(self))
 
     def over(self, base: TraceSetting) -> TraceSetting:
-        """`base` with the explicitly set values replaced."""
+        """Return `base` with the explicitly set values replaced."""
         return TraceSetting(
             *(
                 getattr(base, field.name) if (value := getattr(self, field.name)) is None else value

@@ -1,4 +1,4 @@
-"""Traces of single requests and of the model executions they cause."""
+"""Traces of requests and of their model executions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSnapshot:
-    """A copy of a tensor at one point of the execution."""
+    """A copy of a tensor at some point of the execution."""
 
     activity: str
     name: str
@@ -34,7 +34,7 @@ class TensorSnapshot:
         return cls(activity, tensor.name, tensor.datatype, np.array(tensor.array))
 
     def as_dict(self) -> dict[str, str]:
-        """As in Triton's trace files: all values are strings."""
+        """Convert to the format of Triton's trace files, where all values are strings."""
         return {
             "name": self.name,
             "data": ",".join(self._elements()),
@@ -54,28 +54,28 @@ class TensorSnapshot:
 class TraceSink:
     """Destination of traces, notified of the start and end of each trace and its model executions.
 
-    `levels`: the trace levels that it supports.
+    `levels`: the supported trace levels.
     """
 
     levels = TraceLevel.TIMESTAMPS | TraceLevel.TENSORS
 
     def begin(self, trace: Trace) -> None:
-        """A trace starts."""
+        """Called when a trace starts."""
 
     def begin_model(self, model: ModelTrace) -> None:
-        """A model execution starts."""
+        """Called when a model execution starts."""
 
     def end_model(self, model: ModelTrace) -> None:
         """A model execution has ended."""
 
     def end(self, trace: Trace) -> None:
-        """The frontend and all model executions have ended."""
+        """Called when the frontend and all model executions have ended."""
 
     def retire(self) -> None:
-        """A setting that produced traces was replaced."""
+        """Called when a setting that produced traces was replaced."""
 
     def context(self, model: ModelTrace) -> dict[str, str] | None:
-        """W3C trace-context headers for spans of other services; None if not supported."""
+        """Return W3C trace-context headers for spans of other services; None if not supported."""
         return None
 
     def name(self, trace: Trace) -> str:
@@ -115,7 +115,7 @@ class GenerationTrace:
             reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
             trace.attributes["gen_ai.response.finish_reasons"] = reasons
         if not self._first_token:
-            trace.phases.append(("queue", self._started, now))  # the time in the queue is unknown
+            trace.phases.append(("queue", self._started, now))  # the end of the wait is unknown
             return
         trace.attributes["gen_ai.response.time_to_first_chunk"] = (self._first_token - self._started) * 1e-9
         trace.phases.append(("queue", self._started, self._scheduled))
@@ -149,22 +149,22 @@ Activity = tuple[str, int]
 """Name and time, in ns of the monotonic clock."""
 
 next_id = itertools.count(1).__next__
-"""Ids of executions; the id of a child is greater than its parent's."""
+"""Execution ids; the id of a child is greater than its parent's id."""
 
 
 class TraceParent(Protocol):
-    """Parent of a model execution in a trace: a client's request, or the execution of another model."""
+    """Parent of a model execution in a trace: a client request, or the execution of another model."""
 
     def begin(
         self, model: str, version: str, request_id: str, start: int, inputs: dict[str, Tensor] | None = None
     ) -> ModelTrace | None:
-        """Start the trace of a model execution at `start`; None if the trace has ended."""
+        """Start tracing a model execution at `start`. Returns None if the trace has ended."""
 
 
 class ModelTrace:
-    """One model execution in a trace; executions that it causes are its children.
+    """One model execution in a trace; executions caused by it are its children.
 
-    `phases`: parts of the execution, as name, start and end. `attributes`: further attributes of its span.
+    `phases`: parts of the execution, as name, start and end. `attributes`: additional attributes of its span.
     """
 
     __slots__ = (
@@ -214,7 +214,7 @@ class ModelTrace:
 
     @property
     def context(self) -> dict[str, str] | None:
-        """W3C trace-context headers for spans of other services. Thread-safe."""
+        """Return W3C trace-context headers for spans of other services. Thread-safe."""
         return self.trace.context(self)
 
     def begin(
@@ -225,7 +225,7 @@ class ModelTrace:
         return self.trace.add(child, start, inputs)
 
     def begin_generation(self, request: GenerationRequest) -> GenerationTrace:
-        """Start to trace a text generation."""
+        """Start tracing a text generation."""
         self.generation = GenerationTrace(self, request)
         return self.generation
 
@@ -269,10 +269,10 @@ class ModelTrace:
 
 
 class Trace:
-    """One traced request of a client. Used on the core's loop.
+    """A traced client request. Used on the core's loop.
 
-    Ends when the frontend has called `end` and all model executions have ended. Starts at `start`, in ns of the
-    monotonic clock, or now; `clock_offset` converts to Unix time. `parent` and `span` belong to the sink.
+    Starts at `start`, in ns of the monotonic clock, or now. Ends when the frontend has called `end` and all model
+    executions have ended. `clock_offset` converts to Unix time. `parent` and `span` belong to the sink.
     """
 
     __slots__ = (
@@ -308,7 +308,7 @@ class Trace:
         return self._sink.name(self)
 
     def stamp(self, activity: str, ns: int | None = None) -> None:
-        """Record an activity of the frontend at `ns`, by default now."""
+        """Record a frontend activity at `ns`, by default now."""
         if TraceLevel.TIMESTAMPS in self.level:
             self.activities.append((activity, time.monotonic_ns() if ns is None else ns))
 
@@ -352,7 +352,7 @@ class Trace:
         return self._sink.context(model)
 
     def model_ended(self, model: ModelTrace) -> None:
-        """A model execution has ended."""
+        """Called when a model execution has ended."""
         self._sink.end_model(model)
         if not model.parent_id:
             self.stamp("INFER_RESPONSE_COMPLETE")

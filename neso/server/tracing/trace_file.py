@@ -46,7 +46,7 @@ class TraceFile:
             self._file.close()
 
     def _submit(self, write: Any, *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: the server has stopped
+        with contextlib.suppress(RuntimeError):  # the writer is closed if the server has stopped
             self._writer.submit(write, *arguments).add_done_callback(self._report)
 
     def _report(self, done: Future[None]) -> None:
@@ -70,14 +70,14 @@ class TraceFile:
 
 
 def _encode(traces: Sequence[Trace]) -> bytes:
-    """The JSON objects of traces, comma-separated."""
+    """Encode traces as comma-separated JSON objects."""
     return b",\n".join(orjson.dumps(entry) for trace in traces for entry in trace_entries(trace))
 
 
 def trace_entries(trace: Trace) -> list[dict[str, Any]]:
-    """The JSON objects of a trace: a header and the activities of each execution id.
+    """Return the JSON objects of a trace: a header and the activities of each execution id.
 
-    Activities of the frontend come first, as trace_summary expects.
+    Activities of the frontend are first, as trace_summary expects.
     """
     entries: list[dict[str, Any]] = []
     first, *others = trace.models
@@ -102,7 +102,7 @@ def _model_entries(model: ModelTrace) -> list[dict[str, Any]]:
         head["parent_id"] = model.parent_id
     activities = list(model.activities)
     for name, start, end in model.phases if activities else ():
-        if name != "queue":  # is QUEUE_START to COMPUTE_START
+        if name != "queue":  # the phase "queue" is already covered by QUEUE_START and COMPUTE_START
             activities += [(f"{name.upper()}_START", start), (f"{name.upper()}_END", end)]
     tensors = [
         {"id": model.id, "activity": tensor.activity, "tensor": tensor.as_dict()} for tensor in model.tensors
@@ -115,13 +115,13 @@ def _timestamps(id: int, activities: Sequence[Activity]) -> list[dict[str, Any]]
 
 
 FLUSH_AFTER = 1.0
-"""Maximum delay in seconds before a trace is written."""
+"""Maximum delay before a trace is written, in seconds."""
 FLUSH_SIZE = 256
-"""Number of traces after which they are written immediately."""
+"""Number of buffered traces that triggers an immediate write."""
 
 
 class TraceBuffer(TraceSink):
-    """Buffers the traces of one setting: `log_frequency` traces per file, or with 0 one file, written with a delay.
+    """Buffers the traces of one setting: `log_frequency` traces per file, or one file with delayed writes if it is 0.
 
     A setting with a `count` writes all its traces to one numbered file, as in Triton.
     """
@@ -137,7 +137,7 @@ class TraceBuffer(TraceSink):
 
     def end(self, trace: Trace) -> None:
         self._left -= 1
-        if trace.models:  # skip requests that no model accepted
+        if trace.models:  # skip requests that were not accepted by a model
             self._traces.append(trace)
         if self._retired or self._left == 0 or len(self._traces) >= self._size:
             self._flush()
@@ -145,7 +145,7 @@ class TraceBuffer(TraceSink):
             self._timer = asyncio.get_running_loop().call_later(FLUSH_AFTER, self._flush)
 
     def retire(self) -> None:
-        """The setting was replaced: write the buffered traces, and later ones immediately."""
+        """Called when the setting was replaced: write the buffered traces now, and later traces immediately."""
         self._retired = True
         self._flush()
 

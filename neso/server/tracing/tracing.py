@@ -1,4 +1,4 @@
-"""Tracing in the core: current settings, global and per model, and sampling."""
+"""Tracing in the core: sampling, and the current global and per-model settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Sampler:
     """Applies one setting: samples every `rate`-th request, up to `count`.
 
-    Samples nothing without a sink. `joins`: requests with a sampled parent context are always traced.
+    Without a sink, no request is sampled. `joins`: requests with a sampled parent context are always traced.
     """
 
     def __init__(self, setting: TraceSetting, sink: TraceSink | None, *, joins: bool) -> None:
@@ -37,17 +37,17 @@ class Sampler:
 
     @property
     def setting(self) -> TraceSetting:
-        """The setting, with the remaining count."""
+        """The setting with the remaining count."""
         return replace(self._setting, count=self._remaining)
 
     def sample(self, start: int = 0, parent: Any = None, *, join: bool = False) -> Trace | None:
-        """A trace if this request is sampled; `join`: it belongs to the sampled trace of `parent`."""
+        """Return a trace if this request is sampled. `join`: it belongs to the sampled trace of `parent`."""
         if self._sink is None or not (join or self._takes_next()):
             return None
         return Trace(self._setting.level & self._sink.levels, self._sink, parent, start)
 
     def retire(self) -> None:
-        """The setting was replaced."""
+        """Called when the setting was replaced."""
         if self._sink is not None:
             self._sink.retire()
 
@@ -66,7 +66,7 @@ class Sampler:
 logger = logging.getLogger(__name__)
 
 GLOBAL = ""
-"""Key of the global setting among model names."""
+"""Key of the global setting, in place of a model name."""
 
 Header = Callable[[str], str | None]
 """Returns the value of a request header by its lower-case name."""
@@ -88,7 +88,7 @@ class Tracing:
             )
 
     def sample(self, model: str, header: Header | None = None, start: int = 0) -> Trace | None:
-        """A trace for a client's request if it is sampled. Call only while `enabled`.
+        """Return a trace for a client request if it is sampled. Call only while `enabled`.
 
         `start`: start of the request, in ns of the monotonic clock. `header`: returns request headers; in mode
         `opentelemetry` a request with a sampled `traceparent` is always traced.
@@ -104,7 +104,7 @@ class Tracing:
         return trace
 
     def settings(self, model: str = GLOBAL) -> dict[str, str | list[str]]:
-        """Settings of a model, or the global ones, in the format of the trace extension."""
+        """Return the settings of a model, or the global settings, in the format of the trace extension."""
         setting = (self._samplers.get(model) or self._samplers[GLOBAL]).setting
         told: dict[str, str | list[str]] = {
             "trace_level": setting.level.names(),
@@ -117,7 +117,7 @@ class Tracing:
         return told if self._otel is None else told | self._otel.config.describe()
 
     def update(self, values: Mapping[str, Sequence[str]], model: str = GLOBAL) -> None:
-        """Update the settings of a model, or the global ones, which apply to models without own settings.
+        """Update the settings of a model, or the global settings, which apply to models without own settings.
 
         An empty value clears a setting. Atomic. Raises `ServerError`.
         """
@@ -147,7 +147,7 @@ class Tracing:
             await asyncio.to_thread(self._otel.close)
 
     def _current(self, name: str) -> Overrides:
-        """The overrides, with the remaining count."""
+        """Return the overrides with the remaining count."""
         overrides = self._overrides.get(name, Overrides())
         if overrides.count is None:
             return overrides

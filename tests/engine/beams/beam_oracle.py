@@ -1,4 +1,4 @@
-"""Beam search by transformers, one prompt at a time."""
+"""Reference beam search with transformers, one prompt at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Beams = list[tuple[list[int], float]]
 def beam_search(
     directory: Path, prompts: list[list[int]], end: int | list[int], **options: Any
 ) -> list[Beams]:
-    """Output tokens and scores of each prompt's best sequences; `end`: tokens that end one, -1 for none.
+    """Return output tokens and scores of each prompt's best sequences. `end`: tokens that end one, -1 for none.
 
     A score is the sum of the log probabilities, divided by the length to the power of `length_penalty`.
     """
@@ -42,7 +42,7 @@ def beam_search(
 
 
 def _until_end(tokens: list[int], end: int | list[int]) -> list[int]:
-    """Without the padding behind an end token."""
+    """Return the tokens up to the first end token, without padding."""
     ends = [end] if isinstance(end, int) else end
     first = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[:first]

@@ -1,4 +1,4 @@
-"""A fake model whose beams cross: its logits are a function of the text so far. And a beam search without an engine."""
+"""Fake model whose logits depend on the whole text, so that beams cross, and a reference beam search."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ VOCAB = 23
 
 
 def logits_after(tokens: list[int]) -> np.ndarray:
-    """Depends on all tokens and their order."""
+    """Return logits that depend on all tokens and their order."""
     return np.random.default_rng(zlib.crc32(str(tokens).encode())).normal(size=VOCAB).astype(np.float32)
 
 
 class CrossingRunner(FakeRunner):
-    """Reads the tokens that attention would read from the paged cache."""
+    """Reads the tokens from the paged cache as attention would."""
 
     vocab = VOCAB
 
@@ -36,7 +36,7 @@ def make_beam_core(num_blocks: int = 64, **options) -> EngineCore:
 
 
 def best_sequences(prompt: list[int], width: int, max_tokens: int, ends: tuple[int, ...], early: bool):
-    """Outputs and sums of a beam search with length penalty 1, the best first; by the book, in float64."""
+    """Return outputs and log-probability sums of a textbook beam search (length penalty 1, float64), best first."""
     live, finished = [(0.0, [])], []
     for length in range(1, max_tokens + 1):
         candidates = []

@@ -1,4 +1,4 @@
-"""Beams in float32 are those of transformers' generate, token by token, whatever the schedule."""
+"""Beams in float32 equal those of transformers' generate, token by token, for any schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neso.engine.loop.engine_core import EngineCore
 from neso.generation import SamplingParams
 
 MAX_TOKENS = 14
-# Tokens that come up often in what the checkpoint says, so that beams end at all lengths.
+# Tokens that the checkpoint generates often, so that beams end at all lengths.
 ENDS = list(range(20, 60))
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def expected(llama_checkpoint):
 
 
 def run(core: EngineCore, requests: list[EngineRequest], seed: object) -> dict[str, list[Any]]:
-    """Requests join while others run; outputs of each in order."""
+    """Run requests that join while others run; return the outputs of each in order."""
     rng = random.Random(str(seed))
     arriving, outputs = list(requests), {request.request_id: [] for request in requests}
     while arriving or core.has_work:
@@ -87,7 +87,7 @@ def run(core: EngineCore, requests: list[EngineRequest], seed: object) -> dict[s
 
 
 def check(core: EngineCore, expected, search: str, ends: list[int], seed: object) -> None:
-    """Beams of all prompts, beside as many greedy requests."""
+    """Compare the beams of all prompts while as many greedy requests run."""
     params, penalty = as_params(SEARCHES[search]), SEARCHES[search].get("length_penalty", 1.0)
     requests = []
     for i, prompt in enumerate(make_prompts()):
@@ -117,7 +117,7 @@ def cores(llama_checkpoint):
 
 @pytest.mark.parametrize("ends", [[], [ENDS[0]], ENDS], ids=["no-end", "one-end", "many-ends"])
 @pytest.mark.parametrize("search", SEARCHES)
-def test_beams_are_those_of_transformers(cores, expected, search, ends):
+def test_beams_equal_transformers(cores, expected, search, ends):
     check(cores["native"], expected, search, ends, search)
 
 
@@ -129,7 +129,7 @@ def test_runners_agree(cores, expected, search, runner):
 
 @pytest.mark.parametrize("search", ["plain", "wide", "long"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_schedule_changes_nothing(llama_checkpoint, expected, search, schedule):
+def test_results_do_not_depend_on_the_schedule(llama_checkpoint, expected, search, schedule):
     options = {"runner": "reference", **SCHEDULES[schedule]}
     core, _ = load_engine(EngineConfig.from_options(str(llama_checkpoint), options))
     check(core, expected, search, ENDS, schedule)

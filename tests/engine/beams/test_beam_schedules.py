@@ -1,4 +1,4 @@
-"""Beam groups in any schedule: the results of a search by the book, no block lost, aborts in every state."""
+"""Beam groups in any schedule: results of a textbook search, no lost blocks, aborts in every state."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=18), min_siz
     caching=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_schedule_gives_the_search_by_the_book(
+def test_any_schedule_equals_the_reference_search(
     prompts, width, max_tokens, num_ends, early, spare, block_size, chunk, caching, seed
 ):
-    """With just the blocks that one search needs, and a few more: groups are preempted and go on."""
+    """The cache holds the blocks of one search and a few more, so groups are preempted and resumed."""
     longest = 18 + max_tokens
     needed = longest if block_size == 1 else -(-longest // block_size)
     core = make_beam_core(
@@ -66,8 +66,8 @@ def test_any_schedule_gives_the_search_by_the_book(
 
 @settings(max_examples=80, deadline=None)
 @given(prompts=prompts, width=st.integers(2, 4), spare=st.integers(0, 6), seed=st.integers(0, 10_000))
-def test_aborts_in_every_state_lose_nothing(prompts, width, spare, seed):
-    """Waiting, in its prompt, live, preempted, catching up: whatever is aborted, the others get their beams."""
+def test_aborts_in_every_state_free_all_blocks(prompts, width, spare, seed):
+    """Requests are aborted while waiting, prefilling, running, preempted or catching up; the others get their beams."""
     core = make_beam_core(7 * width + spare, max_prefill_chunk=3)
     rng = random.Random(seed)
     for i, prompt in enumerate(prompts):
@@ -78,7 +78,7 @@ def test_aborts_in_every_state_lose_nothing(prompts, width, spare, seed):
     while core.has_work:
         if doomed - aborted and rng.random() < 0.2:
             victim = rng.choice(sorted(doomed - aborted))
-            # One sequence of a group stands for all.
+            # One sequence represents its group.
             core.abort(victim, rng.choice([None, 0]))
             aborted.add(victim)
             if rng.random() < 0.5:
@@ -92,7 +92,7 @@ def test_aborts_in_every_state_lose_nothing(prompts, width, spare, seed):
     assert core.scheduler.kv.pool.num_used == 0
 
 
-def test_preempted_groups_start_from_what_the_beams_share():
+def test_preempted_groups_restart_from_the_shared_prefix():
     core = make_beam_core(17, max_prefill_chunk=3, enable_prefix_caching=False)
     for i in range(3):
         core.add(make_request(str(i), [i, 1, 2, 3, 4, 5], 16, beam_width=3, n=3))
@@ -107,13 +107,13 @@ def test_preempted_groups_start_from_what_the_beams_share():
     assert {("waiting", 1, True), ("running", 1, True), ("running", 3, False)} <= states
 
 
-def test_a_beam_that_waits_for_others_computes_all_but_its_last_token():
+def test_a_waiting_beam_computes_all_but_its_last_token():
     core = make_beam_core(40, max_prefill_chunk=2)
     core.add(make_request("a", [1, 2, 3], 12, beam_width=2, n=2))
     while not core.scheduler.running or core.scheduler.running[0].num_output_tokens < 8:
         core.step()
     group = core.scheduler.running[0].group
-    # As after preemption, when they have little in common.
+    # As after a preemption of beams with a short common prefix.
     core.scheduler.kv.prefix_cache.clear()
     core.scheduler._preempt(core.scheduler.running[-1], core.scheduler.schedule())
     seen = set()
@@ -124,7 +124,7 @@ def test_a_beam_that_waits_for_others_computes_all_but_its_last_token():
     assert {1, 2} <= seen
 
 
-def test_group_of_which_one_row_is_not_numbers_fails_alone(monkeypatch):
+def test_a_group_with_nan_logits_fails_alone(monkeypatch):
     core = make_beam_core()
     core.add(make_request("bad", [1], 8, beam_width=3))
     core.add(make_request("good", [2], 8, beam_width=3))
@@ -147,7 +147,7 @@ def test_group_of_which_one_row_is_not_numbers_fails_alone(monkeypatch):
     assert [(o.request_id, o.finish_reason) for o in outputs] == [("good", FinishReason.LENGTH)]
 
 
-def test_failing_step_answers_a_group_once_a_beam(monkeypatch):
+def test_a_failing_step_ends_every_beam_of_a_group(monkeypatch):
     core = make_beam_core()
     core.add(make_request("a", [1], 8, beam_width=3))
     core.step()
@@ -163,8 +163,8 @@ def test_failing_step_answers_a_group_once_a_beam(monkeypatch):
     core.check_integrity()
 
 
-def test_fewer_tokens_than_beams_leave_fewer_beams():
-    """One token may come first, two after it: the group has one beam, then two, and places for three all along."""
+def test_fewer_allowed_tokens_than_beams():
+    """One token is allowed first, then two: the group has one beam, then two, of its three."""
     core = make_beam_core()
     request = make_request("a", [1], 3, beam_width=3, n=3, allowed_token_ids=(4, 5), no_repeat_ngram_size=1)
     core.add(request)
@@ -182,7 +182,7 @@ def test_fewer_tokens_than_beams_leave_fewer_beams():
     assert all(o.finish_reason for o in found)
 
 
-def test_a_group_that_could_never_fit_is_refused():
+def test_a_group_too_large_for_the_cache_is_refused():
     core = make_beam_core(num_blocks=10)
     assert core.add(make_request("fits", [1] * 8, 8, beam_width=4)) == []
     (output,) = core.add(make_request("does not", [1] * 8, 12, beam_width=4))
@@ -192,8 +192,8 @@ def test_a_group_that_could_never_fit_is_refused():
 
 
 @pytest.mark.parametrize("rate", [0.0, 5.0])
-def test_diversity_lifts_candidates_of_later_beams(rate):
-    """With a large rate the worst beam's candidates are all ahead of the others': it has all descendants."""
+def test_diversity_prefers_candidates_of_later_beams(rate):
+    """With a large rate, all candidates of the worst beam rank above those of the other beams."""
     core = make_beam_core()
     core.add(make_request("a", [3], 4, beam_width=3, n=3, beam_search_diversity_rate=rate))
     core.step()
@@ -223,8 +223,8 @@ def test_stop_words_end_a_hypothesis():
 
 @settings(max_examples=60, deadline=None)
 @given(prompts=prompts, width=st.integers(2, 4), spare=st.integers(0, 30), seed=st.integers(0, 10_000))
-def test_nothing_is_preempted_where_that_is_promised(prompts, width, spare, seed):
-    """Blocks that beams may come to need are counted when another request asks to begin."""
+def test_guaranteed_no_evict_never_preempts(prompts, width, spare, seed):
+    """Admission counts the blocks that running beams may still need."""
     core = make_beam_core(7 * width + spare, batch_scheduler_policy="guaranteed_no_evict")
     rng = random.Random(seed)
     late = [make_request(f"beams {i}", p, 9, beam_width=width, n=width) for i, p in enumerate(prompts)]
@@ -240,8 +240,8 @@ def test_nothing_is_preempted_where_that_is_promised(prompts, width, spare, seed
     assert done == 2 * len(prompts)
 
 
-def test_a_window_gives_the_blocks_of_beams_back():
-    """Beams of a model with a sliding window hold what is in sight, whatever their length."""
+def test_blocks_outside_the_window_of_beams_are_freed():
+    """Beams with sliding-window attention hold only the blocks in the window, at any length."""
     window = AttentionWindow(size=6)
     runner = CrossingRunner(window)
     config = SchedulerConfig(block_size=4, max_prefill_chunk=4, max_num_seqs=8)
@@ -256,7 +256,7 @@ def test_a_window_gives_the_blocks_of_beams_back():
 
 
 @pytest.mark.parametrize("options", [{"n": 3}, {"beam_width": 3}], ids=["sampled", "beams"])
-def test_logits_of_a_prompt_come_once_whoever_is_preempted(options):
+def test_context_logits_are_output_once_despite_preemption(options):
     core = make_beam_core(17, max_prefill_chunk=5)
     prompt = list(range(11))
     for i in range(3):

@@ -1,4 +1,4 @@
-"""The finished sequences of a search that are kept, and when it is over, by their definitions."""
+"""Finished hypotheses of a beam search: which are kept, and when the search ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ finished = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(finished=finished, width=st.integers(2, 5), penalty=st.sampled_from([-1.0, 0.0, 1.0, 2.0]))
-def test_the_best_are_kept_in_order(finished, width, penalty):
+def test_the_best_hypotheses_are_kept_in_order(finished, width, penalty):
     kept = Hypotheses(SamplingParams(beam_width=width, length_penalty=penalty), max_tokens=30)
     for i, (total, length) in enumerate(finished):
         kept.add(PathStep(None, i, None, b""), FinishReason.STOP, total, length)
@@ -24,7 +24,7 @@ def test_the_best_are_kept_in_order(finished, width, penalty):
     assert [hypothesis.score for hypothesis in kept.best] == expected
 
 
-def test_when_a_search_is_settled():
+def test_end_of_the_search():
     def settled(early, penalty, best_live, length, worst=-4.0):
         kept = Hypotheses(SamplingParams(beam_width=2, early_stopping=early, length_penalty=penalty), 40)
         assert not kept.is_done(best_live, length)

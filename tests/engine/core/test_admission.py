@@ -1,4 +1,4 @@
-"""Scheduling policies: when waiting requests begin, and what they promise to those that run."""
+"""Scheduling policies: admission of waiting requests, and blocks reserved for running ones."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def test_guaranteed_no_evict_never_preempts_where_max_utilization_does(overlap):
     assert preemptions["guaranteed_no_evict"] == 0 < preemptions["max_utilization"]
 
 
-def test_guaranteed_no_evict_counts_what_is_promised():
-    """28 tokens in blocks of 4 are 7 blocks each: two of them fit into 15 blocks, though a third prompt would."""
+def test_guaranteed_no_evict_counts_reserved_blocks():
+    """28 tokens in blocks of 4 need 7 blocks: two sequences fit into 15, although a third prompt would fit."""
     core = make_core(15, batch_scheduler_policy="guaranteed_no_evict")
     fill(core)
     core.step()
     assert len(core.scheduler.running) == 2
 
 
-def test_shared_prefixes_are_promised_once():
+def test_shared_prefixes_are_reserved_once():
     """Six sequences whose 12 common tokens are cached need 3 + 6 * 2 blocks, not 6 * 5."""
     core = make_core(15, batch_scheduler_policy="guaranteed_no_evict")
     core.add(make_request("first", list(range(12)), max_tokens=1))
@@ -56,7 +56,7 @@ def test_n_sequences_that_do_not_fit_together_run_alone():
     assert all(tokens["many", i] == expected_tokens(list(range(9)), 20) for i in range(4))
 
 
-def test_a_static_batch_begins_when_the_last_is_done():
+def test_a_static_batch_starts_when_the_previous_one_ends():
     core = make_core(64, gpt_model_type="V1", max_num_seqs=2)
     for name, length in (("a", 3), ("b", 6), ("c", 2), ("d", 2)):
         core.add(make_request(name, [1, 2], max_tokens=length))
@@ -68,7 +68,7 @@ def test_a_static_batch_begins_when_the_last_is_done():
 
 
 def test_a_static_batch_is_filled_over_several_steps():
-    """Prompts that a step has no budget for belong to the batch nevertheless; what came later does not."""
+    """Prompts beyond the step's token budget still belong to the batch; later requests do not."""
     core = make_core(
         64, gpt_model_type="V1", max_num_batched_tokens=16, max_prefill_chunk=16, max_decode_stretch=0
     )
@@ -83,7 +83,7 @@ def test_a_static_batch_is_filled_over_several_steps():
 
 
 def test_a_window_lets_sequences_outgrow_the_cache():
-    """200 tokens go through 10 blocks of 4, two sequences at a time, and nobody starts over."""
+    """200 tokens pass through 10 blocks of 4, two sequences at a time, without preemption."""
     window = AttentionWindow(6, sinks=2)
     core = make_core(10, window=window, batch_scheduler_policy="guaranteed_no_evict", max_prefill_chunk=4)
     for i in range(3):
@@ -95,7 +95,7 @@ def test_a_window_lets_sequences_outgrow_the_cache():
     assert core.scheduler.num_preemptions == 0
 
 
-def test_blocks_behind_the_window_are_free_at_once():
+def test_blocks_outside_the_window_are_freed_at_once():
     core = make_core(64, window=AttentionWindow(8), enable_prefix_caching=False)
     core.add(make_request("a", list(range(30)), max_tokens=30))
     held = []

@@ -1,4 +1,4 @@
-"""Which cached blocks make room first: by priority, for as long as it holds, and then by age."""
+"""Eviction order of cached blocks: by priority while its duration lasts, then by age."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def clock(monkeypatch):
 
 
 def filled(num_blocks: int) -> BlockPool:
-    """All blocks are held."""
+    """Return a pool with all blocks allocated."""
     pool = BlockPool(num_blocks)
     assert [pool.allocate() for _ in range(num_blocks)] == list(range(num_blocks))
     return pool
 
 
-def test_the_order_of_reuse():
+def test_reuse_order():
     pool = filled(6)
     pool.retain(0, 100, None)
     pool.retain(2, 0, None)
@@ -39,7 +39,7 @@ def test_the_order_of_reuse():
         pool.allocate()
 
 
-def test_a_priority_outlives_holders_but_not_the_content():
+def test_a_priority_lasts_until_the_content_is_evicted():
     pool = filled(2)
     pool.retain(0, 80, None)
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_a_priority_outlives_holders_but_not_the_content():
     assert (pool.allocate(), pool.allocate()) == (0, 1)
 
 
-def test_a_duration_ends(clock):
+def test_a_priority_expires(clock):
     pool = filled(3)
     pool.retain(0, 90, 10.0)
     pool.retain(1, 90, 30.0)
@@ -63,7 +63,7 @@ def test_a_duration_ends(clock):
     assert [pool.allocate() for _ in range(3)] == [2, 0, 1]
 
 
-def test_a_duration_that_was_given_anew(clock):
+def test_a_duration_can_be_renewed(clock):
     pool = filled(2)
     pool.retain(0, 90, 10.0)
     clock[0] += 5
@@ -104,7 +104,7 @@ def test_no_block_is_lost(actions):
     assert len({free.take() for _ in range(len(free))}) == 8 - len(held)
 
 
-def test_ranges_of_tokens():
+def test_token_ranges():
     retention = CacheRetention([RetainedRange(0, 32, 90), RetainedRange(48, None, 10, 500)], 20, 70)
     places = {position: retention.at(position, 64) for position in (0, 31, 32, 48, 63, 64)}
     assert places == {
@@ -128,13 +128,13 @@ def test_ranges_of_tokens():
         ([], -1, "retention_decode_priority"),
     ],
 )
-def test_what_cannot_be(ranges, decode, field):
+def test_invalid_ranges_name_their_field(ranges, decode, field):
     with pytest.raises(InvalidParameter) as refused:
         CacheRetention(ranges, decode)
     assert refused.value.field == field
 
 
-def test_durations_take_no_room_of_requests_that_are_over():
+def test_expirations_of_evicted_blocks_are_removed():
     free = FreeBlocks(8)
     for _ in range(1000):
         block = free.take()

@@ -1,4 +1,4 @@
-"""Drafts on the fake model: right, wrong or both, the tokens stay the same and the books balance."""
+"""Speculative decoding on the fake model: right and wrong drafts change no token, and the KV-cache accounting holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=24), min_siz
 
 
 class Guesser(Proposer):
-    """Guesses right with a probability, at each place."""
+    """Proposes the right token with a given probability at each position."""
 
     def __init__(self, right: float, seed: int = 0) -> None:
         self.right = right
@@ -41,7 +41,7 @@ class Guesser(Proposer):
 
 
 class TreeGuesser(Guesser):
-    """Grows a tree at random."""
+    """Grows a random tree."""
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         parents: list[int] = []
@@ -71,8 +71,8 @@ class TreeGuesser(Guesser):
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     seed=st.integers(0, 1000),
 )
-def test_guesses_change_no_token(prompts, max_tokens, num_blocks, chunk, budget, caching, tree, right, seed):
-    """Whatever is guessed; requests come late, some are aborted, some have several answers, some do not overlap."""
+def test_drafts_change_no_token(prompts, max_tokens, num_blocks, chunk, budget, caching, tree, right, seed):
+    """For any draft: requests arrive late, some are aborted, some have several sequences, some do not overlap."""
     guesser = (TreeGuesser if tree else Guesser)(right, seed)
     core = make_core(
         num_blocks,
@@ -110,7 +110,7 @@ def test_guesses_change_no_token(prompts, max_tokens, num_blocks, chunk, budget,
     assert core.scheduler.kv.pool.num_used == 0
 
 
-def test_right_guesses_save_steps():
+def test_accepted_drafts_save_steps():
     core = make_core(proposer=Guesser(1.0))
     core.add(make_request("a", [1, 2, 3], max_tokens=16))
     steps = 0
@@ -123,7 +123,7 @@ def test_right_guesses_save_steps():
     assert stats.accepted_at[0] == stats.drafts
 
 
-def test_only_what_is_accepted_is_found_in_the_prefix_cache():
+def test_only_accepted_tokens_are_in_the_prefix_cache():
     core = make_core(proposer=Guesser(0.5, seed=4), num_blocks=40)
     prompt = [1, 2, 3]
     core.add(make_request("a", prompt, max_tokens=30))
@@ -135,7 +135,7 @@ def test_only_what_is_accepted_is_found_in_the_prefix_cache():
     assert run(core)["b", 0] == expected_tokens(text[:29], 5)
 
 
-def test_end_token_within_accepted_ones():
+def test_end_token_within_a_draft():
     expected = expected_tokens([4], 12)
     end = expected[6]
     first = expected.index(end)
@@ -151,8 +151,8 @@ def test_end_token_within_accepted_ones():
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
-def test_min_tokens_hold_within_a_draft(right):
-    """An end token that comes too early is suppressed at its own place."""
+def test_min_tokens_applies_within_a_draft(right):
+    """An end token that comes too early is suppressed at its position."""
 
     def answers(**options) -> list[int]:
         core = make_core(**options)
@@ -163,8 +163,8 @@ def test_min_tokens_hold_within_a_draft(right):
     assert answers(proposer=Guesser(right)) == answers()
 
 
-def test_seeded_sampling_with_penalties_is_the_same():
-    """The random numbers belong to the places of tokens, not to the steps."""
+def test_seeded_sampling_with_penalties_is_unchanged():
+    """Random numbers depend on the positions of tokens, not on the steps."""
 
     def answers(**options) -> dict[tuple[str, int], list[int]]:
         core = make_core(**options)
@@ -178,7 +178,7 @@ def test_seeded_sampling_with_penalties_is_the_same():
         assert answers(proposer=TreeGuesser(0.7, seed)) == plain
 
 
-def test_logprobs_come_with_each_token():
+def test_each_token_has_logprobs():
     def positions(**options) -> list:
         core = make_core(**options)
         core.add(make_request("a", [7], 12, logprobs=3))
@@ -193,7 +193,7 @@ def test_logprobs_come_with_each_token():
 
 
 @pytest.mark.parametrize("where", ["propose", "complete"])
-def test_a_guesser_that_fails_ends_guessing(where):
+def test_a_failing_proposer_is_disabled(where):
     class Failing(Guesser):
         def propose(self, sequence, most):
             if where == "propose":
@@ -220,7 +220,7 @@ def test_preemption_with_drafts():
     assert core.scheduler.num_preemptions > 0
 
 
-def test_ngrams_on_a_text_that_repeats_itself():
+def test_ngrams_on_a_repetitive_text():
     core = make_core(proposer=NgramProposer(2, 4))
     core.add(make_request("a", [1, 2, 3] * 5, max_tokens=20, logit_bias={1: 9.0}))
     tokens = run(core)
@@ -229,7 +229,7 @@ def test_ngrams_on_a_text_that_repeats_itself():
 
 
 class TestDraftsOfRequests:
-    """Tokens that the client guesses."""
+    """Draft tokens that the client sends."""
 
     def outputs(self, draft: RequestDraft, prompt: list[int], overlap: bool = False, **options) -> list:
         core = make_core(overlap=overlap, **options)
@@ -244,7 +244,7 @@ class TestDraftsOfRequests:
 
     @pytest.mark.parametrize("overlap", [False, True])
     @pytest.mark.parametrize("right", [0, 2, 5])
-    def test_verified_with_the_end_of_the_prompt(self, right, overlap):
+    def test_verified_with_the_last_prompt_chunk(self, right, overlap):
         prompt = list(range(11))
         expected = expected_tokens(prompt, 8)
         guess = expected[:right] + [(token + 1) % VOCAB for token in expected[right:5]]
@@ -253,14 +253,14 @@ class TestDraftsOfRequests:
         assert (found[0].draft_tokens, found[0].accepted_draft_tokens) == (5, right)
         assert len(found) == 8 - right
 
-    def test_with_chunks(self):
+    def test_with_chunked_prefill(self):
         prompt = list(range(11))
         expected = expected_tokens(prompt, 8)
         found = self.outputs(RequestDraft(expected), prompt, max_prefill_chunk=3)
         assert [token for output in found for token in output.token_ids] == expected
         assert found[0].accepted_draft_tokens == 7, "all but one, which must come behind them"
 
-    def test_threshold_takes_what_is_likely_enough(self):
+    def test_acceptance_threshold(self):
         """The fake model gives the best token e times the probability of any other."""
         prompt = [1, 2, 3]
         wrong = (next_token(prompt) + 1) % VOCAB
@@ -269,7 +269,7 @@ class TestDraftsOfRequests:
         (strict, *_) = self.outputs(RequestDraft([wrong], None, 0.5), prompt)
         assert strict.token_ids == [next_token(prompt)] and strict.accepted_draft_tokens == 0
 
-    def test_logits_of_a_greedy_request_change_nothing(self):
+    def test_draft_logits_do_not_change_a_greedy_request(self):
         prompt = [1, 2, 3]
         logits = np.zeros((2, VOCAB), np.float32).tobytes()
         expected = expected_tokens(prompt, 8)
@@ -277,15 +277,15 @@ class TestDraftsOfRequests:
         assert [token for output in found for token in output.token_ids] == expected
         assert found[0].accepted_draft_tokens == 2
 
-    def test_forks_begin_behind_the_prompt(self):
+    def test_forked_sequences_start_after_the_prompt(self):
         prompt = list(range(11))
         core = make_core(enable_prefix_caching=False)
         core.add(make_request("a", prompt, max_tokens=8, n=3, draft=RequestDraft([1, 2, 3, 4])))
         assert run(core) == {("a", index): expected_tokens(prompt, 8) for index in range(3)}
 
 
-def test_blocks_of_a_wrong_draft_pay_for_no_copy():
-    """The pool is empty: that one has more blocks than it needs does not let another write to a shared one."""
+def test_spare_blocks_of_one_sequence_do_not_allow_a_copy_for_another():
+    """With an empty pool, the spare blocks of one sequence do not let another one copy a shared block."""
     kv = KVCacheManager(3, 4, enable_prefix_caching=False)
     parent, child = (
         Sequence(id=i, request=make_request(str(i), [1] * 5), arrival=i, token_ids=[1] * 6) for i in range(2)
@@ -300,7 +300,7 @@ def test_blocks_of_a_wrong_draft_pay_for_no_copy():
 
 
 class WideGuesser(Proposer):
-    """As many nodes as a tree may have, side by side."""
+    """Proposes the maximum number of tree nodes, all children of the root."""
 
     def propose(self, sequence: Sequence, most: int) -> Draft | None:
         return Draft([0] * MAX_TREE_NODES, DraftTree((-1,) * MAX_TREE_NODES))
@@ -308,7 +308,7 @@ class WideGuesser(Proposer):
 
 @pytest.mark.parametrize("window", [None, AttentionWindow(6)])
 @pytest.mark.parametrize("num_blocks", range(14, 24, 3))
-def test_trees_take_no_blocks_that_are_promised_to_others(window, num_blocks):
+def test_trees_use_no_reserved_blocks(window, num_blocks):
     core = make_core(
         num_blocks,
         window=window,
@@ -325,7 +325,7 @@ def test_trees_take_no_blocks_that_are_promised_to_others(window, num_blocks):
     assert core.stats().drafts.drafts
 
 
-def test_trees_are_checked():
+def test_invalid_trees_are_rejected():
     with pytest.raises(ValueError, match="stands before its parent"):
         DraftTree((-1, 2, 0))
     with pytest.raises(ValueError, match="at most 63"):
@@ -346,9 +346,7 @@ def test_trees_are_checked():
     num_blocks=st.integers(12, 20),
 )
 @example([[0], [0], [0], [0, 0, 0, 0]], 0.0, True, AttentionWindow(5), 1, False, 12)
-def test_drafts_take_no_blocks_that_others_were_promised(
-    prompts, right, tree, window, chunk, caching, num_blocks
-):
+def test_drafts_use_no_reserved_blocks(prompts, right, tree, window, chunk, caching, num_blocks):
     core = make_core(
         num_blocks,
         window=window,

@@ -1,4 +1,4 @@
-"""The engine core on a fake model: whatever the schedule, each sequence gets its tokens and the books balance."""
+"""The engine core on a fake model: in any schedule each sequence gets its tokens, and the KV-cache accounting holds."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ prompts = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=24), min_siz
     seed=st.integers(0, 1000),
 )
 def test_any_schedule_gives_the_same_tokens(prompts, max_tokens, num_blocks, chunk, caching, overlap, seed):
-    """Prefix hits, chunks, preemption, late arrivals and steps that overlap change nothing; all blocks come back."""
+    """Prefix hits, chunks, preemption, late arrivals and overlapping steps change no token; all blocks are freed."""
     core = make_core(num_blocks, overlap, max_prefill_chunk=chunk, enable_prefix_caching=caching)
     rng = random.Random(seed)
     tokens: dict[str, list[int]] = {}
-    # A penalty that has no effect keeps steps from overlapping while its request is there.
+    # A penalty of 0 disables overlapping steps while its request runs.
     options = [{"logit_bias": {0: 0.0}} if rng.random() < 0.2 else {} for _ in prompts]
     late = [make_request(str(i), p, max_tokens, **options[i]) for i, p in enumerate(prompts)]
     while late or core.has_work:
@@ -48,8 +48,8 @@ def test_any_schedule_gives_the_same_tokens(prompts, max_tokens, num_blocks, chu
 
 @settings(max_examples=100, deadline=None)
 @given(prompts=prompts, num_blocks=st.integers(9, 30), overlap=st.booleans(), seed=st.integers(0, 10_000))
-def test_aborts_at_any_time_lose_nothing(prompts, num_blocks, overlap, seed):
-    """Aborted requests, forked or not, give their blocks back; the others get every token."""
+def test_aborts_at_any_time_free_all_blocks(prompts, num_blocks, overlap, seed):
+    """Aborted requests, forked or not, free their blocks; the others get every token."""
     core = make_core(num_blocks, overlap)
     rng = random.Random(seed)
     requests = [make_request(str(i), p, 8, n=rng.choice([1, 1, 3])) for i, p in enumerate(prompts)]
@@ -77,7 +77,7 @@ def test_aborts_at_any_time_lose_nothing(prompts, num_blocks, overlap, seed):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_preemption_happens_and_is_invisible(overlap):
+def test_preemption_changes_no_token(overlap):
     core = make_core(12, overlap)
     for i in range(6):
         core.add(make_request(str(i), [i] * 8, max_tokens=20))
@@ -99,7 +99,7 @@ def test_prefix_is_computed_once():
     assert core.stats().prefix_hit_tokens - before.prefix_hit_tokens == 16
 
 
-def test_wholly_cached_prompt_leaves_one_token_to_compute():
+def test_fully_cached_prompt_computes_one_token():
     core = make_core()
     prompt = list(range(16))
     for name in ("first", "second"):
@@ -108,7 +108,7 @@ def test_wholly_cached_prompt_leaves_one_token_to_compute():
         assert tokens[name, 0] == expected_tokens(prompt, 8)
 
 
-def test_cache_identities_do_not_meet():
+def test_cache_identities_do_not_share_blocks():
     core = make_core()
     prompt = list(range(17))
     core.add(make_request("first", prompt, cache_identity=("tenant-a",)))
@@ -141,7 +141,7 @@ def test_long_prompt_does_not_stall_decoding():
         assert [o.request_id for o in outputs] == ["short"], "a token for the short one in every step"
 
 
-def test_priority_goes_first_and_is_preempted_last():
+def test_high_priority_runs_first_and_is_preempted_last():
     core = make_core(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=32)
     core.add(make_request("a", [1], max_tokens=2))
     core.add(make_request("b", [2], max_tokens=2))
@@ -174,7 +174,7 @@ def test_end_token_and_min_tokens():
         ("twice", {"prompt": [1]}, "in use"),
     ],
 )
-def test_impossible_requests_are_answered(request_id, options, message):
+def test_impossible_requests_are_rejected(request_id, options, message):
     core = make_core(num_blocks=64)
     core.add(make_request("twice", [1]))
     (output,) = core.add(make_request(request_id, **options))
@@ -182,7 +182,7 @@ def test_impossible_requests_are_answered(request_id, options, message):
     assert message in output.error
 
 
-def test_failing_step_fails_its_requests_only(monkeypatch):
+def test_failing_step_fails_only_its_requests(monkeypatch):
     core = make_core()
     core.add(make_request("doomed", [1, 2, 3]))
 
@@ -199,7 +199,7 @@ def test_failing_step_fails_its_requests_only(monkeypatch):
     assert run(core)["next", 0] == expected_tokens([1, 2, 3], 8)
 
 
-def test_logits_that_are_no_numbers_fail_one_request(monkeypatch):
+def test_nan_logits_fail_one_request(monkeypatch):
     core = make_core()
     core.add(make_request("bad", [1]))
     core.add(make_request("good", [2]))
@@ -218,7 +218,7 @@ def test_logits_that_are_no_numbers_fail_one_request(monkeypatch):
     assert run(core)["good", 0] == expected_tokens([2], 8)[1:]
 
 
-def test_prompt_logprobs_come_once_across_chunks_and_preemption():
+def test_prompt_logprobs_are_output_once_across_chunks_and_preemption():
     core = make_core(num_blocks=10, max_prefill_chunk=3)
     prompt = list(range(20))
     core.add(make_request("other", [9] * 8, max_tokens=16, priority=-1))
@@ -231,7 +231,7 @@ def test_prompt_logprobs_come_once_across_chunks_and_preemption():
     assert [entry.token_id for entry in entries] == prompt[1:]
 
 
-def test_step_plan_survives_a_dump(tmp_path):
+def test_step_plan_serialization_round_trip(tmp_path):
     core = make_core()
     core.add(make_request("a", [1, 2, 3]))
     core.step()
@@ -245,7 +245,7 @@ def test_step_plan_survives_a_dump(tmp_path):
         plan.token_ids[0] = 1
 
 
-def test_a_step_starts_before_the_tokens_of_the_last_are_known():
+def test_a_step_starts_before_the_previous_tokens_are_known():
     core = make_core(overlap=True)
     core.add(make_request("a", [1, 2, 3], max_tokens=4))
     assert core.step() == [], "the first step is under way"
@@ -256,7 +256,7 @@ def test_a_step_starts_before_the_tokens_of_the_last_are_known():
     assert core.last_plan.step == 4, "no step is run for a token beyond the last"
 
 
-def test_a_stop_token_ends_a_sequence_whose_next_step_is_under_way():
+def test_a_stop_token_ends_a_sequence_whose_next_step_has_started():
     first, second, *_ = expected_tokens([5, 6], 8)
     core = make_core(overlap=True)
     core.add(make_request("stops", [5, 6], end_token_ids=(second,)))
@@ -267,7 +267,7 @@ def test_a_stop_token_ends_a_sequence_whose_next_step_is_under_way():
     assert core.scheduler.kv.pool.num_used == 0
 
 
-def test_requests_that_need_known_tokens_stop_the_overlap_while_they_are_there():
+def test_sync_only_requests_disable_overlap_while_they_run():
     core = make_core(overlap=True)
     core.add(make_request("a", [1], max_tokens=12))
     core.step()
@@ -281,7 +281,7 @@ def test_requests_that_need_known_tokens_stop_the_overlap_while_they_are_there()
     assert any(ahead[2:])
 
 
-def test_a_failed_launch_answers_both_steps(monkeypatch):
+def test_a_failed_launch_fails_both_steps(monkeypatch):
     core = make_core(overlap=True)
     core.add(make_request("a", [1, 2]))
     core.step()
@@ -300,7 +300,7 @@ def test_a_failed_launch_answers_both_steps(monkeypatch):
     assert run(core)["b", 0] == expected_tokens([1, 2], 8)
 
 
-def test_a_request_that_does_not_fit_is_matched_once_against_the_prefix_cache(monkeypatch):
+def test_a_waiting_request_looks_up_the_prefix_cache_once(monkeypatch):
     core = make_core(num_blocks=20)
     prompt = list(range(40))
     core.add(make_request("first", prompt, 1))

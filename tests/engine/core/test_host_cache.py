@@ -1,4 +1,4 @@
-"""The second tier of the prefix cache: what was pushed out comes back, and is what it was."""
+"""Host tier of the prefix cache: evicted blocks are stored on the host and loaded again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def serve(core, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_was_pushed_out_is_not_computed_again(overlap):
-    """A cache for one prompt at a time; the host has room for all of them."""
+def test_evicted_blocks_are_not_computed_again(overlap):
+    """The device cache holds one prompt at a time; the host cache holds all of them."""
     computed = {}
     for host_blocks in (0, 40):
         core = make_core(6, overlap, num_host_blocks=host_blocks)
@@ -36,7 +36,7 @@ def test_what_was_pushed_out_is_not_computed_again(overlap):
     assert core.stats().host_loaded_blocks == 12
 
 
-def test_a_host_that_is_too_small_keeps_what_came_last():
+def test_a_small_host_cache_keeps_the_latest_blocks():
     core = make_core(6, num_host_blocks=5)
     serve(core, 1, 2, 3)
     host = core.scheduler.kv.prefix_cache.host
@@ -46,7 +46,7 @@ def test_a_host_that_is_too_small_keeps_what_came_last():
     assert core.stats().prefix_hit_tokens - before == 16
 
 
-def test_a_preempted_sequence_gets_its_blocks_back():
+def test_a_preempted_sequence_reloads_its_blocks():
     core = make_core(12, num_host_blocks=40)
     for i in range(6):
         core.add(make_request(str(i), [i] * 8, max_tokens=20))
@@ -55,7 +55,7 @@ def test_a_preempted_sequence_gets_its_blocks_back():
     assert core.stats().host_loaded_blocks > 0
 
 
-def test_a_step_that_fails_leaves_nothing_that_was_on_its_way(monkeypatch):
+def test_a_failed_step_drops_its_transfers(monkeypatch):
     core = make_core(6, num_host_blocks=40)
     serve(core, 1, 2)
     core.add(make_request("doomed", prompt_of(1), max_tokens=4))
@@ -68,7 +68,7 @@ def test_a_step_that_fails_leaves_nothing_that_was_on_its_way(monkeypatch):
     serve(core, 1, 2)
 
 
-def test_a_step_that_is_called_off_leaves_its_transfers_to_the_next(monkeypatch):
+def test_transfers_of_a_cancelled_step_run_in_the_next(monkeypatch):
     core = make_core(6, num_host_blocks=40)
     serve(core, 1, 2)
     core.add(make_request("doomed", prompt_of(1), max_tokens=4))
@@ -84,7 +84,7 @@ def test_a_step_that_is_called_off_leaves_its_transfers_to_the_next(monkeypatch)
     assert core.stats().host_loaded_blocks > 0
 
 
-def test_lost_blocks_are_noticed():
+def test_integrity_check_detects_lost_blocks():
     host = HostCache(4)
     host.store("a", 1, 0)
     host.check_integrity()

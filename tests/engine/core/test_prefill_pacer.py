@@ -10,12 +10,12 @@ from neso.generation import SamplingParams
 
 
 def step_seconds(decoding: int, prefill: int) -> float:
-    """A machine on which decoding takes 20 ms, and a prompt token 0.25 ms."""
+    """Simulate a machine on which decoding takes 20 ms and a prompt token 0.25 ms."""
     return (0.020 if decoding else 0.0) + 0.00025 * prefill
 
 
 @pytest.mark.parametrize("stretch", [1.5, 2.0, 4.0])
-def test_the_budget_becomes_what_fits(stretch: float) -> None:
+def test_the_budget_converges(stretch: float) -> None:
     pacer = PrefillPacer(stretch)
     assert pacer.budget(8, 1) == INITIAL_BUDGET
     for step in range(60):
@@ -27,7 +27,7 @@ def test_the_budget_becomes_what_fits(stretch: float) -> None:
     assert pacer.budget(0, 8) is None
 
 
-def test_it_follows_a_machine_that_slows_down() -> None:
+def test_the_budget_follows_a_slower_machine() -> None:
     pacer = PrefillPacer(2.0)
     for slowness in (1, 4):
         for step in range(100):
@@ -36,7 +36,7 @@ def test_it_follows_a_machine_that_slows_down() -> None:
     assert pacer.budget(4, 1) == pytest.approx(20, abs=2)
 
 
-def test_a_measurement_that_is_off_does_not_lift_the_limit() -> None:
+def test_an_outlier_does_not_remove_the_limit() -> None:
     pacer = PrefillPacer(2.0)
     pacer.observe(1, 0, 0.020)
     pacer.observe(1, 64, 0.001)  # faster than decoding alone: noise
@@ -47,7 +47,7 @@ def test_a_measurement_that_is_off_does_not_lift_the_limit() -> None:
     assert pacer.budget(1, 1) == MIN_BUDGET
 
 
-def test_without_a_stretch_there_is_no_limit() -> None:
+def test_zero_stretch_disables_the_limit() -> None:
     pacer = PrefillPacer(0)
     pacer.observe(1, 0, 0.020)
     pacer.observe(1, 64, 0.040)
@@ -65,7 +65,7 @@ def request(name: str, length: int) -> EngineRequest:
     )
 
 
-def test_prompts_share_the_budget_beside_decoding() -> None:
+def test_prompts_share_the_budget_while_others_decode() -> None:
     scheduler = Scheduler(SchedulerConfig(), num_blocks=500)
     scheduler.add(request("decoding", 5))
     first = scheduler.schedule()

@@ -1,4 +1,4 @@
-"""Whatever is submitted, aborted and stepped, in whatever order and by whatever policy: tokens and books are right."""
+"""Stateful test: any order of submit, abort and step under any policy gives the right tokens and accounting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOWS = [None, None, AttentionWindow(5), AttentionWindow(9, sinks=3), Attentio
 
 
 class Scheduling(RuleBasedStateMachine):
-    """An engine core on the fake model, and the requests that it must answer."""
+    """An engine core on the fake model, and the requests that it must complete."""
 
     @initialize(
         policy=st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
@@ -93,7 +93,7 @@ class Scheduling(RuleBasedStateMachine):
         assert not self.core.has_work, "the engine does not come to an end"
         for name in self.requests:
             longest, n = self.lengths[name]
-            # A sequence that was aborted before it could fork takes its siblings along.
+            # Aborting a sequence before it forks also aborts its siblings.
             assert all(len(self.tokens[name, i]) == longest for i in range(n) if n == 1)
         self.tokens_are_right()
         assert self.core.scheduler.kv.pool.num_used == 0

@@ -1,4 +1,4 @@
-"""Whatever raises in a step, or on the way to one: its sequences end with an error, the engine and its books go on."""
+"""Exceptions in a step or its preparation end the affected sequences with an error; the engine continues."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def fill(core) -> None:
 
 @pytest.mark.parametrize("steps", range(4))
 @pytest.mark.parametrize("place", PLACES)
-def test_a_step_that_fails_answers_all_of_its_requests(monkeypatch, place, steps):
-    """Also those that the same step has finished before it failed: whoever got no last word would wait for ever."""
+def test_a_failing_step_ends_all_of_its_requests(monkeypatch, place, steps):
+    """Includes requests that the step finished before it failed: without a final output they would wait forever."""
     core = make_core(num_host_blocks=4)
     fill(core)
     told = [output for _ in range(steps) for output in core.step()]
@@ -62,7 +62,7 @@ def test_a_step_that_fails_answers_all_of_its_requests(monkeypatch, place, steps
 
 
 @pytest.mark.parametrize("place", ["schedule", "recording", "launch", "advance", "register", "append"])
-def test_steps_that_overlap_fail_as_well(monkeypatch, place):
+def test_overlapping_steps_fail_too(monkeypatch, place):
     core = make_core(overlap=True)
     core.add(make_request("a", [1, 2]))
     core.add(make_request("b", [3], max_tokens=2))
@@ -80,7 +80,7 @@ def test_steps_that_overlap_fail_as_well(monkeypatch, place):
     assert run(core) == {("next", 0): expected_tokens([1, 2, 3], 8)}
 
 
-def test_a_request_that_no_step_can_take_does_not_stand_in_the_way(monkeypatch):
+def test_an_unschedulable_request_does_not_block_others(monkeypatch):
     core = make_core()
     core.add(make_request("poison", [66]))
     core.add(make_request("good", [1]))
@@ -98,7 +98,7 @@ def test_a_request_that_no_step_can_take_does_not_stand_in_the_way(monkeypatch):
     assert run(core) == {("good", 0): expected_tokens([1], 8)}
 
 
-def test_a_request_that_fails_on_its_way_in_is_answered(monkeypatch):
+def test_an_exception_in_add_ends_the_request(monkeypatch):
     core = make_core()
     monkeypatch.setattr("neso.engine.spec_decode.speculator.draft_of", explode)
     (answer,) = core.add(make_request("a", [1]))
@@ -111,7 +111,7 @@ def test_a_request_that_fails_on_its_way_in_is_answered(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["propose", "complete", "observe"])
-def test_a_proposer_that_raises_fails_nobody(monkeypatch, method):
+def test_a_failing_proposer_fails_no_request(monkeypatch, method):
     proposer = Guesser(1.0)
     core = make_core(proposer=proposer)
     for i in range(3):
@@ -132,7 +132,7 @@ def test_a_proposer_that_raises_fails_nobody(monkeypatch, method):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("failing_step", range(3))
 def test_a_failed_step_registers_no_blocks_in_the_prefix_cache(monkeypatch, overlap, failing_step):
-    """The blocks of the step may be written in part: another request with the same prompt must not find them."""
+    """The step's blocks may be partially written, so another request with the same prompt must not find them."""
     core = make_core(overlap=overlap, max_prefill_chunk=8)
     prompt = list(range(20))
     calls = 0

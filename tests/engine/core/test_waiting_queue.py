@@ -1,4 +1,4 @@
-"""The queue: nobody starves, nobody waits for longer than allowed, no more wait than may."""
+"""Waiting queue: ageing, queue timeouts and the queue limit."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def core_with_clock(**options):
     ageing=st.sampled_from([1.0, 5.0]),
     policy=st.sampled_from(["max_utilization", "guaranteed_no_evict"]),
 )
-def test_everything_ends_under_a_flood_of_high_priority(levels, num_blocks, ageing, policy):
-    """With a place for one and an urgent request in every step, all of the others have their turn."""
+def test_ageing_prevents_starvation(levels, num_blocks, ageing, policy):
+    """One slot and an urgent request in every step: all other requests finish too."""
     core, clock = core_with_clock(
         num_blocks=num_blocks,
         max_num_seqs=2,
@@ -57,8 +57,8 @@ def test_everything_ends_under_a_flood_of_high_priority(levels, num_blocks, agei
     raise AssertionError(f"{left} never ended")
 
 
-def test_strict_priorities_do_starve():
-    """The same flood without ageing: what the test above would find."""
+def test_strict_priorities_starve():
+    """The same load without ageing, to prove that the test above can fail."""
     core, clock = core_with_clock(max_num_seqs=2, priority_ageing_seconds=0)
     core.add(make_request("urgent", [1], max_tokens=3, priority=-3))
     core.step()
@@ -72,7 +72,7 @@ def test_strict_priorities_do_starve():
     assert "patient" not in finished
 
 
-def test_a_level_is_worth_so_many_seconds():
+def test_a_priority_level_equals_the_ageing_seconds():
     core, clock = core_with_clock(max_num_seqs=1, priority_ageing_seconds=10)
     for name, priority, wait in (("a", 0, 0), ("low", 1, 9), ("before", 0, 2), ("behind", 0, 0)):
         core.add(make_request(name, [1], max_tokens=1, priority=priority))
@@ -83,7 +83,7 @@ def test_a_level_is_worth_so_many_seconds():
     assert finished == ["a", "before", "low", "behind"]
 
 
-def test_who_waits_too_long_is_refused_and_who_runs_is_not():
+def test_queue_timeout_refuses_only_waiting_requests():
     core, clock = core_with_clock(max_num_seqs=1)
     core.add(make_request("runs", [1], max_tokens=8, queue_timeout_ms=50))
     core.add(make_request("waits", [2], max_tokens=8, queue_timeout_ms=50))
@@ -99,7 +99,7 @@ def test_who_waits_too_long_is_refused_and_who_runs_is_not():
     assert "runs" in {name for name, _ in tokens}
 
 
-def test_who_was_preempted_is_not_late():
+def test_queue_timeout_ignores_preempted_requests():
     core, clock = core_with_clock(num_blocks=12)
     for i in range(6):
         core.add(make_request(str(i), [i] * 8, max_tokens=20, queue_timeout_ms=1000))
@@ -111,7 +111,7 @@ def test_who_was_preempted_is_not_late():
     assert waiting and not waiting & refused
 
 
-def test_a_full_queue_refuses():
+def test_a_full_queue_refuses_requests():
     core = make_core(max_num_seqs=1, max_queue_size=2)
     core.add(make_request("a", [1]))
     core.step()
@@ -124,7 +124,7 @@ def test_a_full_queue_refuses():
 
 
 @pytest.mark.parametrize("seconds", [0.0, 10.0])
-def test_equal_priorities_go_by_arrival(seconds):
+def test_equal_priorities_run_in_arrival_order(seconds):
     core, _ = core_with_clock(max_num_seqs=1, priority_ageing_seconds=seconds)
     for name in "abc":
         core.add(make_request(name, [1], max_tokens=1))
@@ -134,7 +134,7 @@ def test_equal_priorities_go_by_arrival(seconds):
     assert finished == ["a", "b", "c"]
 
 
-def test_what_began_or_ended_is_not_kept_until_its_deadline():
+def test_finished_requests_are_released_before_their_deadline():
     core = make_core(max_queue_size=300)
     for i in range(300):
         core.add(make_request(f"limited-{i}", [i % 7], max_tokens=2, queue_timeout_ms=3_600_000))

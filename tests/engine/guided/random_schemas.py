@@ -1,4 +1,4 @@
-"""Random JSON schemas of the kinds that clients write."""
+"""Random JSON schemas like those that clients write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "ipv6", "email", "uri",
 
 
 def random_schema(seed: int, depth: int = 3) -> dict[str, Any]:
-    """The schema of a number: always the same, always one that has instances."""
+    """Return the schema with this number: deterministic, and always satisfiable."""
     rng = random.Random(seed)
     schema = _Maker(rng).make(depth)
     if rng.random() < 0.2:

@@ -1,4 +1,4 @@
-"""What a guided request gets depends neither on the schedule nor on its batch mates."""
+"""Results of a guided request depend neither on the schedule nor on other requests in the batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def expected(llama_checkpoint: Path) -> dict[float, list[list[list[int]]]]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(llama_checkpoint: Path, expected: dict[float, Any], schedule: str) -> None:
+def test_results_do_not_depend_on_the_schedule(
+    llama_checkpoint: Path, expected: dict[float, Any], schedule: str
+) -> None:
     llm = LLM(llama_checkpoint, num_threads=1, **SCHEDULES[schedule])
     for temperature in (0.0, 1.0):
         assert answers(llm, temperature) == expected[temperature]

@@ -1,4 +1,4 @@
-"""Guided decoding from end to end, on every runner: each kind of constraint, beside all else that is asked."""
+"""Guided decoding end to end on every runner: each kind of constraint, combined with other parameters."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_nested_grammar(llm: LLM) -> None:
 
 
 def test_structural_tags(llm: LLM) -> None:
-    """After a trigger comes what one of the tags says; other text is free."""
+    """After a trigger, the text must match one of the tags; other text is free."""
     bias = {llm.tokenizer.encode("T")[0]: 7.0}
     num_calls = 0
     for output in generate(llm, {"structural_tag": CALLS}, n=12, logit_bias=bias, max_tokens=150):
@@ -135,7 +135,7 @@ def test_structural_tags(llm: LLM) -> None:
     assert num_calls > 3
 
 
-def test_tags_that_must_come(llm: LLM) -> None:
+def test_required_tags(llm: LLM) -> None:
     tags = [
         {"begin": f"<{name}>", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": f"</{name}>"}
         for name in ("a", "b")
@@ -160,7 +160,7 @@ def test_tags_that_must_come(llm: LLM) -> None:
         assert re.fullmatch(r"go: (<a>[0-9]{2}</a>|-)", text)
 
 
-def test_the_older_structural_tags(llm: LLM) -> None:
+def test_legacy_structural_tags(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"x": {"enum": [1, 20]}}, "additionalProperties": False}
     tag = {
         "type": "structural_tag",
@@ -183,22 +183,22 @@ def test_the_older_structural_tags(llm: LLM) -> None:
 # -- ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_complete_text_ends_at_once(llm: LLM) -> None:
-    """No end token is needed where nothing can follow, whatever the request says of ends."""
+def test_complete_text_ends_immediately(llm: LLM) -> None:
+    """If nothing can follow, no end token is needed, whatever the stop parameters are."""
     for extra in ({}, {"ignore_eos": True}, {"min_tokens": 50}):
         (output,) = generate(llm, {"choice": ("hello",)}, n=1, **extra)
         assert (output.text, output.finish_reason, output.stop_reason) == ("hello", FinishReason.STOP, None)
         assert llm.tokenizer.decode(output.token_ids) == "hello", "all of its tokens are text"
 
 
-def test_a_grammar_of_the_empty_text(llm: LLM) -> None:
+def test_a_grammar_that_accepts_the_empty_text(llm: LLM) -> None:
     (output,) = generate(llm, {"regex": "x{0}"}, n=1)
     assert (output.text, output.finish_reason) == ("", FinishReason.STOP)
     with pytest.raises(InvalidParameter, match="nothing can follow"):
         generate(llm, {"regex": "x{0}"}, n=1, ignore_eos=True)
 
 
-def test_end_tokens_where_text_may_go_on(llm: LLM) -> None:
+def test_end_tokens_where_text_may_continue(llm: LLM) -> None:
     eos = llm.tokenizer.eos_token_ids[0]
     bias = {eos: 60.0}
     outputs = generate(llm, {"regex": "ab+"}, logit_bias=bias)
@@ -210,7 +210,7 @@ def test_end_tokens_where_text_may_go_on(llm: LLM) -> None:
         assert output.finish_reason is FinishReason.LENGTH and re.fullmatch("ab+", output.text)
 
 
-def test_stop_tokens_end_where_the_text_is_complete(llm: LLM) -> None:
+def test_stop_tokens_end_complete_text(llm: LLM) -> None:
     (special,) = llm.tokenizer.encode("<|user|>", add_special_tokens=False)
     outputs = generate(llm, {"regex": "ab+"}, logit_bias={special: 60.0}, stop_token_ids=(special,))
     assert {(o.text, o.stop_reason) for o in outputs} == {("ab", special)}
@@ -226,7 +226,7 @@ def test_max_tokens(llm: LLM) -> None:
         assert output.finish_reason is FinishReason.LENGTH and re.fullmatch("[a-d]+", output.text)
 
 
-# -- beside other parameters --------------------------------------------------------------------------------------
+# -- with other parameters -----------------------------------------------------------------------------------------
 
 
 def test_seeds_penalties_and_logprobs(llm: LLM) -> None:
@@ -236,19 +236,19 @@ def test_seeds_penalties_and_logprobs(llm: LLM) -> None:
     assert [o.text for o in first] == [o.text for o in again]
     for output in first:
         assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
-        # They are the model's own: what the grammar keeps out has its share.
+        # Log probabilities of the model: tokens that the grammar excludes keep their share.
         assert any(entry.rank > 1 for entry in output.logprobs)
         if output.finish_reason is FinishReason.STOP:
             jsonschema.validate(json.loads(output.text), SCHEMA)
 
 
-def test_top_k_takes_what_may_come(llm: LLM) -> None:
+def test_top_k_considers_only_allowed_tokens(llm: LLM) -> None:
     for output in generate(llm, {"choice": ("yes", "no")}, top_k=1):
         assert output.text in ("yes", "no")
 
 
-def test_what_is_not_guided_is_as_ever(llm: LLM) -> None:
-    """Rows with and without masks in one batch."""
+def test_unguided_requests_are_unchanged(llm: LLM) -> None:
+    """Rows with and without masks share a batch."""
     free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     guided = SamplingParams(temperature=0, max_tokens=30, guided_decoding=GuidedDecoding(json=SCHEMA))
     prompts = [PROMPT, "A server", "Voyager 2"]
@@ -280,7 +280,7 @@ def test_what_is_not_guided_is_as_ever(llm: LLM) -> None:
         ({"structural_tag": {"type": "structural_tag", "format": {"type": "song"}}}, "song"),
     ],
 )
-def test_bad_grammars_are_named(llm: LLM, guided: dict[str, Any], message: str) -> None:
+def test_bad_grammars_name_their_field(llm: LLM, guided: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(message)) as caught:
         generate(llm, guided)
     assert caught.value.field == f"guided_decoding.{next(iter(guided))}"
@@ -288,8 +288,8 @@ def test_bad_grammars_are_named(llm: LLM, guided: dict[str, Any], message: str) 
     llm.core.check_integrity()
 
 
-def test_an_id_that_was_aborted_may_come_again_at_once(llm: LLM) -> None:
-    """While its grammar is compiled: what is forgotten of the first request is not the second."""
+def test_an_aborted_id_can_be_reused_immediately(llm: LLM) -> None:
+    """The grammar of the first request is still being compiled; dropping it must not affect the second."""
     params = SamplingParams(temperature=0, max_tokens=8, guided_decoding=GuidedDecoding(regex="[a-c]{3}x{2}"))
     free = EngineRequest(
         request_id="same", prompt_token_ids=[7, 8, 9], sampling=SamplingParams(temperature=0), max_tokens=8

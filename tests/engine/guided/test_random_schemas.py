@@ -1,4 +1,4 @@
-"""Answers of a random model to random schemas are valid, or were cut off."""
+"""Outputs of a random model for random schemas are valid or truncated."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def llm(llama_checkpoint: Path) -> LLM:
 
 
 def answers(llm: LLM, requests: list[SamplingParams]) -> list[tuple[str, str]]:
-    """Text and end of each request, all of them in flight at once; a refused one has its error for a text."""
+    """Return text and finish reason of each concurrent request; for a refused request the text is its error."""
     started = [start(llm.stream("The quick", params)) for params in requests]
     return [join(outputs) for outputs in started]
 
 
 def start(stream: Iterator[GenerationOutput]) -> Iterator[GenerationOutput]:
-    """The same outputs, of a request that has begun."""
+    """Return the same outputs for a request that has started."""
     try:
         first = next(stream)
     except InvalidParameter as error:
@@ -69,7 +69,7 @@ def params_for(seed: int, schema: dict[str, Any]) -> SamplingParams:
 
 
 def check_schemas(llm: LLM, seeds: range) -> Counter[str]:
-    """Generate for the schemas of `seeds`; counts how they ended. Invalid answers fail the test."""
+    """Generate for the schemas of `seeds`; count the finish reasons. Invalid outputs fail the test."""
     ends: Counter[str] = Counter()
     for start in range(seeds.start, seeds.stop, BATCH):
         batch = range(start, min(start + BATCH, seeds.stop))
@@ -86,7 +86,7 @@ def check_schemas(llm: LLM, seeds: range) -> Counter[str]:
 
 
 def assert_valid(text: str, schema: dict[str, Any], name: str) -> None:
-    """Against the schema, as another library understands it."""
+    """Validate against the schema with an independent library."""
     try:
         jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
     except (ValueError, jsonschema.ValidationError) as error:
@@ -94,17 +94,17 @@ def assert_valid(text: str, schema: dict[str, Any], name: str) -> None:
 
 
 def assert_most_end(ends: Counter[str], count: int) -> None:
-    """A random model writes long texts: some are cut off. A refusal must be a rare one."""
+    """A random model writes long texts, so some outputs are truncated. Refusals must be rare."""
     assert ends["stop"] + ends["length"] + ends["refused"] == count
     assert ends["stop"] > 0.6 * count
     assert ends["refused"] <= 0.02 * count
 
 
-def test_answers_fit_random_schemas(llm: LLM) -> None:
+def test_outputs_match_random_schemas(llm: LLM) -> None:
     assert_most_end(check_schemas(llm, range(FEW)), FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_answers_fit_many_random_schemas(llm: LLM) -> None:
+def test_outputs_match_many_random_schemas(llm: LLM) -> None:
     assert_most_end(check_schemas(llm, range(FEW, MANY)), MANY - FEW)

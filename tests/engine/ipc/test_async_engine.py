@@ -38,7 +38,7 @@ async def engine(request, llama_checkpoint):
 
 @pytest.fixture(params=["thread", "process"])
 async def slow_engine(request, llama_checkpoint, step_pace, monkeypatch, tmp_path):
-    """What is to be left or stopped is still at work when that comes."""
+    """An engine with slow steps, so that requests still run when they are aborted or the engine stops."""
     slow_children(monkeypatch, tmp_path)
     config = EngineConfig.from_options(str(llama_checkpoint), {"num_blocks": 64})
     engine = await AsyncEngine.start(config, in_process=request.param == "thread")
@@ -195,9 +195,9 @@ async def test_slow_inputs_are_processed_in_a_thread(llama_checkpoint, monkeypat
 
 
 async def test_an_unsendable_request_does_not_affect_others(engine, monkeypatch):
-    """Commands of a turn go as one message: none of them may take the others with it."""
+    """Commands of one event-loop iteration are sent as one message; an invalid one must not drop the others."""
     others = asyncio.gather(*(text_of(engine, "The quick") for _ in range(3)))
-    # What checks parameters has let it through.
+    # Parameter validation has accepted it.
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     monkeypatch.setattr(engine._input, "process", lambda request: _with(process(request), request))
     process = type(engine._input).process.__get__(engine._input)

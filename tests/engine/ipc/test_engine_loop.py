@@ -28,7 +28,7 @@ from neso.generation import FinishReason, LoraRequest
 
 @pytest.fixture
 def loop():
-    """(core, the server's end of its socket)."""
+    """Return (core, server end of the socket)."""
     context = zmq.Context()
     ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     ours.bind("inproc://loop")
@@ -48,7 +48,7 @@ def loop():
 
 
 def answers(socket, wanted):
-    """What comes until all the requests have ended."""
+    """Return the messages until all requests have ended."""
     told = {}
     while not all(name in told and told[name][-1].finish_reason for name in wanted):
         event = event_decoder.decode(socket.recv())

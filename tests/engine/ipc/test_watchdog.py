@@ -21,7 +21,7 @@ from neso.engine.diagnostics.replay import read_engine, read_steps
 from neso.engine.errors import EngineDead
 from neso.generation import GenerationRequest, SamplingParams
 
-# Python runs it at its start: the second step never ends.
+# Python runs it at startup: the second step never ends.
 HANGING = """
 import time, types
 import neso.engine.diagnostics.watchdog as watchdog
@@ -74,7 +74,7 @@ async def test_a_hanging_step_ends_the_process(llama_checkpoint, tmp_path, monke
 async def test_an_engine_in_a_thread_continues_after_a_slow_step(
     llama_checkpoint, monkeypatch, caplog, tmp_path
 ):
-    """Told once a step, and nothing is ended."""
+    """It logs once per step and ends nothing."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     held, step, now = threading.Event(), reference.ReferenceRunner.step, [0.0]
 

@@ -1,4 +1,4 @@
-"""The adapters in memory and in slots: what is pinned stays, the least recently used goes."""
+"""Adapter cache and slots: pinned adapters stay, the least recently used are evicted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Bytes:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Against a list of versions by last use."""
+    """Compare with a list of versions ordered by last use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class SlotsMachine(RuleBasedStateMachine):
-    """Sequences come and go as a scheduler lets them; the slots of those that run are theirs."""
+    """Sequences start and end as scheduled; slots of running sequences keep their adapters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.slots = AdapterSlots(3)
         self.waiting: list[AdapterUse] = []
         self.running: list[AdapterUse] = []
-        self.in_slot: dict[int, int] = {}  # what a runner would have
+        self.in_slot: dict[int, int] = {}  # the slots of a runner
         self.loaded: set[int] = set()
 
     @rule(version=st.integers(1, 6))
@@ -135,7 +135,7 @@ class SlotsMachine(RuleBasedStateMachine):
             assert self.in_slot[use.slot] == use.version
 
     def teardown(self) -> None:
-        """Every sequence with an adapter runs in the end."""
+        """All sequences with an adapter run eventually."""
         for version in {use.version for use in self.waiting}:
             self.load(version)
         for _ in range(len(self.waiting) + 1):
@@ -152,7 +152,7 @@ TestAdapterCache.settings = TestAdapterSlots.settings = settings(
 )
 
 
-def test_the_least_recently_used_idle_slot_is_given_away():
+def test_the_least_recently_used_idle_slot_is_reused():
     slots = AdapterSlots(2)
     for version in (1, 2, 3):
         slots.add(version)
@@ -170,7 +170,7 @@ def test_the_least_recently_used_idle_slot_is_given_away():
 
 
 def test_a_waiting_adapter_does_not_starve():
-    """A stream of requests for the adapters in the slots: one slot drains for the adapter that waits."""
+    """Under constant requests for the loaded adapters, one slot drains for the waiting adapter."""
     slots = AdapterSlots(2)
     for version in (1, 2, 3):
         slots.add(version)

@@ -1,4 +1,4 @@
-"""Adapters that cannot be used are refused with a reason, and fail nobody else."""
+"""Invalid adapters are rejected with a reason and fail only their own requests."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_adapters_fail_their_request_only(llm, adapters, copy_of, name):
+def test_broken_adapters_fail_only_their_request(llm, adapters, copy_of, name):
     directory = copy_of(adapters[0])
     breaks, message = BROKEN[name]
     breaks(directory)
@@ -137,14 +137,14 @@ def test_ranks_above_the_limit(llm, llama_checkpoint, tmp_path):
         llm.load_lora("wide", adapter)
 
 
-def test_older_checkpoints_are_named(llm, adapters, copy_of):
+def test_legacy_checkpoints_are_named_in_the_error(llm, adapters, copy_of):
     directory = copy_of(adapters[0])
     (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
     with pytest.raises(EngineError, match="must be converted to safetensors"):
         llm.load_lora("old", directory)
 
 
-def test_unknown_names_and_engines_without_adapters(llm, llama_checkpoint):
+def test_unknown_names_and_engines_without_lora(llm, llama_checkpoint):
     with pytest.raises(
         InvalidParameter, match=re.escape("LoRA nobody is not supported, we currently support []")
     ):
@@ -156,8 +156,8 @@ def test_unknown_names_and_engines_without_adapters(llm, llama_checkpoint):
         plain.load_lora("nobody", "nowhere")
 
 
-def test_other_names_of_the_same_tensors(llm, adapters, copy_of, tmp_path):
-    """Saved without the prefix, or with the adapter's own name in it."""
+def test_tensor_name_variants(llm, adapters, copy_of, tmp_path):
+    """Saved without the prefix, or with the adapter name in it."""
     expected = tokens_with(llm, LoraRequest(name="plain", path=str(adapters[0])))
     for name, rename in {
         "bare": lambda tensor: tensor.removeprefix("base_model.model."),
@@ -185,7 +185,7 @@ MODULE_IDS = {
 
 
 def as_tensors(directory, dtype=np.float32, fuse=False) -> LoraTensors:
-    """A peft checkpoint in TensorRT-LLM's form; with `fuse`, queries, keys and values are one module."""
+    """Return a peft checkpoint in TensorRT-LLM's format; with `fuse`, queries, keys and values are one module."""
     tensors = load_file(directory / "adapter_model.safetensors")
     config = json.loads((directory / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
@@ -241,7 +241,7 @@ def test_a_task_that_is_not_cached(llm):
         ({"width": 399}, "lora_weights", "1 rows of 399"),
     ],
 )
-def test_tensors_that_do_not_fit(llm, change, field, message):
+def test_mismatched_tensors_are_rejected(llm, change, field, message):
     values = {"dtype": "bfloat16", "width": 400, "config": [(1, 0, 4)], **change}
     tensors = LoraTensors(weights=np.ones(400, ml_dtypes.bfloat16).tobytes(), **values)
     with pytest.raises(InvalidParameter, match=message) as caught:

@@ -1,4 +1,4 @@
-"""Adapters come and go while an engine runs: versions, limits, eviction, and the engine behind its channel."""
+"""Loading and unloading adapters while an engine runs: versions, limits, eviction, and the engine process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = list(range(7, 47))
 
 @pytest.fixture(scope="module")
 def expected(llama_checkpoint, adapters):
-    """peft's tokens by adapter; the last without one."""
+    """Return peft's tokens by adapter; the last entry without an adapter."""
     return [greedy_with(llama_checkpoint, path, [PROMPT], MAX_TOKENS)[0] for path in (*adapters, None)]
 
 
@@ -41,7 +41,7 @@ def tokens(llm, lora=None, params=GREEDY):
     return result.outputs[0].token_ids
 
 
-def test_other_weights_under_an_old_name_never_meet_its_blocks(llama_checkpoint, adapters, expected):
+def test_reused_name_does_not_hit_blocks_of_old_weights(llama_checkpoint, adapters, expected):
     llm = open_llm(llama_checkpoint)
     for number in (0, 1, 0, 1):
         llm.load_lora("same", adapters[number])
@@ -53,7 +53,7 @@ def test_other_weights_under_an_old_name_never_meet_its_blocks(llama_checkpoint,
 
 
 def test_unloading_and_reloading_while_in_use(llama_checkpoint, adapters, expected):
-    """A request ends with the weights that it began with."""
+    """A request keeps the weights that it started with."""
     llm = open_llm(llama_checkpoint)
     llm.load_lora("a", adapters[0])
     streams = []
@@ -71,7 +71,7 @@ def test_unloading_and_reloading_while_in_use(llama_checkpoint, adapters, expect
     assert len(manager._cache) == 0 and not manager._name_of, "nothing is left of it"
 
 
-def test_a_reload_that_fails_leaves_the_old_adapter(llama_checkpoint, adapters, expected):
+def test_a_failed_reload_keeps_the_old_adapter(llama_checkpoint, adapters, expected):
     llm = open_llm(llama_checkpoint)
     llm.load_lora("a", adapters[0])
     with pytest.raises(EngineError, match="no such directory"):
@@ -105,7 +105,7 @@ def test_adapters_in_use_are_not_evicted(llama_checkpoint, adapters, expected, m
     take_loaded = manager.take_loaded
 
     def take_loaded_after_the_load():
-        manager.wait(timeout=60)  # else "a" may have ended before "b" is read
+        manager.wait(timeout=60)  # otherwise "a" may end before "b" is read
         return take_loaded()
 
     with monkeypatch.context() as patch:
@@ -119,7 +119,7 @@ def test_adapters_in_use_are_not_evicted(llama_checkpoint, adapters, expected, m
     assert tokens(llm, LoraRequest(name="b", path=str(adapters[1]))) == expected[1], "now there is"
 
 
-def test_requests_wait_for_a_slot_and_others_go_on(llama_checkpoint, adapters, expected):
+def test_requests_wait_for_a_slot_while_others_run(llama_checkpoint, adapters, expected):
     llm = open_llm(llama_checkpoint, max_loras=1)
     for number in (0, 1):
         llm.load_lora(str(number), adapters[number])
@@ -128,7 +128,7 @@ def test_requests_wait_for_a_slot_and_others_go_on(llama_checkpoint, adapters, e
     assert [r.outputs[0].token_ids for r in results] == [expected[int(n) if n else -1] for n in names]
 
 
-def test_an_adapter_that_the_runner_does_not_take_fails_its_own_requests(
+def test_an_adapter_that_the_runner_rejects_fails_only_its_requests(
     llama_checkpoint, adapters, expected, monkeypatch
 ):
     llm = open_llm(llama_checkpoint, max_loras=2)
@@ -155,7 +155,7 @@ def test_an_adapter_that_the_runner_does_not_take_fails_its_own_requests(
 
 
 @pytest.mark.parametrize("runner", ["reference", "native"])
-def test_several_answers_share_the_adapter(llama_checkpoint, adapters, runner):
+def test_sequences_of_a_request_share_the_adapter(llama_checkpoint, adapters, runner):
     llm = open_llm(llama_checkpoint, runner=runner)
     llm.load_lora("a", adapters[0])
     params = SamplingParams(n=3, temperature=0.8, seed=5, max_tokens=10, ignore_eos=True)
@@ -165,8 +165,8 @@ def test_several_answers_share_the_adapter(llama_checkpoint, adapters, runner):
     llm.core.check_integrity()
 
 
-def test_chaos(llama_checkpoint, adapters, expected, tmp_path):
-    """Loads, unloads, aborts, broken adapters and requests in any order: whoever is answered is answered rightly."""
+def test_random_operations(llama_checkpoint, adapters, expected, tmp_path):
+    """Loads, unloads, aborts, broken adapters and requests in any order: completed requests have the right tokens."""
     broken = shutil.copytree(adapters[0], tmp_path / "broken")
     (broken / "adapter_model.safetensors").write_bytes(b"nothing")
     llm = open_llm(llama_checkpoint, max_loras=2, num_blocks=24, block_size=4, max_num_seqs=4)
@@ -200,7 +200,7 @@ def test_chaos(llama_checkpoint, adapters, expected, tmp_path):
             case _:
                 wanted = rng.choice([None, *meant])
                 stream = llm.stream(PROMPT, GREEDY, lora=wanted)
-                output = next(stream)  # the request begins here
+                output = next(stream)  # the request starts here
                 streams.append((meant.get(wanted, -1), list(output.deltas[0].token_ids), stream))
         llm.core.check_integrity()
     assert answered > 5
@@ -213,7 +213,7 @@ def test_chaos(llama_checkpoint, adapters, expected, tmp_path):
 
 
 def rounded_checkpoint(base, directory, quantization):
-    """A checkpoint of the values that the quantized matrices stand for."""
+    """Return a checkpoint with the dequantized values of the quantized matrices."""
     shutil.copytree(base, directory)
     path = directory / "model.safetensors"
     tensors = dict(load_file(path))
@@ -228,7 +228,7 @@ def rounded_checkpoint(base, directory, quantization):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_adapters_on_quantized_weights(checkpoint_factory, tmp_path, quantization):
-    """They add to the rounded weights what they add to others; adapter and cache are bfloat16 here."""
+    """Adapters add the same to quantized weights as to others; adapter and cache are bfloat16 here."""
     base = checkpoint_factory("llama", hidden_size=64, intermediate_size=128)
     adapter = write_adapter(base, tmp_path / "adapter", seed=3)
     rounded = rounded_checkpoint(base, tmp_path / "rounded", quantization)
@@ -260,7 +260,7 @@ async def generate(engine, lora):
         return [token async for output in outputs for delta in output.deltas for token in delta.token_ids]
 
 
-async def test_loading_through_the_channel(engine, adapters, expected):
+async def test_loading_through_the_engine_process(engine, adapters, expected):
     assert engine.list_loras() == {"0": str(adapters[0])}
     assert await generate(engine, "0") == expected[0]
     running = asyncio.gather(*(generate(engine, name) for name in ("0", None, "0")))

@@ -1,4 +1,4 @@
-"""Adapters on the families beyond Llama's: fused, transposed, interleaved matrices, plain MLPs, parallel branches."""
+"""Adapters for families other than Llama: fused, transposed and interleaved matrices, plain MLPs, parallel branches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_tokens_are_those_of_peft(checkpoint_factory, tmp_path, arch):
+def test_tokens_equal_peft(checkpoint_factory, tmp_path, arch):
     base = checkpoint_factory(arch)
     adapter = write_adapter(base, tmp_path / "adapter", seed=1, r=5, **FAMILIES[arch])
     expected = [

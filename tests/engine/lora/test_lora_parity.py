@@ -1,4 +1,4 @@
-"""Tokens with adapters are those of peft, whatever the schedule and whoever else is in the batch."""
+"""Tokens with adapters equal peft for any schedule and batch composition."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCHEDULES = {
 
 
 def make_prompts() -> list[list[int]]:
-    """The same for every adapter: what one has cached must not serve another."""
+    """Return prompts that all adapters share: cached blocks of one adapter must not be used for another."""
     rng = random.Random(3)
     shared = [rng.randrange(6, 300) for _ in range(33)]
     prompts = [[rng.randrange(6, 300) for _ in range(n)] for n in (1, 17, 45)]
@@ -44,7 +44,7 @@ def make_prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "llama-biases"])
 def model(request, checkpoint_factory, tmp_path_factory):
-    """A checkpoint, its adapters, and peft's tokens by adapter."""
+    """Return a checkpoint, its adapters, and peft's tokens by adapter."""
     overrides = {"attention_bias": True, "mlp_bias": True} if request.param == "llama-biases" else {}
     base = checkpoint_factory(request.param.partition("-")[0], **overrides)
     root = tmp_path_factory.mktemp("adapters")
@@ -61,8 +61,8 @@ def model(request, checkpoint_factory, tmp_path_factory):
 
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_tokens_are_those_of_peft(model, schedule, runner):
-    """Requests with four adapters and without join and leave at different steps."""
+def test_tokens_equal_peft(model, schedule, runner):
+    """Requests with four adapters and with none join and leave at different steps."""
     base, paths, expected = model
     modules = {name: str(path) for name, path in paths.items()}
     options = {"runner": runner, "dtype": "float32", "lora_modules": modules, **SCHEDULES[schedule]}
@@ -105,7 +105,7 @@ def test_tokens_are_those_of_peft(model, schedule, runner):
         assert core.scheduler.num_preemptions > 0, "the cache is too large for this test"
 
 
-def test_peft_merged_gives_the_same(model):
+def test_merged_peft_weights_give_the_same_tokens(model):
     base, paths, expected = model
     for name in ("all", "patterns"):
         assert greedy_with(base, paths[name], make_prompts(), MAX_TOKENS, merged=True) == expected[name]

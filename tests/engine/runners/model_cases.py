@@ -1,4 +1,4 @@
-"""Tiny models of every family: name to architecture and fields of its config.json."""
+"""Tiny models of every family: architecture and config.json fields by name."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4 partial rotary, tied": ("phi3", {"rope_parameters": HALF, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", {}),
     "gpt2 untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode multi-head": ("gpt_bigcode", {"multi_query": False, "n_inner": 72}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox sequential, no bias": (
         "gpt_neox",

@@ -30,7 +30,7 @@ ATTENTION, ALL = (
     ["q_proj", "v_proj"],
     ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 )
-# Odd ranks, ranks that fill no vector, and matrices that are left out.
+# Odd ranks, ranks that do not fill a vector, and adapters without some of the matrices.
 OPTIONS: list[dict[str, Any]] = [
     {"r": 3, "target_modules": ALL},
     {"r": 33, "target_modules": ATTENTION, "use_rslora": True},
@@ -40,7 +40,7 @@ LENGTHS = (1, 9, 40)
 
 
 class Case:
-    """A checkpoint, three adapters for it, and logits of a few texts by adapter, -1 for none."""
+    """A checkpoint, three adapters, and reference logits of some texts by adapter (-1: none)."""
 
     def __init__(self, base: Path, root: Path, dtype: str) -> None:
         self.base, self.dtype = base, dtype
@@ -95,7 +95,7 @@ def with_slots(plan: StepPlan, slots: list[int]) -> StepPlan:
 
 
 def mixed_logits(case: Case, runner: Runner, chunks: bool) -> dict[tuple[int, int], np.ndarray]:
-    """Logits by (adapter, text) of a batch of all texts with all adapters and none, shuffled."""
+    """Return logits by (adapter, text) of a shuffled batch of all texts with all adapters and none."""
     builder = PlanBuilder()
     runner.allocate_cache(builder.layout)
     pairs = [(slot, text) for text in range(len(LENGTHS)) for slot in (1, -1, 0, 2)]

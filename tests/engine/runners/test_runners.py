@@ -52,7 +52,7 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **fields}}
 
 
-# Beyond 32 tokens every kind does something else than plain rotation.
+# Beyond 32 tokens every kind of scaling differs from plain rotation.
 SCALED = {
     "linear": rope("linear", factor=2.0),
     "llama3": rope(
@@ -70,13 +70,13 @@ def load_runner(name: str, directory: Path) -> Runner:
     found = runner_class(name.partition("-")[0])
     with Checkpoint(directory) as checkpoint:
         spec = decoder_spec(checkpoint.config)
-        # More threads than this machine may have cores: the work is shared all the same.
+        # Possibly more threads than cores.
         return found.load(spec, checkpoint, RunnerOptions(dtype="float32", num_threads=3))
 
 
 @pytest.fixture(params=["reference", "torch", *(f"native-{isa}" for isa in ISAS)])
 def load(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """`load(directory)`: the runner, all in float32; the native one with each instruction set."""
+    """`load(directory)` returns the runner in float32; the native one with each instruction set."""
     name, _, isa = request.param.partition("-")
     if name == "native":
         if isa not in _native.supported_isas():
@@ -89,7 +89,7 @@ oracle = lru_cache(load_oracle)
 
 
 def new_builder(runner: Runner, block_size: int = 4, num_blocks: int = 256, seed: int = 0) -> PlanBuilder:
-    """A plan builder and a cache; the reference's is filled with NaN, since unwritten slots must have no effect."""
+    """Return a plan builder and a cache; the reference cache is filled with NaN to detect reads of unwritten slots."""
     builder = PlanBuilder(block_size, num_blocks, seed)
     runner.allocate_cache(builder.layout)
     if isinstance(runner, ReferenceRunner):

@@ -128,7 +128,7 @@ def test_bfloat16_weights_compute_in_bfloat16(checkpoint_factory: Factory) -> No
         directory, dtype="float32"
     ).cache_bytes_per_block(4)
     error = relative_error(logits, oracle_logits(load_oracle(directory), tokens))
-    # Each of some 25 operations rounds to 2^-9 of a number; float32 would be far below it.
+    # Each of about 25 operations rounds with a relative error of 2^-9; errors of float32 are far smaller.
     assert 1e-4 < error < 25 * 2**-9
 
 
@@ -190,7 +190,7 @@ def quantized_like_fbgemm(source: Path, directory: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_stored_float8_stays_and_gives_the_logits_of_its_weights(
+def test_stored_float8_equals_its_dequantized_weights(
     checkpoint_factory: Factory, tmp_path: Path, quantization: Any
 ) -> None:
     stored, dense = quantized_like_fbgemm(checkpoint_factory("qwen2"), tmp_path)
@@ -203,18 +203,18 @@ def test_stored_float8_stays_and_gives_the_logits_of_its_weights(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int8_dynamic"])
-def test_other_quantization_is_refused(llama_checkpoint: Path, quantization: str) -> None:
+def test_unsupported_quantization_is_rejected(llama_checkpoint: Path, quantization: str) -> None:
     with pytest.raises(UnsupportedOption, match=f"does not quantize to {quantization}; it has fp8"):
         load_torch(llama_checkpoint, quantization=quantization)
 
 
-def test_a_step_before_its_cache_is_refused(llama_checkpoint: Path) -> None:
+def test_step_before_allocate_cache(llama_checkpoint: Path) -> None:
     with pytest.raises(RuntimeError, match="allocate_cache"):
         load_torch(llama_checkpoint).step(plan_of([3]))
 
 
-def test_an_engine_gives_the_tokens_and_logprobs_of_the_reference(llama_checkpoint: Path) -> None:
-    """All in one batch: what needs the logits on the host, what does not, and what changes them."""
+def test_engine_tokens_and_logprobs_equal_the_reference(llama_checkpoint: Path) -> None:
+    """One batch of requests with logits on the host, on the device, and with logits processors."""
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0, "logprobs": 3, "prompt_logprobs": 2},
@@ -238,5 +238,5 @@ def test_an_engine_gives_the_tokens_and_logprobs_of_the_reference(llama_checkpoi
                 assert mine.rank == yours.rank
                 assert [entry[0] for entry in mine.top] == [entry[0] for entry in yours.top]
                 assert mine.logprob == pytest.approx(yours.logprob, abs=1e-3)
-    # Penalties, bias and seeds did something.
+    # Penalties, bias and seeds had an effect.
     assert len({tuple(result.outputs[0].token_ids) for result in found}) == len(found)

@@ -1,4 +1,4 @@
-"""Models that have no spec, run by transformers with our paged attention, against transformers' own generate."""
+"""Models without a spec, run by transformers with Neso's paged attention, compared with transformers' generate."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
 
-# Families, and what each has that Llama has not. All but one have specs; here they run without.
+# Families and their differences from Llama. All but Nemotron have specs, which are not used here.
 FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5},  # LayerNorm with bias, partial rotation
     "olmo2": {},  # norms after attention and MLP
-    "cohere": {"logit_scale": 0.5},  # attention and MLP side by side
+    "cohere": {"logit_scale": 0.5},  # parallel attention and MLP
     "gpt_bigcode": {"n_positions": 512, "n_embd": 48, "n_layer": 3, "n_head": 4, "multi_query": True},
+    "nemotron": {},  # no spec: LayerNorm with weights from 1, squared ReLU
     "starcoder2": {"sliding_window": 9},  # biases, a window
     "gemma2": {
         "head_dim": 16,
@@ -59,7 +60,7 @@ def open_runner(directory: Path) -> TransformersRunner:
         return TransformersRunner.open(checkpoint, RunnerOptions(dtype="float32"))
 
 
-def test_logits_are_those_of_transformers_however_the_tokens_come(directory: Path) -> None:
+def test_logits_equal_transformers_for_any_split_into_steps(directory: Path) -> None:
     runner, tokens = open_runner(directory), random_tokens(45)
     expected = oracle_logits(load_oracle(directory), tokens)
     builder = PlanBuilder()
@@ -72,8 +73,8 @@ def test_logits_are_those_of_transformers_however_the_tokens_come(directory: Pat
     np.testing.assert_allclose(mixed, expected[[44, 19]], atol=5e-4)
 
 
-def test_the_engine_generates_what_transformers_does(directory: Path) -> None:
-    """Requests together, in chunks, with a cache too small for all of them."""
+def test_engine_tokens_equal_transformers(directory: Path) -> None:
+    """Concurrent requests in chunks, with a cache too small for all of them."""
     prompts = [random_tokens(length, seed=length) for length in (1, 5, 17, 40)]
     options: dict[str, Any] = {"dtype": "float32", "num_blocks": 24, "block_size": 4, "max_prefill_chunk": 7}
     options |= {"runner": "transformers"}
@@ -92,34 +93,32 @@ def test_the_engine_generates_what_transformers_does(directory: Path) -> None:
     assert core.scheduler.num_preemptions > 0
 
 
-def test_auto_takes_it_for_a_model_without_a_spec(tmp_path: Path) -> None:
-    directory = make_model(tmp_path, "gpt_bigcode")
+def test_auto_selects_it_for_a_model_without_a_spec(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "nemotron")
     _, info = load_engine(EngineConfig.from_options(str(directory), {"num_blocks": 8}))
     assert info.runner == "TransformersRunner"
 
 
-def test_models_that_keep_more_than_keys_and_values_are_refused(tmp_path: Path) -> None:
+def test_models_with_other_state_than_keys_and_values_are_rejected(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "mamba", state_size=4)
     rewrite_config(directory, max_position_embeddings=512)
     with pytest.raises(EngineError, match="linear_attention"):
         load_engine(EngineConfig.from_options(str(directory), {}))
 
 
-def test_rotary_frequencies_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
+def test_rotary_frequencies_that_depend_on_the_batch_are_rejected(tmp_path: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     directory = make_model(tmp_path, "olmo2", rope_parameters=scaling)
     with Checkpoint(directory) as checkpoint, pytest.raises(UnsupportedModel, match="dynamic"):
         TransformersRunner.open(checkpoint)
 
 
-def test_quantization_is_refused(directory: Path) -> None:
+def test_quantization_is_rejected(directory: Path) -> None:
     with Checkpoint(directory) as checkpoint, pytest.raises(UnsupportedOption, match="quantized"):
         TransformersRunner.open(checkpoint, RunnerOptions(quantization="fp8"))
 
 
-def test_an_architecture_that_transformers_does_not_know_either(
-    tmp_path: Path, llama_checkpoint: Path
-) -> None:
+def test_an_architecture_unknown_to_transformers(tmp_path: Path, llama_checkpoint: Path) -> None:
     import shutil
 
     directory = shutil.copytree(llama_checkpoint, tmp_path / "unknown")

@@ -1,4 +1,4 @@
-"""Tokens in a tree get the logits that they get at the end of their own path; moved slots hold what they held."""
+"""Tree attention: each token has the logits of its own path, and moved cache slots keep their content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neso.engine.runners.torch.triton_operations import TritonOperations
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 
-# Branches at every depth, and a chain of 6 that a small window does not reach back over.
+# Branches at every depth, and a chain of 6 that exceeds a small window.
 TREE = DraftTree((-1, -1, 0, 0, 1, 2, 2, 5, 7, 8))
 CASES = {"full": ("llama", {}), "window": ("mistral", {"sliding_window": 4}), "learned": ("gpt2", {})}
 
@@ -40,7 +40,7 @@ def runner(request, case, checkpoint_factory):
 
 
 def with_tree(plan: StepPlan, sequence: int, tree: DraftTree) -> StepPlan:
-    """The plan with the new tokens of a sequence as a tree below the first of them."""
+    """Return the plan with the new tokens of a sequence as a tree below the first of them."""
     depths = np.arange(plan.num_tokens) - np.repeat(plan.query_start[:-1], np.diff(plan.query_start))
     masks = np.zeros(plan.num_tokens, np.uint64)
     begin, end = plan.query_start[sequence : sequence + 2]
@@ -54,20 +54,20 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("context", [1, 7, 40])
-def test_each_node_sees_its_path(runner, context):
+def test_each_node_attends_to_its_path(runner, context):
     check_nodes(runner, context)
 
 
 @pytest.mark.parametrize("name", ["reference", "native", "torch"])
-def test_the_last_positions_of_a_context(checkpoint_factory, name):
-    """Slots of nodes lie behind the 512 positions that the model has learned, the nodes do not."""
+def test_end_of_the_context(checkpoint_factory, name):
+    """Slots of nodes lie beyond the 512 learned positions, positions of nodes do not."""
     check_nodes(load(name, "learned", checkpoint_factory), 505)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's tests compile the kernels")
-def test_each_node_sees_its_path_in_triton(case, checkpoint_factory):
-    """The kernels, interpreted: slow."""
+def test_each_node_attends_to_its_path_in_triton(case, checkpoint_factory):
+    """Interpreted kernels: slow."""
     runner = load("torch", case, checkpoint_factory)
     runner._decoder = dataclasses.replace(runner._decoder, operations=TritonOperations())
     check_nodes(runner, 3, DraftTree((-1, -1, 0, 1, 3)))
@@ -80,7 +80,7 @@ def check_nodes(runner: SpecRunner, context: int, tree: DraftTree = TREE) -> Non
     nodes = random_tokens(len(tree.parents), seed=99)
     sequence, other = builder.sequence([*tokens, *nodes]), builder.sequence(random_tokens(6, seed=5))
     run(runner, builder.plan([(sequence, context)]))
-    # Beside another sequence, which is none.
+    # With another sequence that is not a tree.
     plan = with_tree(builder.plan([(other, 6), (sequence, 1 + len(nodes))]), 1, tree)
     found = run(runner, plan)
     for node in range(-1, len(nodes)):
@@ -92,7 +92,7 @@ def check_nodes(runner: SpecRunner, context: int, tree: DraftTree = TREE) -> Non
 
 
 @pytest.mark.parametrize("context", [3, 7, 40])
-def test_an_accepted_path_is_moved_into_place(runner, context):
+def test_an_accepted_path_is_moved_to_its_slots(runner, context):
     builder = PlanBuilder(block_size=4)
     runner.allocate_cache(builder.layout)
     tokens = random_tokens(context + 1, seed=context)

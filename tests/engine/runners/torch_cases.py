@@ -1,7 +1,7 @@
-"""What the torch runner must do on any device: the CPU's tests interpret the kernels, the GPU's compile them.
+"""Test cases of the torch runner for any device: CPU tests interpret the kernels, GPU tests compile them.
 
-A subclass gives the fixtures `device`, `dtype` and `multiplied_dtype`, those in which kernels multiply. What is
-expected is always computed on the CPU.
+A subclass defines the fixtures `device`, `dtype` and `multiplied_dtype` (dtype of products in kernels). Expected
+values are always computed on the CPU.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ Factory = Callable[..., Path]
 CPU = torch.device("cpu")
 EPS = 1e-5
 
-# Sums in another order; one or two roundings that may each fall to the other side, or cut off.
+# Another order of summation; one or two roundings may each go the other way, or truncate.
 SAME = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},
     torch.float16: {"rtol": 2**-10, "atol": 2**-12},
     torch.bfloat16: {"rtol": 2**-6, "atol": 2**-8},
 }
-# A rounding before a sum of two numbers of up to about 8.
+# One rounding before adding two numbers of up to about 8.
 ROTATED = {
     torch.float32: {"rtol": 1e-5, "atol": 5e-6},
     torch.float16: {"rtol": 2**-10, "atol": 2**-7},
     torch.bfloat16: {"rtol": 2**-7, "atol": 2**-4},
 }
-# Against float32 throughout: weights of up to 1 and the result are rounded.
+# Compared with float32: weights of up to 1 and the result are rounded.
 ATTENDED = {
     torch.float32: {"rtol": 2e-5, "atol": 5e-6},
     torch.float16: {"rtol": 2**-9, "atol": 2**-9},
@@ -65,7 +65,7 @@ PLAIN, KERNELS = PlainOperations(), TritonOperations()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """On the CPU: the same numbers for every device."""
+    """Return normal random numbers, generated on the CPU so that they are equal on every device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -75,7 +75,7 @@ def assert_same(found: Tensor, expected: Tensor, tolerances: Any = SAME) -> None
 
 @dataclass(frozen=True)
 class Attention:
-    """Sequences are (tokens in the cache, new tokens); splits are those of a decode."""
+    """Sequences are (tokens in the cache, new tokens); splits are those of a decode step."""
 
     sequences: tuple[tuple[int, int], ...]
     heads: int = 4
@@ -133,7 +133,7 @@ def plan_of(case: Attention) -> StepPlan:
 
 
 class KernelCases:
-    """Every operation of `TritonOperations` does what that of `PlainOperations` does."""
+    """Every operation of `TritonOperations` equals that of `PlainOperations`."""
 
     @pytest.mark.parametrize("width", [1, 37, 64, 1000])
     def test_rms_norm(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
@@ -143,7 +143,7 @@ class KernelCases:
 
     @pytest.mark.parametrize("width", [1, 37, 64, 1000])
     def test_add_rms_norm(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
-        # Every second row of a matrix: not contiguous, as the logits' rows may not be.
+        # Every second row of a matrix: not contiguous, like some rows of logits.
         x, residual = normal(10, width, dtype=dtype), normal(5, width, dtype=dtype, seed=1)
         weight, summed = normal(width, dtype=dtype, seed=2), residual.to(device, copy=True)
         found = KERNELS.add_rms_norm(x.to(device)[::2], summed, weight.to(device), EPS)
@@ -155,7 +155,7 @@ class KernelCases:
     def test_rotate(
         self, device: torch.device, dtype: torch.dtype, norm: bool, head_dim: int, rotary_dim: int
     ) -> None:
-        """Three of five heads, as queries lie beside keys and values: the others stay."""
+        """Rotates three of five heads, as queries lie next to keys and values; the others are unchanged."""
         heads, weight = normal(7, 5, head_dim, dtype=dtype), None
         if norm:
             weight = normal(head_dim, dtype=dtype, seed=1)
@@ -175,10 +175,10 @@ class KernelCases:
     def test_store(
         self, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], block_size: int
     ) -> None:
-        """Slots in any order, and nothing beside them."""
+        """Writes slots in any order, and no others."""
         cache = LayerCache(*(normal(7, block_size, 3, dim, dtype=dtype, seed=dim) for dim in dims))
         target = LayerCache(cache.keys.to(device, copy=True), cache.values.to(device, copy=True))
-        # Neighbours in one matrix, as the product of query, key and value leaves them.
+        # Adjacent in one matrix, as in the fused product of query, key and value.
         together = normal(5, 3 * sum(dims), dtype=dtype, seed=2)
         slots = torch.from_numpy(np.random.default_rng(3).permutation(7 * block_size)[:5].astype(np.int32))
         for source, to, kernels in ((together, cache, PLAIN), (together.to(device), target, KERNELS)):
@@ -207,13 +207,13 @@ class KernelCases:
         torch.testing.assert_close(scales.cpu(), expected_scales, rtol=1e-6, atol=0)
         found, wanted = codes.cpu().float(), expected.float()
         scaled = x.float() / expected_scales
-        # Interpreted, a mantissa that overflows does not count up the exponent; see triton.runtime.interpreter.
-        # Such a number is one of those that are rounded up to a power of two, and subnormal ones may be.
+        # Interpreted, an overflowing mantissa does not increment the exponent; see triton.runtime.interpreter.
+        # This affects numbers that are rounded up to a power of two, possibly subnormal ones.
         up_to_power = torch.frexp(wanted.abs())[0] == 0.5
         lost = (up_to_power & (wanted.abs() > scaled.abs())) | (scaled.abs() < 2**-6)
         compared = ~lost if device == CPU else torch.ones_like(lost)
         assert compared.float().mean() > 0.75
-        # Division may be inexact in its last bit, and halves may be rounded up: then it is the next code.
+        # Division may be inexact in the last bit and ties may be rounded up: then the next code results.
         assert ((found != wanted) & compared).float().mean() < 1e-2
         step = torch.exp2(torch.frexp(scaled.abs().clamp(min=2**-6))[1].float() - 4)
         assert ((found - wanted).abs() <= step)[compared].all()
@@ -230,12 +230,12 @@ class KernelCases:
         case, plan = ATTENTION[name], plan_of(ATTENTION[name])
         monkeypatch.setattr(attention_kernels, "_splits", lambda programs, device: case.splits)
         blocks = int(plan.block_tables.max()) + 1
-        # Every slot holds something: what lies behind a sequence's end must have no effect.
+        # Every slot has content: slots after the end of a sequence must have no effect.
         cache = LayerCache(
             normal(blocks, case.block_size, case.kv_heads, case.key_dim, dtype=dtype, seed=1),
             normal(blocks, case.block_size, case.kv_heads, case.value_dim, dtype=dtype, seed=2),
         )
-        # The queries lie beside keys and values.
+        # Queries lie next to keys and values.
         queries = normal(plan.num_tokens, case.heads + 3, case.key_dim, dtype=dtype)
         options = (case.window, 1.3 * case.key_dim**-0.5, case.softcap)
         found = KERNELS.attention(
@@ -260,12 +260,12 @@ def load_torch(directory: Path, **options: Any) -> TorchRunner:
 
 
 def with_operations(runner: TorchRunner, operations: Operations) -> TorchRunner:
-    """A runner of the same weights, on the same device, with a cache of its own, and without graphs."""
+    """Return a runner with the same weights on the same device, with its own cache and without graphs."""
     return TorchRunner(runner.spec, replace(runner._decoder, operations=operations), runner.device)
 
 
 def allocate(runner: TorchRunner, builder: PlanBuilder, *, graphs: bool) -> KVCache:
-    """On a CPU the graphs are not captured; all else about them is the same."""
+    """Allocate the cache. On a CPU graphs are not captured; everything else about them is the same."""
     runner.allocate_cache(builder.layout)
     cache = runner._cache
     assert cache is not None
@@ -292,13 +292,11 @@ ATOL = 2e-4
 
 
 class GraphCases:
-    """Steps in decode graphs, where `TorchRunner` computes."""
+    """Decode steps in graphs equal plain steps of `TorchRunner`."""
 
     @pytest.mark.parametrize("name", MODELS)
-    def test_a_padded_batch_of_decodes_gives_the_logits_of_a_plain_step(
-        self, checkpoint_factory: Factory, name: str
-    ) -> None:
-        """Steps after each other, the smaller ones in the graph of a larger one before."""
+    def test_padded_decode_batch_equals_a_plain_step(self, checkpoint_factory: Factory, name: str) -> None:
+        """Consecutive steps; smaller ones run in the graph of a larger one."""
         arch, overrides = MODELS[name]
         runner = load_torch(checkpoint_factory(arch, **overrides), dtype="float32")
         graphed, plain = with_operations(runner, KERNELS), with_operations(runner, PLAIN)
@@ -319,8 +317,10 @@ class GraphCases:
         assert sorted(graphed._graphs._graphs) == [1, 4, 16]
 
     @pytest.mark.parametrize("graphs", [False, True])
-    def test_a_step_reads_what_the_one_before_chose(self, checkpoint_factory: Factory, graphs: bool) -> None:
-        """Launched one after the other, sequences in another order each time, none waited for."""
+    def test_a_step_reads_the_tokens_of_the_previous_step(
+        self, checkpoint_factory: Factory, graphs: bool
+    ) -> None:
+        """Steps are launched without waiting, with sequences in a different order each time."""
         loaded = load_torch(checkpoint_factory("llama"), dtype="float32")
         builder, runner = PlanBuilder(4, 64, seed=3), with_operations(loaded, KERNELS)
         allocate(runner, builder, graphs=graphs)
@@ -342,7 +342,7 @@ class GraphCases:
             logits = run(runner, builder.plan([(known, len(known.tokens))], rows=[4 + i, 5 + i, 6 + i]))
             assert logits.argmax(axis=1).tolist() == [tokens[0][i], tokens[1][row], tokens[2][row]]
 
-    def test_padding_touches_no_block_but_its_own(self, checkpoint_factory: Factory) -> None:
+    def test_padding_writes_only_the_padding_block(self, checkpoint_factory: Factory) -> None:
         directory = checkpoint_factory("llama", num_hidden_layers=2)
         runner = with_operations(load_torch(directory, dtype="float32"), KERNELS)
         builder = PlanBuilder(4, 16, seed=2)
@@ -377,7 +377,7 @@ class SamplingCases:
     @given(
         seed=st.integers(0, 10_000), rows=st.integers(1, 40), spread=st.sampled_from([0.1, 1.0, 5.0, 40.0])
     )
-    def test_the_tokens_are_those_of_numpy(self, seed: int, rows: int, spread: float) -> None:
+    def test_tokens_equal_numpy(self, seed: int, rows: int, spread: float) -> None:
         rng = np.random.default_rng(seed)
         logits = (rng.standard_normal((rows, 384)) * spread).astype(np.float32)
         draws = random_draws(rng, rows)
@@ -387,7 +387,7 @@ class SamplingCases:
         assert_neighbours(found, expected, logits, draws, 1e-3)
 
     @pytest.mark.parametrize("fixed", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {}], ids=str)
-    def test_equal_logits_are_taken_in_order(self, fixed: dict[str, float]) -> None:
+    def test_equal_logits_are_ordered_by_token_id(self, fixed: dict[str, float]) -> None:
         rng = np.random.default_rng(1)
         logits = np.zeros((64, 384), np.float32)
         neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -398,9 +398,7 @@ class SamplingCases:
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     @pytest.mark.parametrize("top_p", [0.7, 1.0])
-    def test_rows_that_are_no_numbers_are_broken_and_the_others_are_not(
-        self, temperature: float, top_p: float
-    ) -> None:
+    def test_nan_rows_give_invalid_tokens(self, temperature: float, top_p: float) -> None:
         rng = np.random.default_rng(2)
         logits = rng.standard_normal((7, 384)).astype(np.float32)
         logits[0, 0] = logits[1, 383] = logits[2, 33] = np.nan
@@ -430,7 +428,7 @@ class DeviceLogitsCases:
     """Reads and writes behave like the underlying array."""
 
     @pytest.mark.parametrize("rows", [0, -1, slice(None), slice(1, 3), [2, 0, 2], []], ids=str)
-    def test_what_is_indexed_is_a_copy(self, device: torch.device, rows: Any) -> None:
+    def test_indexing_returns_a_copy(self, device: torch.device, rows: Any) -> None:
         array = normal(4, 7).numpy()
         logits = DeviceLogits(torch.from_numpy(array.copy()).to(device))
         assert len(logits) == 4
@@ -441,7 +439,7 @@ class DeviceLogitsCases:
         np.testing.assert_array_equal(logits[:], array)
         np.testing.assert_array_equal(np.asarray(logits), array)
 
-    def test_a_row_that_is_written_back_changes_no_other(self, device: torch.device) -> None:
+    def test_writing_a_row_changes_no_other(self, device: torch.device) -> None:
         array = normal(4, 7).numpy()
         with torch.inference_mode():  # as a step computes them
             logits = DeviceLogits(torch.from_numpy(array.copy()).to(device) * 1)

@@ -1,4 +1,4 @@
-"""The largest values, by their definition."""
+"""Selection of the largest values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from neso.engine.sampling.logprobs import best_candidates
     banned=st.sampled_from([0.0, 0.5, 0.999]),
 )
 def test_candidates_are_the_largest_in_order(seed, rows, width, count, levels, banned):
-    """Few levels make ties: then the first in order goes before."""
+    """Few distinct values cause ties: lower positions come first."""
     rng = np.random.default_rng(seed)
     scores = rng.integers(0, levels, (rows, width)).astype(np.float32)
     scores[rng.random(scores.shape) < banned] = -np.inf

@@ -1,4 +1,4 @@
-"""The C++ sampler draws the tokens that numpy draws."""
+"""The C++ sampler chooses the same tokens as numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def runner(checkpoint_factory: Callable[..., Path]) -> NativeRunner:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(seed=st.integers(0, 10_000), rows=st.integers(1, 70), spread=st.sampled_from([0.1, 1.0, 5.0, 40.0]))
-def test_the_tokens_are_those_of_numpy(runner: NativeRunner, seed: int, rows: int, spread: float) -> None:
+def test_tokens_equal_numpy(runner: NativeRunner, seed: int, rows: int, spread: float) -> None:
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((rows, runner.spec.vocab_size)) * spread).astype(np.float32)
     draws = random_draws(rng, rows)
@@ -39,7 +39,7 @@ def test_the_tokens_are_those_of_numpy(runner: NativeRunner, seed: int, rows: in
 
 
 @pytest.mark.parametrize("fixed", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {}], ids=str)
-def test_equal_logits_are_taken_in_order(runner: NativeRunner, fixed: dict[str, float]) -> None:
+def test_equal_logits_are_ordered_by_token_id(runner: NativeRunner, fixed: dict[str, float]) -> None:
     rng = np.random.default_rng(1)
     logits = np.zeros((64, runner.spec.vocab_size), np.float32)
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -49,7 +49,7 @@ def test_equal_logits_are_taken_in_order(runner: NativeRunner, fixed: dict[str, 
     assert runner.choose(logits, greedy).tolist() == [0] * 64
 
 
-def test_rows_that_are_no_numbers(runner: NativeRunner) -> None:
+def test_nan_rows_give_invalid_tokens(runner: NativeRunner) -> None:
     rng = np.random.default_rng(2)
     vocab = runner.spec.vocab_size
     logits = rng.standard_normal((6, vocab)).astype(np.float32)
@@ -63,7 +63,7 @@ def test_rows_that_are_no_numbers(runner: NativeRunner) -> None:
         assert runner.choose(logits, draws)[4] == 9
 
 
-def test_what_does_not_fit_is_refused(runner: NativeRunner) -> None:
+def test_wrong_vocab_size_is_rejected(runner: NativeRunner) -> None:
     draws = random_draws(np.random.default_rng(3), 2)
     with pytest.raises(ValueError, match="vocab_size"):
         runner.choose(np.zeros((2, runner.spec.vocab_size + 1), np.float32), draws)

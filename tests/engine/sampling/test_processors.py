@@ -1,4 +1,4 @@
-"""What changes logits, against transformers' processors on the same rows; and that batch mates change nothing."""
+"""Logits processors compared with those of transformers, and independence of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from neso.engine.weights.checkpoint import Checkpoint
 from neso.generation import SamplingParams
 
 VOCAB = 40
-WIDE = 384  # that of the checkpoint whose runner draws
+WIDE = 384  # of the checkpoint whose runner samples
 tokens = st.lists(st.integers(0, 5), max_size=25)
 
 
@@ -45,7 +45,7 @@ def make_state(prompt=(1,), output=(), end=(), bad_words=(), index=0, **params) 
 
 
 def adjusted(state: SamplingState, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """A row before and after."""
+    """Return a row before and after."""
     row = np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32) * 3
     before = row.copy()
     adjust(row, state)
@@ -117,7 +117,7 @@ def test_top_p_decays_to_its_minimum_and_is_reset():
 
 @pytest.mark.parametrize("position", [0, 1, 2, 3])
 def test_decayed_top_p_draws_from_the_nucleus_of_its_position(position):
-    """The distribution of many sequences at one position is that of the nucleus that transformers keeps there."""
+    """The distribution over many sequences at one position equals the nucleus of transformers."""
     top_p = [0.95, 0.76, 0.608, 0.5][position]
     row = np.log(np.array([0.3, 0.25, 0.15, 0.1, 0.08, 0.07, 0.05], np.float32))
     states = [
@@ -150,8 +150,8 @@ def native(checkpoint_factory: Callable[..., Path]) -> NativeRunner:
 
 
 @pytest.mark.parametrize("sampler", ["numpy", "native", "torch"])
-def test_tokens_do_not_depend_on_batch_mates(sampler, native: Runner):
-    """Fourteen steps of all together, in an order that changes, and of each alone."""
+def test_tokens_do_not_depend_on_the_batch(sampler, native: Runner):
+    """Fourteen steps of all requests together in varying order, and of each request alone."""
 
     def choose_on_device(logits, draws):
         return choose_in_torch(logits.values[: len(draws)], draws).numpy()
@@ -178,7 +178,7 @@ def test_tokens_do_not_depend_on_batch_mates(sampler, native: Runner):
     assert len(set(map(tuple, together))) > 4
 
 
-def test_row_without_any_token_left_is_marked_alone():
+def test_only_a_row_without_allowed_tokens_is_invalid():
     none = make_state(allowed_token_ids=(3,), bad_words=((3,),))
     found = Sampler().sample(np.zeros((2, VOCAB), np.float32), [none, make_state(temperature=0.0)])
     assert [t.token_id for t in found] == [INVALID_TOKEN, 0]
@@ -193,7 +193,7 @@ def test_all_log_probabilities():
     assert token.logprobs.top_logprobs == sorted(token.logprobs.top_logprobs, reverse=True)
 
 
-def test_logits_are_the_models_own():
+def test_returned_logits_are_unprocessed():
     rows = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
     states = [make_state(), make_state(return_generation_logits=True, logit_bias={2: 50.0})]
     plain, asked = Sampler().sample(rows.copy(), states)

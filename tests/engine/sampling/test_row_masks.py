@@ -1,4 +1,4 @@
-"""Masks over the vocabulary: numpy, C++ and torch keep out the same tokens."""
+"""Vocabulary masks: numpy, C++ and torch exclude the same tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Choose = Callable[[np.ndarray, SamplingBatch], np.ndarray]
 
 @pytest.fixture(scope="module")
 def native(checkpoint_factory: Callable[..., Path]) -> NativeRunner:
-    # Not a multiple of 32: the last word of a mask is used in part.
+    # Not a multiple of 32: the last word of a mask is partially used.
     with Checkpoint(checkpoint_factory("llama", vocab_size=391)) as source:
         return NativeRunner.load(decoder_spec(source.config), source)
 
@@ -40,7 +40,7 @@ def chooser(request: pytest.FixtureRequest, native: NativeRunner) -> Choose:
 def random_masks(
     rng: np.random.Generator, rows: int, vocab: int, share: float
 ) -> tuple[RowMasks, np.ndarray]:
-    """Masks for some of the rows, with one word more than needed, and what they allow, bool[rows, vocab]."""
+    """Return masks for some of the rows, with one extra word, and the allowed tokens as bool[rows, vocab]."""
     masked = np.flatnonzero(rng.random(rows) < 0.7).astype(np.int32)
     allowed = rng.random((rows, vocab)) < share
     allowed[:, 64:160] = rng.random((rows, 1)) < 0.5  # words of one kind
@@ -54,7 +54,7 @@ def random_masks(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_same_as_minus_infinity(native: NativeRunner, chooser: Choose, seed: int) -> None:
+def test_masks_equal_minus_infinity(native: NativeRunner, chooser: Choose, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows, vocab = int(rng.integers(1, 20)), native.spec.vocab_size
     logits = (rng.standard_normal((rows, vocab)) * 3).astype(np.float32)
@@ -67,7 +67,7 @@ def test_the_same_as_minus_infinity(native: NativeRunner, chooser: Choose, seed:
     assert allowed[np.arange(rows), found].all()
 
 
-def test_what_is_kept_out_may_be_no_number(native: NativeRunner, chooser: Choose) -> None:
+def test_excluded_tokens_may_have_nan_logits(native: NativeRunner, chooser: Choose) -> None:
     vocab = native.spec.vocab_size
     logits = np.zeros((2, vocab), np.float32)
     logits[:, 5] = np.nan
@@ -79,7 +79,7 @@ def test_what_is_kept_out_may_be_no_number(native: NativeRunner, chooser: Choose
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_may_come_where_mask_and_bans_leave_nothing(chooser: Choose, temperature: float) -> None:
+def test_a_row_without_allowed_tokens_is_invalid(chooser: Choose, temperature: float) -> None:
     logits = np.zeros((3, 391), np.float32)
     logits[0, 32:64] = logits[2] = -np.inf
     bits = np.zeros((1, 391 // 32 + 1), np.int32)
@@ -100,7 +100,7 @@ def test_allowed_reads_the_bits(seed: int) -> None:
         np.testing.assert_array_equal(masks.allowed(index, max(vocab, 161)), allowed[row])
 
 
-def test_masks_that_do_not_fit_are_refused(native: NativeRunner) -> None:
+def test_mismatched_masks_are_rejected(native: NativeRunner) -> None:
     logits = np.zeros((2, native.spec.vocab_size), np.float32)
     draws = random_draws(np.random.default_rng(3), 2)
     short = RowMasks(np.array([0], np.int32), np.zeros((1, 3), np.int32))

@@ -1,4 +1,4 @@
-"""The sampler: filters against a naive oracle, distributions by counting, seeds, penalties, log probabilities."""
+"""The sampler: filters against a naive reference, empirical distributions, seeds, penalties, log probabilities."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample(logits, *states):
 
 
 def oracle_support(probabilities, top_k, top_p, min_p):
-    """Tokens that the filters leave of one row, by their definitions."""
+    """Return the tokens of one row that remain after the filters, by definition."""
     order = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i], i))[:top_k]
     total = sum(probabilities[i] for i in order)
     kept, mass = [], 0.0
@@ -54,7 +54,7 @@ def oracle_support(probabilities, top_k, top_p, min_p):
     min_p=st.sampled_from([0.0, 0.05, 0.5]),
 )
 def test_filters_match_the_oracle(seed, vocab, top_k, top_p, min_p):
-    """What is drawn over many uniforms is just what a row-by-row definition leaves."""
+    """The tokens drawn over many uniforms are exactly those of a row-by-row reference."""
     rng = np.random.default_rng(seed)
     row = exponentials(rng.normal(size=(1, vocab)).astype(np.float32) * 3, np.ones(1, np.float32))
     row /= row.sum()
@@ -90,7 +90,7 @@ def test_filtered_distribution_is_renormalised():
     np.testing.assert_allclose(counts, [0.625, 0.375, 0, 0], atol=0.03)
 
 
-def test_seed_decides_whatever_the_batch_mates():
+def test_seeded_tokens_do_not_depend_on_the_batch():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(8, 500)).astype(np.float32)
     params = {"temperature": 1.3, "seed": 7, "top_p": 0.9}
@@ -128,7 +128,7 @@ def test_bias_and_minimum_length():
     assert [sample([[9.0, 0.0]], s)[0] for _ in range(3)] == [1, 1, 0]
 
 
-def test_logprobs_are_the_models_own():
+def test_logprobs_are_unprocessed():
     logits = np.array([[1.0, 2.0, 3.0, 0.0]], np.float32)
     s = state(temperature=0, logprobs=2, logit_bias={0: 100.0})
     (token,) = Sampler().sample(logits.copy(), [s])
@@ -140,7 +140,7 @@ def test_logprobs_are_the_models_own():
     np.testing.assert_allclose(token.logprobs.top_logprobs, expected[[2, 1]], rtol=1e-5)
 
 
-def test_rows_that_are_no_numbers_are_marked():
+def test_nan_rows_give_invalid_tokens():
     nan = float("nan")
     logits = [[nan, 1.0], [0.0, 1.0], [0.0, nan]]
     assert sample(logits, state(temperature=0), state(temperature=0), state(temperature=1.0)) == [
@@ -162,12 +162,12 @@ def test_rows_that_are_no_numbers_are_marked():
         {"logit_bias": {1: 1e30}, "temperature": 1e-40},
     ],
 )
-def test_the_largest_parameters_leave_numbers(params):
-    """A weight that is not a number would have the last token drawn."""
+def test_extreme_parameters_cause_no_nan(params):
+    """With a NaN weight, the last token would be sampled."""
     chosen = {sample([[0.1, 0.3, 0.2, 0.0]], state(seed=seed, **params))[0] for seed in range(20)}
     assert chosen <= {1, 2} and chosen
 
 
-def test_a_bias_that_bans_everything_is_told():
+def test_a_bias_that_excludes_all_tokens_is_invalid():
     bias = np.full(4, -np.inf, np.float32).tobytes()
     assert sample([[0.1, 0.3, 0.2, 0.0]], state(embedding_bias=bias)) == [INVALID_TOKEN]

@@ -8,7 +8,7 @@ from neso.engine.spec_decode.draft_length import PROBE_EVERY, DraftLength
 
 
 class Machine:
-    """Steps cost a constant and so much a row; drafts are right at each place with one probability."""
+    """Steps cost a constant plus a cost per row; draft tokens are right with the same probability at each position."""
 
     def __init__(self, constant: float, per_row: float, accepted: float, sequences: int) -> None:
         self.constant, self.per_row, self.accepted, self.sequences = constant, per_row, accepted, sequences
@@ -40,39 +40,39 @@ class Machine:
         return self.tokens / self.seconds
 
 
-def compare(*machine: float, most: int = 5) -> tuple[float, float, float]:
-    """Tokens a second without drafts, with fixed ones, and with those chosen."""
+def compare(*machine: float, longest: int = 5) -> tuple[float, float, float]:
+    """Return tokens per second without drafts, with fixed drafts, and with the chosen lengths."""
     constant, per_row, accepted, sequences = machine
     plain = sequences / (constant + per_row * sequences)
-    fixed = Machine(constant, per_row, accepted, int(sequences)).rate(DraftLength(most, fixed=True))
-    chosen = Machine(constant, per_row, accepted, int(sequences)).rate(DraftLength(most))
+    fixed = Machine(constant, per_row, accepted, int(sequences)).rate(DraftLength(longest, fixed=True))
+    chosen = Machine(constant, per_row, accepted, int(sequences)).rate(DraftLength(longest))
     return plain, fixed, chosen
 
 
-def test_drafts_that_pay_are_kept():
+def test_profitable_drafts_are_kept():
     plain, fixed, chosen = compare(10.0, 0.1, 0.8, 1)
     assert fixed > 2 * plain, "the machine is not what this test is about"
     assert chosen > 0.95 * fixed
 
 
-def test_off_in_a_batch_where_each_row_costs():
+def test_disabled_in_a_large_batch_with_costly_rows():
     plain, fixed, chosen = compare(10.0, 2.0, 0.4, 64)
     assert fixed < 0.7 * plain
     assert chosen > 0.95 * plain
 
 
-def test_off_where_nothing_is_accepted():
+def test_disabled_if_nothing_is_accepted():
     plain, fixed, chosen = compare(10.0, 1.0, 0.02, 2)
     assert fixed < 0.8 * plain
     assert chosen > 0.95 * plain
 
 
-def test_shorter_drafts_where_the_end_is_mostly_wrong():
+def test_shorter_drafts_if_late_tokens_are_rejected():
     plain, fixed, chosen = compare(10.0, 1.0, 0.6, 4, longest=10)
     assert chosen > 1.02 * max(plain, fixed)
 
 
-def test_a_slow_guesser_counts():
+def test_slow_proposers_are_disabled():
     length = DraftLength(4)
     machine = Machine(10.0, 0.1, 0.7, 1)
     for _ in range(200):
@@ -83,7 +83,7 @@ def test_a_slow_guesser_counts():
     assert length.choose(1) == 0
 
 
-def test_tried_again_when_the_text_changes():
+def test_reenabled_when_the_acceptance_rate_rises():
     length = DraftLength(4)
     machine = Machine(10.0, 1.0, 0.0, 1)
     for _ in range(300):
@@ -94,7 +94,7 @@ def test_tried_again_when_the_text_changes():
     assert machine.step(length) > 0
 
 
-def test_fixed_stays():
+def test_fixed_length_does_not_change():
     length = DraftLength(3, fixed=True)
     for _ in range(100):
         length.observe_draft(3, 0)

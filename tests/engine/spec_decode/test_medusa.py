@@ -1,4 +1,4 @@
-"""Medusa's heads: random ones change no token, good ones save steps."""
+"""Medusa heads: random ones change no token, fitted ones save steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
 def hidden_states(checkpoint: Path, tokens: list[int]) -> np.ndarray:
-    """Of every token, by the reference runner."""
+    """Return the hidden states of all tokens, from the reference runner."""
     with Checkpoint(checkpoint) as source:
         runner = runner_class("reference").load(decoder_spec(source.config), source)
     count = len(tokens)
@@ -66,7 +66,7 @@ def random_heads(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fitted_heads(llama_checkpoint, expected, tmp_path_factory):
-    """They know what the model says after the first prompt, each as far ahead as it should."""
+    """Heads fitted to predict the output after the first prompt, each at its distance."""
     text = [*PROMPTS[0], *expected[0]]
     hidden = hidden_states(llama_checkpoint, text)
     outputs = []
@@ -102,21 +102,21 @@ def test_random_heads_change_no_token(llama_checkpoint, expected, random_heads, 
 
 
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
-def test_good_heads_save_steps(llama_checkpoint, expected, fitted_heads, runner):
+def test_fitted_heads_save_steps(llama_checkpoint, expected, fitted_heads, runner):
     llm = load(llama_checkpoint, fitted_heads, runner=runner, block_size=4, num_blocks=200)
     found = llm.generate(PROMPTS, GREEDY, progress=False)
     assert [result.outputs[0].token_ids for result in found] == expected
     llm = load(llama_checkpoint, fitted_heads, runner=runner)
     (found,) = llm.generate(PROMPTS[:1], GREEDY, progress=False)
     assert found.outputs[0].token_ids == expected[0]
-    # Five tokens a step, but for the first and the end, which the heads were not shown.
+    # Five tokens per step, except for the first and the end, to which the heads were not fitted.
     assert llm.core.stats().step <= 2 + MAX_TOKENS // (1 + NUM_HEADS)
     assert llm.core.stats().drafts.accepted_at[NUM_HEADS - 1] >= 4
 
 
-def test_moved_keys_are_what_the_prefix_cache_has(llama_checkpoint, expected, fitted_heads):
+def test_moved_keys_are_valid_in_the_prefix_cache(llama_checkpoint, expected, fitted_heads):
     llm = load(llama_checkpoint, fitted_heads, block_size=4)
-    # Ranks in another order: what is accepted does not lie where it belongs.
+    # Choices in reverse order: accepted tokens have to be moved to their slots.
     llm = load(
         llama_checkpoint, fitted_heads, block_size=4, medusa_choices=[[3], [2], [1], [0], [0, 1], [0, 0]]
     )
@@ -129,7 +129,7 @@ def test_moved_keys_are_what_the_prefix_cache_has(llama_checkpoint, expected, fi
     assert llm.core.stats().prefix_hit_tokens >= 20
 
 
-def test_drawn_tokens_are_those_of_their_seeds(llama_checkpoint, fitted_heads):
+def test_seeded_tokens_are_unchanged(llama_checkpoint, fitted_heads):
     params = SamplingParams(temperature=0.5, seed=4, max_tokens=MAX_TOKENS, frequency_penalty=0.3, n=2)
     plain = LLM(llama_checkpoint, runner="reference").generate(PROMPTS, params, progress=False)
     found = load(llama_checkpoint, fitted_heads).generate(PROMPTS, params, progress=False)
@@ -137,7 +137,7 @@ def test_drawn_tokens_are_those_of_their_seeds(llama_checkpoint, fitted_heads):
         assert [o.token_ids for o in mine.outputs] == [o.token_ids for o in theirs.outputs]
 
 
-def test_heads_in_the_checkpoint_itself(llama_checkpoint, expected, fitted_heads, tmp_path):
+def test_heads_in_the_checkpoint(llama_checkpoint, expected, fitted_heads, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(llama_checkpoint, model)
     shutil.copy(fitted_heads / "medusa_lm_head.safetensors", model)
@@ -157,7 +157,7 @@ def test_missing_or_wrong_heads(llama_checkpoint, tmp_path, fitted_heads):
         MedusaHeads.load(wrong, HIDDEN, VOCAB)
 
 
-def test_trees_of_choices():
+def test_tree_from_choices():
     assert len(MC_SIM_7B_63) == MAX_TREE_NODES
     paths = paths_of(MC_SIM_7B_63)
     tree = tree_of(paths)
@@ -167,7 +167,7 @@ def test_trees_of_choices():
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=8))
-def test_trees_without_gaps_only(choices):
+def test_choices_with_missing_parents_are_rejected(choices):
     complete = {()} | {tuple(path) for path in choices}
     if all(path[:-1] in complete for path in complete if path):
         assert len(tree_of(paths_of(choices)).parents) == len(complete) - 1

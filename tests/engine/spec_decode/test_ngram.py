@@ -1,4 +1,4 @@
-"""Guesses from the text itself."""
+"""Draft tokens from n-grams of the text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sequence_of(tokens: list[int]) -> Sequence:
 
 
 def search(tokens: list[int], shortest: int, longest: int) -> int | None:
-    """The same by looking everywhere."""
+    """Return the same result by searching the whole text."""
     best, best_length = None, 0
     ends = [end for end in range(shortest, len(tokens)) if tokens[end - shortest : end] == tokens[-shortest:]]
     for end in ends[-MAX_CANDIDATES:]:
@@ -36,34 +36,34 @@ def search(tokens: list[int], shortest: int, longest: int) -> int | None:
     further=st.integers(0, 3),
     known=st.integers(1, 60),
 )
-def test_index_finds_what_a_search_finds(tokens, shortest, further, known):
-    """However the sequence grows."""
+def test_index_equals_a_full_search(tokens, shortest, further, known):
+    """For any growth of the sequence."""
     index = NgramIndex(shortest, shortest + further)
     for length in sorted({min(known, len(tokens)), len(tokens)}):
         assert index.find(tokens[:length]) == search(tokens[:length], shortest, shortest + further)
 
 
-def test_guess_is_what_came_then():
+def test_draft_continues_the_match():
     draft = NgramProposer(2, 4).propose(sequence_of([1, 2, 3, 4, 5, 9, 2, 3]), 3)
     assert draft is not None and draft.token_ids == [4, 5, 9]
 
 
-def test_longer_match_goes_before_later_one():
+def test_longer_match_precedes_later_match():
     draft = NgramProposer(1, 4).propose(sequence_of([1, 2, 3, 7, 9, 3, 8, 1, 2, 3]), 1)
     assert draft is not None and draft.token_ids == [7]
 
 
-def test_guess_goes_on_with_itself():
+def test_draft_may_overlap_itself():
     draft = NgramProposer(2, 2).propose(sequence_of([5, 1, 2, 3, 1, 2, 3]), 7)
     assert draft is not None and draft.token_ids == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_nothing_to_find():
+def test_no_match():
     assert NgramProposer(2, 4).propose(sequence_of([1, 2, 3]), 3) is None
     assert NgramProposer(2, 4).propose(sequence_of([1]), 3) is None
 
 
 @pytest.mark.parametrize("bounds", [(0, 2), (3, 2)])
-def test_bad_bounds(bounds):
+def test_invalid_bounds(bounds):
     with pytest.raises(ValueError, match="prompt_lookup_min"):
         NgramProposer(*bounds)

@@ -1,4 +1,4 @@
-"""Drafts that come with requests: their distributions are made when they are needed."""
+"""Drafts of requests: their distributions are computed when needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def request_of(draft: DraftTokens, **sampling) -> GenerationRequest:
     return GenerationRequest(request_id="a", prompt=[1], sampling=SamplingParams(**sampling), draft=draft)
 
 
-def test_distributions_are_made_row_by_row(monkeypatch):
+def test_distributions_are_computed_per_row(monkeypatch):
     logits = np.random.default_rng(0).normal(size=(5, VOCAB)).astype(np.float32)
     made = []
     real = request_draft.probabilities_of

@@ -1,4 +1,4 @@
-"""Accepted drafts and what comes behind them have the model's distribution."""
+"""Verification: accepted draft tokens and the tokens after them have the model's distribution."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LENGTH = 2
 
 
 def logits_after(tokens: tuple[int, ...]) -> np.ndarray:
-    """A model: what it says depends on all tokens before."""
+    """Return logits of a model that depend on all preceding tokens."""
     seed = np.random.default_rng([7, *tokens])
     return seed.normal(scale=1.2, size=VOCAB).astype(np.float32)
 
 
 def draft_logits_after(tokens: tuple[int, ...]) -> np.ndarray:
-    """A draft model that agrees somewhat."""
+    """Return logits of a draft model that partly agrees."""
     other = np.random.default_rng([8, *tokens]).normal(scale=0.8, size=VOCAB)
     return (logits_after(tokens) + other).astype(np.float32)
 
@@ -36,13 +36,13 @@ def state_of(params: SamplingParams) -> SamplingState:
 
 
 def exact(params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
-    """Probabilities of all texts of a length, token by token."""
+    """Return the probabilities of all texts of a length, token by token."""
     texts: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer = {}
         for text, chance in texts.items():
             row = logits_after(text)
-            # As the sampler's: what is out already is punished by its count.
+            # As in the sampler: tokens are penalized by their count in the output.
             for token in text:
                 row[token] -= params.frequency_penalty
             if params.presence_penalty:
@@ -55,7 +55,7 @@ def exact(params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
 
 
 def generate(params: SamplingParams, length: int, seed: int, how: str) -> tuple[int, ...]:
-    """A text by steps with drafts of 2 tokens."""
+    """Generate a text in steps with drafts of 2 tokens."""
     rng = np.random.default_rng(seed)
     state, sampler = state_of(params), Sampler()
     text: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ def make_draft(text: tuple[int, ...], params: SamplingParams, rng, how: str) -> 
 
 
 def chi_square(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float]) -> float:
-    """How many standard deviations the statistic lies above its mean; rare texts are put together."""
+    """Return by how many standard deviations the statistic exceeds its mean; rare texts are merged."""
     assert counts.keys() <= expected.keys(), "a text that the model does not say"
     total = sum(counts.values())
     rare_found = rare_expected = statistic = 0.0
@@ -115,7 +115,7 @@ PARAMS = {
     ("how", "kind"),
     [("fixed", "plain"), ("fixed", "penalties"), ("tree", "filters"), *(("drawn", kind) for kind in PARAMS)],
 )
-def test_texts_have_the_distribution_of_the_model(how, kind):
+def test_texts_follow_the_distribution_of_the_model(how, kind):
     params = PARAMS[kind]
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(ROUNDS):
@@ -124,8 +124,8 @@ def test_texts_have_the_distribution_of_the_model(how, kind):
     assert chi_square(counts, exact(params, LENGTH)) < 4
 
 
-def test_the_test_sees_a_wrong_distribution():
-    """Drafts taken with the draft model's probabilities where the model's should be."""
+def test_the_statistic_detects_a_wrong_distribution():
+    """Draft tokens are accepted with the draft model's probabilities instead of the model's."""
     params = PARAMS["plain"]
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(ROUNDS):
@@ -156,7 +156,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def test_greedy_path_through_a_tree():
-    """Root 2; below it 4; below that 1; a twin of the node 2 is passed by."""
+    """Root 2, below it 4, below that 1; a sibling of node 2 is not accepted."""
     draft = Draft([3, 2, 4, 2, 1], DraftTree((-1, -1, 1, 1, 2)))
     result = one(draft, peaks(2, 0, 4, 1, 0, 3), GREEDY)
     assert [token.token_id for token in result.tokens] == [2, 4, 1, 3]
@@ -164,8 +164,8 @@ def test_greedy_path_through_a_tree():
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_broken_logits_behind_accepted_tokens(drawn):
-    """What is good is kept, but the last of it is computed again: then its logits fail the sequence."""
+def test_nan_logits_after_accepted_tokens(drawn):
+    """Valid tokens are kept, but the last one is computed again: its logits then fail the sequence."""
     rows = peaks(1, 2, 3)
     rows[2] = np.nan
     probabilities = np.array([rows[0], rows[1]]) / 9 if drawn else None
@@ -176,7 +176,7 @@ def test_broken_logits_behind_accepted_tokens(drawn):
     assert one(Draft([1, 2], probabilities=probabilities), rows, params).tokens[0].token_id == INVALID_TOKEN
 
 
-def test_unused_random_numbers_go_to_the_next_tokens():
+def test_unused_random_numbers_are_used_for_the_next_tokens():
     params = SamplingParams(seed=5)
     with_drafts, without = state_of(params), state_of(params)
     one(Draft([4, 4, 4]), peaks(1, 1, 1, 1), params, with_drafts)
@@ -184,7 +184,7 @@ def test_unused_random_numbers_go_to_the_next_tokens():
     assert [with_drafts.uniform() for _ in range(20)] == [without.uniform() for _ in range(20)]
 
 
-def test_rejection_keeps_log_probabilities_of_the_model():
+def test_logprobs_are_those_of_the_model_after_a_rejection():
     params = SamplingParams(seed=3, logprobs=2, frequency_penalty=1.5)
     rows = np.array([logits_after(()), logits_after((1,))])
     wrong = np.zeros((1, VOCAB), np.float32)
@@ -196,8 +196,8 @@ def test_rejection_keeps_log_probabilities_of_the_model():
         assert token.logprobs.logprob == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_threshold_takes_nothing_that_is_kept_out():
-    """A draft whose own distribution has no place for the token, either."""
+def test_a_threshold_rejects_tokens_with_minus_infinity():
+    """The draft token also has no probability in the draft's distribution."""
     rows = peaks(3, 3)
     rows[0, 1] = -np.inf
     drawn = np.eye(1, VOCAB, 2, dtype=np.float32)
@@ -205,8 +205,8 @@ def test_a_threshold_takes_nothing_that_is_kept_out():
     assert [token.token_id for token in result.tokens] == [3] and not result.path
 
 
-def test_a_threshold_accepts_nothing_that_may_not_come():
-    """The draft came from a distribution that does not have its token either."""
+def test_a_threshold_rejects_tokens_that_are_not_allowed():
+    """The draft token also has no probability in the draft's distribution."""
     params = SamplingParams(temperature=0, allowed_token_ids=(0, 1))
     distribution = np.array([[0.5, 0.5, 0, 0, 0]], np.float32)
     draft = Draft([3], probabilities=distribution, acceptance_threshold=0.5)

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of well-known models, written for these tests."""
+"""Chat templates in the style of well-known models, written for these tests."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ MakeDirectory = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def backends() -> dict[str, str]:
-    """Each style's tokenizer.json."""
+    """The tokenizer.json of each style."""
     return {name: make().to_str() for name, make in BACKENDS.items()}
 
 

@@ -58,10 +58,10 @@ def render(source: str, messages: Any, *, tools: Any = None, prompt: bool = True
 
 
 def reference(source: str, messages: Any, tools: Any, prompt: bool, **variables: Any) -> str:
-    """What transformers renders; it raises what jinja2 raises."""
+    """Return the text rendered by transformers; raises the exceptions of jinja2."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # As apply_chat_template does before it calls this.
+    # As apply_chat_template does before this call.
     chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
     (text,), _ = render_jinja_template(
         conversations=[chat],
@@ -147,8 +147,8 @@ def test_json_arguments_are_decoded() -> None:
         ("{{ f.arguments }}", True),
     ],
 )
-def test_arguments_in_the_form_of_the_template(written: str, as_text: bool) -> None:
-    """As an object where the template writes JSON, as text where it joins text, as DeepSeek's do."""
+def test_argument_types_follow_the_template(written: str, as_text: bool) -> None:
+    """Objects if the template writes JSON, text if it concatenates text as DeepSeek's does."""
     source = (
         "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{% set f = c.function %}"
         + written
@@ -264,7 +264,7 @@ def test_sandbox_violations(source: str) -> None:
         render(source, [USER])
 
 
-def test_limits_of_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "{% for i in range(1000) %}{{ i }}{{ messages[0].content }}{% endfor %}"
     monkeypatch.setattr(module, "MAX_PROMPT_CHARS", 1000)
     with pytest.raises(InvalidParameter, match="stopped"):

@@ -28,7 +28,7 @@ cuts = st.lists(st.integers(1, 4), min_size=1, max_size=30)
 
 
 def stream(detokenizer: Detokenizer, token_ids: Sequence[int], sizes: Sequence[int] = (1,)) -> list[str]:
-    """Texts that the detokenizer gives for chunks of these sizes, in turn, and the last one at the end."""
+    """Return the texts for chunks of these sizes, in turn, and the last one at the end."""
     out, start, turn = [], 0, 0
     while start < len(token_ids):
         size = sizes[turn % len(sizes)]
@@ -61,7 +61,7 @@ def test_random_tokens_equal_the_library(
 
 @given(token_ids=ids, sizes=cuts, skip=st.booleans())
 def test_random_byte_fallback_tokens(token_ids: list[int], sizes: list[int], skip: bool) -> None:
-    """As the library, except within runs of byte tokens that are not UTF-8 (see PieceDetokenizer)."""
+    """Equal to the library except within runs of byte tokens that are not UTF-8 (see PieceDetokenizer)."""
     tokenizer = TOKENIZERS["llama"]
     ours = tokenizer.decode(token_ids, skip_special_tokens=skip)
     theirs = tokenizer.backend.decode(token_ids, skip_special_tokens=skip)
@@ -81,7 +81,7 @@ def test_random_byte_fallback_tokens(token_ids: list[int], sizes: list[int], ski
 @pytest.mark.parametrize("style", PIECEWISE)
 @given(token_ids=ids)
 def test_incomplete_characters_are_held_back(style: str, token_ids: list[int]) -> None:
-    """U+FFFD appears only where the whole has it too: each text is a beginning of the whole."""
+    """U+FFFD appears only where the whole text has it: each text is a prefix of the whole."""
     tokenizer = TOKENIZERS[style]
     whole = tokenizer.decode(token_ids)
     shown = ""
@@ -104,7 +104,7 @@ def test_complete_characters_are_not_held_back(text: str) -> None:
 @pytest.mark.parametrize("make", [byte_level_backend, llama_backend])
 @given(text=texts, sizes=cuts)
 def test_window_detokenizer_equals_piece_detokenizer(make: object, text: str, sizes: list[int]) -> None:
-    """The general way and the fast way agree where both can be used."""
+    """The general and the fast implementation agree where both apply."""
     tokenizer = TOKENIZERS["byte_level" if make is byte_level_backend else "llama"]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     pieces = stream(WindowDetokenizer(tokenizer.backend), token_ids, sizes)

@@ -29,7 +29,7 @@ TEXTS = [
     "Hello world",
     "  the  quick\n\n brown \t\n",
     "I'LL say 1234567 don't",
-    "cafe\u0301 é",  # one composed, one not
+    "cafe\u0301 é",  # one composed, one decomposed
     "<s>Hello</s> <|eot|>x<|begin|> y",
     "<think>a日本 語 b",
     "ends with spaces   ",
@@ -41,7 +41,7 @@ Edit = Callable[[GGUFWriter], None]
 
 
 def write(path: Path, backend: Backend, *, edit: Edit = lambda writer: None, **options: Any) -> Path:
-    """A GGUF file of a tokenizer and nothing else."""
+    """Write a GGUF file with only a tokenizer."""
     writer = GGUFWriter(path / "tokenizer.gguf", "llama")
     write_tokenizer(writer, json.loads(backend.to_str()), **options)
     edit(writer)
@@ -51,7 +51,7 @@ def write(path: Path, backend: Backend, *, edit: Edit = lambda writer: None, **o
 def trained(
     pattern: str | None, *, nfc: bool = False, digits: bool = False, ignore_merges: bool = False
 ) -> Backend:
-    """A byte-level tokenizer as a family's tokenizer.json has it."""
+    """Return a byte-level tokenizer in the format of a family's tokenizer.json."""
     backend = Backend(models.BPE(ignore_merges=ignore_merges))
     if nfc:
         backend.normalizer = normalizers.NFC()
@@ -73,7 +73,7 @@ def trained(
 
 
 def sentencepiece() -> Backend:
-    """As `transformers` converts a SentencePiece model: all merges that give a piece, in the order of the scores."""
+    """Convert as `transformers` converts a SentencePiece model: all merges that give a piece, ordered by score."""
     raw = json.loads(llama_backend(bos=False).to_str())
     vocab = raw["model"]["vocab"]
     normal = {name: i for name, i in vocab.items() if name not in BYTE_TOKENS and i > 2}
@@ -171,7 +171,7 @@ def test_equal_scores_are_ordered_by_id(tmp_path: Path) -> None:
 
 
 def test_same_as_the_directory(tmp_path: Path) -> None:
-    """Begin and end, roles and templates, beside the tokens."""
+    """BOS and EOS, roles and templates, in addition to the tokens."""
     backend, template = llama_backend(), "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": template}
     theirs = Tokenizer.from_directory(
@@ -215,7 +215,7 @@ def test_bos_and_eos(
 def test_end_tokens_by_id_and_by_name(tmp_path: Path) -> None:
     backend = byte_level_backend()  # <|begin|>, <|end|>, <|eot|>
     backend.add_special_tokens(["<|im_end|>", "<|other|>"])
-    backend.add_tokens(["<|endoftext|>"])  # plain text that only looks like it
+    backend.add_tokens(["<|endoftext|>"])  # plain text that resembles one
     path = write(tmp_path, backend, roles={"eos": 0, "eot": 2})
     expected = [0, 2, 1, backend.token_to_id("<|im_end|>")]
     assert Tokenizer.from_gguf(path).eos_token_ids == tuple(expected)

@@ -15,7 +15,7 @@ from neso.engine.text.tokenizer_files import SpecialTokens
 
 
 def cut(text: str, stop: list[str], include: bool, barrier: int = 0) -> tuple[str, str | None]:
-    """The definition: the shortest beginning of `text` that ends in a stop string, the longest there."""
+    """Reference definition: the shortest prefix of `text` that ends in a stop string, the longest such stop string."""
     for end in range(barrier + 1, len(text) + 1):
         for word in sorted(stop, key=len, reverse=True):
             if text[:end].endswith(word):
@@ -138,7 +138,7 @@ def test_many_long_stop_words_are_fast():
     checker = StopWordFilter(StopWords(words))
     started = time.thread_time()
     shown = [token for _ in range(500) for token in checker.add([7])]
-    # Holding every end of the text against every word took 26 ms a token.
+    # Comparing every suffix of the text with every word took 26 ms per token.
     assert time.thread_time() - started < 4
     assert (len(shown), checker.num_held) == (300, 200)
 
@@ -157,7 +157,7 @@ def sequence(
 
 
 def letters(text: str) -> list[int]:
-    """One token a letter."""
+    """One token per letter."""
     return [token_id for letter in text for token_id in BYTES.encode(letter)]
 
 
@@ -232,7 +232,7 @@ def test_stop_string_of_a_byte_token_matches_at_once() -> None:
 
 
 def test_stop_string_completed_by_the_flush() -> None:
-    """An incomplete character at the end becomes U+FFFD, which can be a stop string too."""
+    """An incomplete character at the end becomes U+FFFD, which can be part of a stop string."""
     incomplete = BYTES.encode("日")[:1]
     text = sequence(BYTES, "\ufffd")
     assert text.add(incomplete) == TextDelta("", None, 1)

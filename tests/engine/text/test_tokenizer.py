@@ -131,7 +131,7 @@ def test_ids_without_tokenizer_config(make_directory: MakeDirectory) -> None:
 
 
 def test_special_tokens_map(make_directory: MakeDirectory) -> None:
-    """It counts, except beside `added_tokens_decoder`, as in transformers."""
+    """It applies unless `added_tokens_decoder` is present, as in transformers."""
     files = {"special_tokens_map": {"eos_token": {"content": "<|eot|>"}}}
     config: dict[str, Any] = {"eos_token": "<|end|>"}
     for decoder in ({}, {"added_tokens_decoder": {"0": {"content": "<|begin|>", "special": True}}}):

@@ -1,4 +1,4 @@
-"""Images in prompts against transformers: pixels, rows, and token by token."""
+"""Images in prompts compared with transformers: pixels, embedding rows, and tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEDULES = {
 
 
 def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
-    """Random colours, smooth enough that resizing leaves something."""
+    """Return random colours, smooth enough to keep detail when resized."""
     random = np.random.default_rng(seed)
     small = random.integers(0, 256, (max(2, height // 6), max(2, width // 6), 3), np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
@@ -56,7 +56,7 @@ def oracle(llava):
 
 
 def continued(oracle, llm: LLM, prompt: str, images: list[Image.Image]) -> list[int]:
-    """transformers' greedy tokens."""
+    """Return transformers' greedy tokens."""
     ids = []
     for token in llm.tokenizer.encode(prompt):
         ids += [token] * (16 if token == oracle.config.image_token_id else 1)
@@ -78,7 +78,7 @@ def continued(oracle, llm: LLM, prompt: str, images: list[Image.Image]) -> list[
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("runner", ["reference", "native", "torch"])
-def test_tokens_are_those_of_transformers(llava, oracle, runner, options):
+def test_tokens_equal_transformers(llava, oracle, runner, options):
     llm = LLM(llava, runner=runner, **options)
     cases = [
         ("<image>What is this?", [picture(seed=1)]),
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_transformers(llava, oracle, runner, options):
     llm.core.check_integrity()
 
 
-def test_the_image_tells(llava):
+def test_the_output_depends_on_the_image(llava):
     llm = LLM(llava, runner="reference")
     prompts = [{"prompt": "<image>What?", "images": [picture(seed=n)]} for n in range(4)]
     results = llm.generate(prompts, GREEDY, progress=False)
@@ -103,7 +103,7 @@ def test_the_image_tells(llava):
 
 
 @pytest.mark.parametrize("size", [(40, 30), (30, 40), (28, 28), (9, 9), (500, 29), (29, 301), (28, 10)])
-def test_pixels_are_those_of_the_processor(llava, size):
+def test_pixels_equal_the_processor(llava, size):
     image = picture(*size, seed=5)
     processor = ImageProcessor.from_directory(llava, 28)
     ours = processor.normalization.apply(processor.pixels(image)).transpose(2, 0, 1)
@@ -112,7 +112,7 @@ def test_pixels_are_those_of_the_processor(llava, size):
 
 
 @pytest.mark.parametrize("size", [(20, 40), (40, 20), (21, 19), (27, 60)])
-def test_what_is_smaller_than_the_square_gets_a_black_edge(size):
+def test_small_images_are_padded_with_black(size):
     image = picture(*size, seed=6)
     crop = {"height": 28, "width": 28}
     theirs = CLIPImageProcessorPil(do_resize=False, crop_size=crop, do_normalize=False, do_rescale=False)(
@@ -122,23 +122,23 @@ def test_what_is_smaller_than_the_square_gets_a_black_edge(size):
     np.testing.assert_array_equal(processor.pixels(image).transpose(2, 0, 1), theirs["pixel_values"][0])
 
 
-def test_an_image_seen_before_needs_no_tower(llava):
+def test_cached_images_are_not_encoded_again(llava):
     llm = LLM(llava, runner="native", block_size=4)
     encoder = llm.core.addon(EmbeddingInputs).images
     prompt = {"prompt": "<image>What is this thing here?", "images": [picture(seed=1)]}
     first = llm.generate(prompt, GREEDY, progress=False)[0].outputs[0].token_ids
     hits = llm.core.stats().prefix_hit_tokens
     encoder._seen.clear()
-    # All of its rows are in the prefix cache, known by the pixels.
+    # All of its rows are in the prefix cache, identified by the pixels.
     assert llm.generate(prompt, GREEDY, progress=False)[0].outputs[0].token_ids == first
     assert encoder.num_encoded == 1 and llm.core.stats().prefix_hit_tokens >= hits + 16
-    # Another image under the same text, whose placeholders are the same tokens.
+    # Another image in the same text, with the same placeholder tokens.
     hits = llm.core.stats().prefix_hit_tokens
     llm.generate({**prompt, "images": [picture(seed=2)]}, GREEDY, progress=False)
     assert encoder.num_encoded == 2 and llm.core.stats().prefix_hit_tokens == hits
 
 
-def test_forms_of_an_image(llava):
+def test_image_formats(llava):
     llm = LLM(llava, runner="reference")
     image = picture(seed=1)
     encoded = base64.b64encode(png(image)).decode()
@@ -173,14 +173,14 @@ def test_forms_of_an_image(llava):
         ("<image>", [7], "int"),
     ],
 )
-def test_bad_images_are_refused(llava, prompt, images, message):
+def test_invalid_images_are_rejected(llava, prompt, images, message):
     llm = LLM(llava, runner="reference", num_blocks=32)
     with pytest.raises(InvalidParameter, match=message) as caught:
         llm.generate({"prompt": prompt, "images": images}, GREEDY, progress=False)
     assert caught.value.field == "images"
 
 
-def test_a_file_that_unpacks_to_too_much_is_refused(llava, monkeypatch):
+def test_decompressed_size_is_limited(llava, monkeypatch):
     monkeypatch.setattr("neso.engine.vision.image_processor.MAX_PIXELS", 1000)
     llm = LLM(llava, runner="reference", num_blocks=32)
     with pytest.raises(InvalidParameter, match="too large"):
@@ -188,7 +188,7 @@ def test_a_file_that_unpacks_to_too_much_is_refused(llava, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(1, 8192), (8192, 1)])
-def test_a_long_image_is_refused_before_it_is_resized(llava, monkeypatch, size):
+def test_too_long_image_is_rejected_before_resizing(llava, monkeypatch, size):
     def resize(image, size, **options):
         raise AssertionError(f"resized to {size}")
 
@@ -203,7 +203,7 @@ def test_a_long_image_is_refused_before_it_is_resized(llava, monkeypatch, size):
     assert processor.pixels(file).shape == (28, 28, 3)
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_read(llava):
+def test_too_long_prompt_is_rejected_before_reading_images(llava):
     llm = LLM(llava, runner="reference", max_model_len=40, num_blocks=32)
     prompt = {"prompt": "<image><image><image>", "images": [b"no image"] * 3}
     with pytest.raises(InvalidParameter, match=r"tokens long.*context is 40") as caught:
@@ -211,7 +211,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_read(llava):
     assert caught.value.field == "prompt"
 
 
-def test_a_tower_that_fails_fails_its_request_only(llava, monkeypatch):
+def test_vision_tower_error_fails_only_its_request(llava, monkeypatch):
     llm = LLM(llava, runner="reference")
 
     def broken(pixels):
@@ -226,7 +226,7 @@ def test_a_tower_that_fails_fails_its_request_only(llava, monkeypatch):
     llm.core.check_integrity()
 
 
-def test_models_of_text_take_no_images(tmp_path):
+def test_text_models_reject_images(tmp_path):
     llm = LLM(make_checkpoint(tmp_path), runner="reference", num_blocks=16)
     with pytest.raises(InvalidParameter, match="text only"):
         llm.generate({"prompt": "x", "images": [picture()]}, GREEDY, progress=False)
@@ -235,7 +235,7 @@ def test_models_of_text_take_no_images(tmp_path):
 @pytest.mark.parametrize(
     "overrides", [{"vision_feature_select_strategy": "full"}, {"vision_feature_layer": 2}]
 )
-def test_other_features_of_the_tower(tmp_path, overrides):
+def test_vision_feature_options(tmp_path, overrides):
     directory = make_llava(tmp_path, text="mistral", **overrides)
     llm = LLM(directory, runner="native")
     model = LlavaForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()

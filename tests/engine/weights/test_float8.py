@@ -34,7 +34,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 DOWN_SHAPE = (48, 80)  # 1.5 times 2.5 blocks of 32
-# As a config's list of modules left out would have it.
+# As in the list of excluded modules of a config.
 LEFT_OUT = ("lm_head.weight", "model.layers.0.mlp.down_proj.weight")
 
 
@@ -139,7 +139,7 @@ def tokens(model: Path, runner: str, **options: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("block", [(1, 7), (1, 5), (3, 2), (3, 5), (2, 5), (4, 9)])
 def test_matrix_has_one_scale_per_block(block: tuple[int, int]) -> None:
-    # Every code there is, NaN included, in a matrix whose sides no block divides.
+    # All codes including NaN, in a matrix whose sides are not multiples of the block.
     codes = np.resize(np.arange(256, dtype=np.uint8), (59, 5)).view(ml_dtypes.float8_e4m3fn)
     scales = np.random.default_rng(0).uniform(0.5, 2, (-(-59 // block[0]), -(-5 // block[1])))
     matrix = Float8Matrix(codes, scales.astype(np.float32), block)
@@ -212,7 +212,7 @@ def test_engine_directory_gives_the_same_tokens(
 
 
 def test_shards_equal_those_of_the_dense_checkpoint(blocks: tuple[Path, Path], tmp_path: Path) -> None:
-    # 40 inputs of each rank: in the middle of a block.
+    # 40 inputs per rank: the boundary is in the middle of a block.
     options = RunnerOptions(dtype="float32")
     for path in blocks:
         build_engine(path, tmp_path / f"{path.name}-engine", options, tensor_parallel=2)

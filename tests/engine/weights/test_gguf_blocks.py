@@ -12,7 +12,7 @@ from neso.engine.weights.gguf.blocks import dequantize, quantized_matrix
 from neso.engine.weights.gguf.file import OTHER_TYPES, TENSOR_TYPES
 
 QUANTIZED = [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K]
-ROWS, INPUTS = 300, 1024  # more than are converted at a time
+ROWS, INPUTS = 300, 1024  # more than one conversion batch
 
 
 def test_types_equal_the_gguf_package() -> None:
@@ -65,7 +65,7 @@ def test_q6_k_is_requantized_within_an_eighth_of_a_scale() -> None:
     scales = np.abs(q6_k_scales(rows))
     larger = scales.max(axis=1, keepdims=True)
     assert (errors <= larger * 0.1251).all()
-    # The half of the larger scale, and halves of equal ones, are exact but for the rounding of float32.
+    # The half with the larger scale, and halves with equal scales, are exact except for float32 rounding.
     assert (errors <= larger * 1e-5)[scales == larger].all()
     relative = np.linalg.norm(matrix.dequantize() - exact) / np.linalg.norm(exact)
     assert relative < 0.005

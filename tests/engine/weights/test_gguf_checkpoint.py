@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
 }
-# Rows of whole blocks of every type.
+# Rows are whole blocks for every type.
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 1}
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -129,7 +129,7 @@ def test_rope_scaling(
 
 
 def converter_factors(head_dim: int, theta: float, factor: float, length: int) -> np.ndarray:
-    """The factors that converters write for Llama 3, by wavelength as in Meta's code."""
+    """Return the factors that converters write for Llama 3, by wavelength as in Meta's code."""
     factors = []
     for frequency in 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)):
         wavelength = 2 * np.pi / frequency

@@ -106,7 +106,7 @@ def test_packed_weights_round_trip(both: tuple[Path, Path]) -> None:
             quantized.matrix(name, (64, 256))
 
 
-# The native runner rounds activations to 16 bits and offsets to 11, so that later tokens of random weights may differ.
+# The native runner rounds activations to 16 bits and offsets to 11, so later tokens may differ with random weights.
 @pytest.mark.parametrize(("runner", "length"), [("reference", 10), ("native", 2)])
 def test_tokens_equal_the_dense_checkpoint(both: tuple[Path, Path], runner: str, length: int) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)

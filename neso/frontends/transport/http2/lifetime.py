@@ -54,7 +54,7 @@ class Keepalive:
             self._age_timer.cancel()
 
     def on_handshake(self) -> None:
-        """Replace the handshake timeout by keepalive checks."""
+        """Stop the handshake timeout and start keepalive checks."""
         self._timer.cancel()
         self._timer = self._loop.call_later(self._options.keepalive_time, self._check)
 
@@ -69,7 +69,7 @@ class Keepalive:
         self._last_ping_at = None
 
     def on_ping(self) -> None:
-        """The client sent a PING. Raises `Http2ConnectionError` if it sends too many."""
+        """The client sent a PING. Raises `Http2ConnectionError` if the client sends too many."""
         options = self._options
         interval = options.min_ping_interval
         if not self._connection.streams and not options.pings_without_streams:
