@@ -244,7 +244,7 @@ def test_quantization_error_is_below_plain_rounding(dtype: Any, scheme: Any) -> 
     assert relative_error(found, exact) < {8: 8e-3, 4: 9e-2}[scheme.bits]
 
 
-def test_bad_arguments_are_named() -> None:
+def test_invalid_arguments_are_named_in_errors() -> None:
     data = np.zeros(_native.packed_bytes("int8", 16, 64), np.uint8)
     scales = np.zeros(32, np.uint16)
     with pytest.raises(ValueError, match="unknown weight kind 'int2'"):

@@ -195,7 +195,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_files(tmp_path: Path, case: str) -> None:
+def test_invalid_files(tmp_path: Path, case: str) -> None:
     content, defect = BROKEN[case]
     with pytest.raises(CheckpointError, match=rf"file\.gguf: .*{defect}"):
         open_bytes(tmp_path, content)

@@ -129,7 +129,7 @@ async def test_cache_key_fields(serve):
 
 
 @pytest.mark.parametrize("options", [{"sequence_id": 3}, {"sequence_id": "x"}, {"cacheable": False}])
-async def test_requests_that_are_not_cached(serve, options):
+async def test_uncached_requests(serve, options):
     model = await serve()
     assert [await count(model, **options), await count(model, **options)] == [1, 2]
     assert await count(model) == 3
