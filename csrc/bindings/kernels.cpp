@@ -51,8 +51,8 @@ void matmul(const OwnedMatrix& owned, Array<float, 2> x, MutableArray<float, 2> 
     }
 }
 
-// Multiplies x[rows, inputs] by each of the matrices, which have one shape and kind, `repeats` times, like the layers of
-// a model. The results are discarded.
+// Multiplies x[rows, inputs] by each of the matrices, which have one shape and kind, `repeats` times, like the layers
+// of a model. The results are discarded.
 void multiply_each(const std::vector<const OwnedMatrix*>& matrices, Array<float, 2> x, const std::string& isa,
                    int threads, int repeats) {
     if (matrices.empty()) throw std::invalid_argument("matrices must not be empty");

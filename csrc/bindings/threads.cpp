@@ -8,8 +8,8 @@ namespace neso {
 namespace {
 
 // Returns how often each chunk of loops with `counts` chunks was executed in `calls` calls, concatenated over loops.
-// After each loop, a loop of one chunk sets the number of chunks of the next loop. `alone`: the other threads may enter the
-// loops only after the caller has finished them.
+// After each loop, a loop of one chunk sets the number of chunks of the next loop. `alone`: the other threads may enter
+// the loops only after the caller has finished them.
 std::vector<int> count_chunks(const std::vector<int>& counts, int threads, int calls, bool alone) {
     require(threads > 0, "there must be a thread");
     std::vector<size_t> first_of(1, 0);
