@@ -38,8 +38,7 @@ class RefusalPart(_Item):
 
 
 def _kind(value: Any) -> str | None:
-    """Return the discriminator of an item or part, in upper case, so that `errors.validation_error` does not treat it as a
-    field."""
+    """Return the discriminator of an item or part; upper case, unlike fields, see `errors.validation_error`."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if kind is None and isinstance(value, dict) and "role" in value:
         kind = "message"

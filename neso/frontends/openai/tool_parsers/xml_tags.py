@@ -223,7 +223,7 @@ def _kinds(schema: dict[str, Any]) -> set[str]:
 
 
 def _parameters_form(schema: dict[str, Any], begin: str, end: str) -> Form:
-    """Return the form of the parameters in order; optional ones may be omitted. `begin` has a placeholder for the name."""
+    """Return the form of the parameters in order; optional ones may be omitted. `begin` has a name placeholder."""
     elements: list[Form] = []
     for name, value, required in properties(schema):
         argument = sequence(const(begin.format(name)), _value_form(value, end))
