@@ -21,8 +21,8 @@ DTYPES: dict[Kind, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtyp
 SHAPES = [(48, 48), (37, 80), (400, 96), (130, 1024)]  # outputs, inputs: whole panels and groups, and not
 ROWS = [1, 2, 4, 5, 7, 13, 16, 17, 33, 64, 65, 130]  # around every threshold of the kernels
 
-# Of the L2 norm of the result. Inputs are rounded to 8 bits of mantissa beside bfloat16 weights, to 16 or 8 bits
-# beside quantized ones (or, many rows, these are rounded to bfloat16).
+# Relative to the L2 norm of the result. Inputs are rounded to 8 bits of mantissa with bfloat16 weights, to 16 or 8
+# bits with quantized weights (with many rows, the weights are rounded to bfloat16 instead).
 TOLERANCE = {"f32": 2e-6, "f16": 2e-6, "bf16": 4e-3, "int8": 5e-3, "int4": 5e-3, "dynamic": 1.5e-2}
 
 
