@@ -1,4 +1,4 @@
-"""System shared memory with `tritonclient`'s own utilities, over HTTP and gRPC."""
+"""System shared memory with `tritonclient`'s utilities, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def triton(module: ModuleType, protocol: str, process: ServerProcess) -> Iterato
 
 @pytest.fixture
 def memory(protocol: str) -> Iterator[Any]:
-    """The object: numbers at 0, strings at 1024, room for outputs from 4096."""
+    """A region with numbers at 0, strings at 1024, and space for outputs from 4096."""
     handle = shm.create_shared_memory_region("region", f"/neso_{protocol}_{os.getpid()}", SIZE)
     shm.set_shared_memory_region(handle, [NUMBERS])
     shm.set_shared_memory_region(handle, [serialize_byte_tensor(STRINGS)], offset=1024)
@@ -147,7 +147,7 @@ def parameters_of(output: Any) -> dict[str, Any]:
 
 
 def status_of(client: Any, name: str = "") -> list[dict[str, Any]]:
-    """In HTTP's form."""
+    """Return the status in the format of HTTP."""
     status = client.get_system_shared_memory_status(name)
     if isinstance(status, list):
         return status
@@ -279,7 +279,7 @@ def test_cuda_regions_are_refused(triton, protocol):
     triton.unregister_cuda_shared_memory()
     triton.unregister_cuda_shared_memory("c")
     message = (
-        "failed to register CUDA shared memory region: 'c', "  # GPUs not supported; or invalid args, with one
+        "failed to register CUDA shared memory region: 'c', "  # then "GPUs not supported" or "invalid args"
     )
     with refused(protocol, message, "400", "INVALID_ARGUMENT"):
         triton.register_cuda_shared_memory("c", base64.b64encode(bytes(64)), 0, 16)

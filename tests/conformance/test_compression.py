@@ -61,7 +61,7 @@ def infer(triton, request=None, response=None, binary=True) -> client.InferResul
 
 
 def post(served, body: bytes, **headers: str):
-    """Status, headers and body of an infer request."""
+    """Return status, headers and body of an infer request."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(served.url(INFER), body, names)
     try:
@@ -183,7 +183,7 @@ def test_errors_are_readable_by_the_client(triton):
 
 
 def grpc_infer(counter: WireCounter, coding: str | None = None) -> tuple[int, int]:
-    """Bytes sent and received for one inference on 256 KiB of zeros."""
+    """Return bytes sent and received for one inference on 256 KiB of zeros."""
     zeros = np.zeros((1, 1 << 16), np.float32)
     tensor = grpc_client.InferInput("INPUT", list(zeros.shape), "FP32")
     tensor.set_data_from_numpy(zeros)

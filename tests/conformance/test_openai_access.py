@@ -1,4 +1,4 @@
-"""Who may use OpenAI's API: a real server process, the `openai` client and plain HTTP."""
+"""Access control of the OpenAI API: a server process, the `openai` client and plain HTTP."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(key_file: Path) -> Iterator[ServerProcess]:
-    """With keys from everywhere."""
+    """A server with keys from all sources."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NESO_API_KEY", "sk-environment")
         process = ServerProcess(
@@ -101,7 +101,7 @@ def test_key_file_is_reloaded(server: ServerProcess, key_file: Path) -> None:
 
 
 def within_a_minute() -> None:
-    """Quotas count anew with each minute of the clock: what is counted shall not run from one into the next."""
+    """Wait if needed: quotas reset at full minutes, and a test must not span two of them."""
     while time.time() % 60 > 50:
         time.sleep(0.1)
 
@@ -313,7 +313,7 @@ def test_loads_need_explicit_model_control() -> None:
             assert "--model-control-mode=explicit" in answer["error"]["message"]
 
 
-# -- the port's own certificate --------------------------------------------------------------------------------------
+# -- certificate of the port -----------------------------------------------------------------------------------------
 
 
 def test_openai_port_with_its_own_certificate(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What chats tell of their tokens, whole and streamed, on the shipped model."""
+"""Token details of chats, whole and streamed, on the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Responses API with the `openai` client: whole, streamed, parsed, chained, in the background."""
+"""The Responses API with the `openai` client: whole, streamed, parsed, chained, and in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose text comes and goes as tensors, asked by the `openai` package."""
+"""Models with text as tensors, with the `openai` client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def complete(client: openai.OpenAI, model: str, prompt: str = "a b c", **fields:
 
 
 def shown(client: openai.OpenAI, model: str, **fields: Any) -> dict[str, Any]:
-    """The tensors that a model was given."""
+    """Return the input tensors that the model received."""
     return json.loads(complete(client, model, "show", **fields).choices[0].text)
 
 
@@ -211,7 +211,7 @@ def test_token_prompts_become_text(client: openai.OpenAI) -> None:
 
 
 def test_chats(client: openai.OpenAI) -> None:
-    """By the template of the tokenizer that the model, or one that it calls, has; without one they are refused."""
+    """The template is that of the model's tokenizer or of a model that it calls; without one chats are rejected."""
     messages = [{"role": "user", "content": "hi"}]
     for model in ("vllm_words", "scripted_bls"):
         answer = client.chat.completions.create(model=model, messages=messages)
@@ -274,7 +274,7 @@ def test_options_for_models_without_a_tokenizer(tmp_path: Path) -> None:
         assert answer.choices[0].message.content == "user: hi\nassistant:"
         assert answer.usage.prompt_tokens == answer.usage.completion_tokens > 0
         assert shown(client, "trtllm_words--7")["lora_task_id"] == [[7]]
-        # A model that knows no max_tokens is cut off there.
+        # A model without max_tokens is truncated there.
         (choice,) = complete(client, "echo", "one two three four", max_tokens=2).choices
         assert choice.finish_reason == "length"
         assert "one two three four".startswith(choice.text)

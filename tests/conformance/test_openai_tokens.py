@@ -1,4 +1,4 @@
-"""Tokens of texts and chats, and the small routes that vLLM's clients ask."""
+"""Tokenization of texts and chats, and small routes that vLLM's clients use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restricted groups: refused without the header, served with it, the others as ever."""
+"""Restricted groups: rejected without the header, served with it; other groups are unchanged."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_streams(rpc):
 
     def answer(headers: dict[str, str] | None) -> Any:
         rpc.start_stream(lambda result, error: answers.put(error or result), headers=headers)
-        with suppress(InferenceServerException):  # a stream that was refused at once
+        with suppress(InferenceServerException):  # a stream that was rejected immediately
             rpc.async_stream_infer("parameters", inputs(grpc_client))
         found = answers.get(timeout=60)
         rpc.stop_stream()

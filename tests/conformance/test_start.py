@@ -1,4 +1,4 @@
-"""How the server comes up: quickly, and with the reason when it cannot."""
+"""Server start: fast, and with a reason if it fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_model(repository: Path, name: str, config: str, **files: str) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """A copy of the shipped model, to be spoilt."""
+    """A copy of the bundled model, to be corrupted."""
     return Path(shutil.copytree(PILOT, tmp_path / "copy"))
 
 

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS over HTTP, gRPC and OpenAI's port, with the real clients."""
+"""TLS and mutual TLS over HTTP, gRPC and the OpenAI port, with real clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tritonclient.utils import InferenceServerException
 
 @dataclass(frozen=True)
 class Files:
-    """PEM files: of the server, of a client, and the authorities that signed them."""
+    """PEM files of the server, a client, and their certificate authorities."""
 
     folder: Path
 
@@ -74,7 +74,7 @@ def one_sided(files: Files, repository: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def mutual(files: Files, repository: Path) -> Iterator[ServerProcess]:
-    """Clients must have one too."""
+    """Clients need a certificate too."""
     options = [
         *tls_options(files),
         f"--http-root-cert={files.client_ca}",
@@ -116,7 +116,7 @@ def inputs(module: Any) -> list[Any]:
 
 @pytest.fixture(params=["one_sided", "mutual"])
 def served(request: pytest.FixtureRequest) -> tuple[ServerProcess, bool]:
-    """A server, and whether clients show a certificate."""
+    """A server, and whether clients present a certificate."""
     return request.getfixturevalue(request.param), request.param == "mutual"
 
 
@@ -159,7 +159,7 @@ async def test_grpc_aio(served, files):
 
 
 def test_large_bodies(one_sided, files):
-    """More than one record, and more than the write buffer, both ways."""
+    """More than one TLS record and more than the write buffer, in both directions."""
     text = b"x" * (5 << 20)
     body = json.dumps(
         {

@@ -154,6 +154,6 @@ def test_serialization_round_trip() -> None:
     ],
 )
 def test_lone_surrogates_are_rejected(values):
-    """It is no text that a message to the engine can hold."""
+    """They cannot be encoded in a message to the engine."""
     with pytest.raises(InvalidParameter, match=r"not valid Unicode|no Unicode"):
         SamplingParams.from_mapping(values)

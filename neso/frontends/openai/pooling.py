@@ -318,7 +318,7 @@ def _inputs(request: EmbeddingRequest) -> list[str | list[int]]:
 
 
 def _encode(output: PooledOutput, *, as_base64: bool) -> Any:
-    """The embedding as base64, or as an array for the JSON encoder."""
+    """Return the embedding as base64, or as an array for the JSON encoder."""
     if as_base64:
         return base64.b64encode(output.values.astype("<f4").tobytes()).decode()
     return np.ascontiguousarray(output.values, np.float32)

@@ -132,8 +132,8 @@ def test_mistral_window(fields: dict[str, Any], window: int | None) -> None:
 
 
 def test_unknown_architecture_names_the_supported_ones() -> None:
-    with pytest.raises(UnsupportedModel, match="GPTBigCodeForCausalLM") as caught:
-        decoder_spec({**OLD_LLAMA, "architectures": ["GPTBigCodeForCausalLM"]})
+    with pytest.raises(UnsupportedModel, match="GPTJForCausalLM") as caught:
+        decoder_spec({**OLD_LLAMA, "architectures": ["GPTJForCausalLM"]})
     for architecture in ARCHITECTURES:
         assert architecture in str(caught.value)
 

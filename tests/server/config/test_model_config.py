@@ -1,4 +1,4 @@
-"""What is filled in of a configuration without the backend, and which differences take a load."""
+"""Completion of configurations without a backend, and comparison of instance groups."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_backends_that_cannot_be_inferred(tmp_path: Path, config: str, reason: s
         ("parameters { key: 'a' value { string_value: 'b' } }", False),
     ],
 )
-def test_differences_in_instances(other: str, same: bool) -> None:
+def test_instance_group_differences(other: str, same: bool) -> None:
     assert differ_in_instances_only(parse("name: 'm'"), parse("name: 'm' " + other)) is same

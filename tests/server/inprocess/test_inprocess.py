@@ -1,4 +1,4 @@
-"""The server inside the process that uses it."""
+"""The in-process server: life cycle and requests."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_repository_that_does_not_exist(tmp_path):
         neso.Server(model_repository=tmp_path / "nope").start(wait_until_ready=True)
 
 
-def test_stop_while_others_ask(models):
+def test_stop_while_requests_are_sent(models):
     server = neso.Server(model_repository=models.path).start(wait_until_ready=True)
     ended = []
 
