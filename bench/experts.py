@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import CacheLayout, RunnerOptions
+from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.native.runner import NativeRunner
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.source import TensorSource

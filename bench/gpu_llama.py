@@ -27,7 +27,8 @@ import transformers
 
 from neso import __version__
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import CacheLayout, RunnerOptions
+from neso.engine.runners.base import CacheLayout
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.operations import PlainOperations
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.specs.decoder_spec import DecoderSpec

@@ -17,8 +17,9 @@ from gguf import GGMLQuantizationType
 from gguf_checkpoint import write_gguf
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import CacheLayout, RunnerOptions
+from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.native.runner import NativeRunner
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import open_source
 from neso.engine.weights.hub import resolve_model

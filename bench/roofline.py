@@ -25,7 +25,7 @@ from machine_limits import MachineLimits, best_seconds, describe, measure, use_s
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
-from neso.engine.runners.base import CacheLayout, DType, Quantization, RunnerOptions
+from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.native.packed_decoder import (
     PackedDecoder,
     PackedExperts,
@@ -35,6 +35,7 @@ from neso.engine.runners.native.packed_decoder import (
 )
 from neso.engine.runners.native.packing import PackedMatrix
 from neso.engine.runners.native.runner import NativeRunner
+from neso.engine.runners.runner_options import DType, Quantization, RunnerOptions
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import open_source

@@ -222,7 +222,7 @@ def declarations(make: Callable[..., Any]) -> dict[str, Declaration]:
             kind, *extras = get_args(hint)
             for extra in extras:
                 if isinstance(extra, Flag):
-                    found[name] = _completed(extra, kind, defaults.get(name))
+                    found[name] = completed(extra, kind, defaults.get(name))
                 elif isinstance(extra, SameAs | FlagGroup):
                     found[name] = extra
     return found
@@ -253,8 +253,8 @@ def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
     return {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
-def _completed(flag: Flag, hint: Any, default: Any) -> Flag:
-    """Return the flag with the type and the default of its field."""
+def completed(flag: Flag, hint: Any, default: Any) -> Flag:
+    """Return the flag with the type `hint` and the default of its field, where the flag has none of its own."""
     if flag.convert is not None:
         return flag
     if get_origin(hint) in (Union, types.UnionType):

@@ -41,7 +41,7 @@ def build(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from neso.engine.load.build import build_engine, build_float8
-    from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+    from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
     from neso.engine.specs.config_reader import UnsupportedModel
     from neso.engine.weights.hub import ModelNotFound, resolve_model
     from neso.engine.weights.source import CheckpointError

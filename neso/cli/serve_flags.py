@@ -1,72 +1,63 @@
 """Flags of `neso serve`, by topic.
 
-Most flags are declared on the options that they set. This module declares the flags of the command itself, and
-tritonserver flags that have no effect.
+Most flags are declared on the options that they set. This module selects the engine options that have a flag, and
+declares the flags of the command itself and tritonserver flags that have no effect.
 """
 
 from __future__ import annotations
 
-from neso.flags import BOOLEAN, JSON_OBJECT, PATH, PORT, SWITCH, Flag, choice, flags_of, integer, number
+from neso.engine.config import engine_options
+from neso.flags import (
+    BOOLEAN,
+    JSON_OBJECT,
+    PATH,
+    PORT,
+    SWITCH,
+    TEXT,
+    Flag,
+    Kind,
+    choice,
+    completed,
+    flags_of,
+    integer,
+    number,
+)
 from neso.frontends.frontend_options import GrpcOptions, HttpOptions, MetricsOptions
 from neso.frontends.openai_options import OpenAIOptions
 from neso.server.cache_options import CacheConfig
 from neso.server.options import LogOptions, ServerOptions
 
-ENGINE_FLAGS = (
-    Flag("runner", "Runner that executes the model; auto selects the fastest available.", default="auto"),
-    Flag(
-        "dtype",
-        "Type of weights and activations; auto is the checkpoint's: float32, float16, bfloat16.",
-        default_text="auto",
-    ),
-    Flag(
-        "quantization",
-        "Quantize dense weights while loading: int8, int4, int8_dynamic, fp8.",
-        default_text="none",
-    ),
-    Flag(
-        "num-threads",
-        "Threads of a CPU runner; by default the physical cores within the CPU quota.",
-        integer(1),
-    ),
-    Flag(
-        "max-model-len",
-        "Maximum number of prompt and output tokens; the model's by default.",
-        integer(1),
-    ),
-    Flag("max-num-seqs", "Maximum number of sequences in a step.", integer(1), default_text="64"),
-    Flag("max-num-batched-tokens", "Token budget of a step.", integer(1), default_text="1024"),
-    Flag(
-        "kv-cache-memory",
-        "Size of the KV cache in bytes.",
-        integer(1),
-        default_text="at most a quarter of the free memory",
-    ),
-    Flag(
-        "generation-config",
-        "Source of sampling defaults: auto (checkpoint), vllm (none), or a directory.",
-        metavar="auto|vllm|PATH",
-        default_text="auto",
-    ),
-    Flag(
-        "override-generation-config",
-        'Sampling defaults that override those of the file: {"temperature": 0.5}.',
-        JSON_OBJECT,
-    ),
-    Flag("enable-lora", "Enable LoRA adapters; --lora-modules enables them too.", SWITCH),
-    Flag(
-        "max-loras",
-        "Maximum number of adapters in a step; requests for others wait.",
-        integer(1),
-        default_text="8",
-    ),
-    Flag("max-lora-rank", "Maximum rank of an adapter.", integer(1), default_text="64"),
-)
-"""Engine options with their own flag, whose name has dashes instead of underscores.
+_ENGINE_OPTIONS = {option.name: option for option in engine_options()}
 
-`neso.engine.config` declares the options. It is not imported here because it needs numpy, which `--help` must not
-load; a test compares the names, help texts and defaults.
-"""
+
+def _engine_flag(
+    name: str, kind: Kind = TEXT, *, help: str = "", default_text: str = "", metavar: str = ""
+) -> Flag:
+    """Return the flag of an engine option, with its type, default and help text except those given.
+
+    The name of the flag has dashes instead of underscores.
+    """
+    option = _ENGINE_OPTIONS[name]
+    flag = Flag(name.replace("_", "-"), help or option.help, kind, default_text=default_text, metavar=metavar)
+    return completed(flag, option.type, option.default or None)
+
+
+ENGINE_FLAGS = (
+    _engine_flag("runner"),
+    _engine_flag("dtype"),
+    _engine_flag("quantization", default_text="none"),
+    _engine_flag("num_threads", integer(1)),
+    _engine_flag("max_model_len", integer(1)),
+    _engine_flag("max_num_seqs", integer(1)),
+    _engine_flag("max_num_batched_tokens", integer(1)),
+    _engine_flag("kv_cache_memory", integer(1), default_text="at most a quarter of the free memory"),
+    _engine_flag("generation_config", metavar="auto|vllm|PATH"),
+    _engine_flag("override_generation_config"),
+    _engine_flag("enable_lora", SWITCH, help="Enable LoRA adapters; --lora-modules enables them too."),
+    _engine_flag("max_loras", integer(1)),
+    _engine_flag("max_lora_rank", integer(1)),
+)
+"""Engine options with their own flag. `--engine-config` sets the others."""
 LORA_MODULES = Flag("lora-modules", "LoRA adapter to load at start.", repeated=True, metavar="NAME=PATH")
 SPECULATIVE_CONFIG = Flag(
     "speculative-config",

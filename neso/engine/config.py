@@ -1,7 +1,8 @@
 """Options of an engine.
 
 Each option is a field with its type, default and help text (`Meta.description`), of `EngineConfig` or of one of its
-parts. `engine_options` lists them for the command line, the parameters of models, and the documentation.
+parts. `engine_options` lists them for the command line, the parameters of models, and the documentation. The module is
+imported by `neso serve --help`, so it and its parts must be fast to import.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from msgspec import Meta
 
 from neso.engine.core.scheduler_config import SchedulerConfig
 from neso.engine.lora.config import LoraConfig
-from neso.engine.runners.base import DType, Quantization, RunnerOptions
-from neso.engine.sampling.limits import ScoreLimits
+from neso.engine.runners.runner_options import DType, Quantization, RunnerOptions
+from neso.engine.sampling.score_limits import ScoreLimits
 from neso.engine.spec_decode.config import SpeculationConfig
 
 _ALIASES = {"enable_kv_cache_reuse": "enable_prefix_caching"}
@@ -39,10 +40,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="Runner that executes the model; auto selects the fastest available.")
     ] = "auto"
     dtype: Annotated[
-        DType, Meta(description="Type of weights and activations; auto is the checkpoint's.")
+        DType,
+        Meta(
+            description="Type of weights and activations; auto is the checkpoint's: float32, float16, bfloat16."
+        ),
     ] = "auto"
     quantization: Annotated[
-        Quantization | None, Meta(description="Quantize dense weights while loading.")
+        Quantization | None,
+        Meta(description="Quantize dense weights while loading: int8, int4, int8_dynamic, fp8."),
     ] = None
     num_threads: Annotated[
         int | None,
@@ -86,7 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="Source of sampling defaults: auto (checkpoint), vllm (none), or a directory.")
     ] = "auto"
     override_generation_config: Annotated[
-        dict[str, Any], Meta(description="Sampling defaults that override those of the file.")
+        dict[str, Any],
+        Meta(description='Sampling defaults that override those of the file: {"temperature": 0.5}.'),
     ] = {}
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()

@@ -11,9 +11,8 @@ from serve_arguments import parse
 
 import neso
 from neso.cli.flag_values import OptionError
-from neso.cli.serve_flags import ENGINE_FLAGS
 from neso.cli.serve_options import ModelArgument
-from neso.engine.config import EngineConfig, engine_options
+from neso.engine.config import EngineConfig
 from neso.server.cache_options import RedisOptions
 from neso.server.options import ModelControlMode
 
@@ -120,17 +119,6 @@ def test_options_reach_server_and_front_ends(tmp_path):
 def test_engine_options():
     options = parse("m=neso-pilot", "--max-model-len=512", "--max-num-seqs=4")
     assert options.engine == {"max_model_len": "512", "max_num_seqs": "4"}
-
-
-@pytest.mark.parametrize("flag", ENGINE_FLAGS, ids=lambda flag: flag.name)
-def test_engine_flags_match_the_engine_options(flag):
-    options = {option.name: option for option in engine_options()}
-    option = options[flag.name.replace("-", "_")]
-    if flag.name != "enable-lora":  # a flag, although the option also has the value auto
-        assert flag.help.startswith(option.help.removesuffix("."))
-    default = flag.default_text or flag.default
-    if default not in (None, "none", "at most a quarter of the free memory"):
-        assert default == str(option.default)
 
 
 def test_lora_and_speculation_options_reach_the_engine():

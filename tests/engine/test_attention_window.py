@@ -13,8 +13,8 @@ from runners.plan_builder import PlanBuilder, random_tokens, run
 
 from neso.engine.client.llm import LLM
 from neso.engine.errors import EngineError
-from neso.engine.runners.base import RunnerOptions
 from neso.engine.runners.registry import open_model
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.decoder_spec import limit_attention
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import open_source

@@ -19,7 +19,7 @@ from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.load.build import build_engine
 from neso.engine.load.loader import load_engine
-from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.weights.engine_directory import BUILD_FIELD, packed_file
 from neso.engine.weights.safetensors_file import SafetensorsFile
 from neso.generation import SamplingParams

@@ -15,8 +15,8 @@ from runners.plan_builder import PlanBuilder, random_tokens, run_in_chunks
 
 from neso.engine.client.llm import LLM
 from neso.engine.load.build import build_float8, round_to_float8
-from neso.engine.runners.base import RunnerOptions
 from neso.engine.runners.registry import runner_class
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.quantized import Float8Matrix

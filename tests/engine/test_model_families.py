@@ -12,7 +12,7 @@ from runners.model_cases import MODELS
 
 from neso.engine.client.llm import LLM
 from neso.engine.load.build import build_engine, build_float8
-from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.generation import SamplingParams
 
 Factory = Callable[..., Path]

@@ -6,7 +6,7 @@ import pytest
 from checkpoints import VOCAB_SIZE
 
 from neso.engine.client.llm import LLM
-from neso.engine.sampling.limits import ScoreLimits
+from neso.engine.sampling.score_limits import ScoreLimits
 from neso.generation import InvalidParameter, SamplingParams
 
 PROMPT = [5, 6, 7, 8]

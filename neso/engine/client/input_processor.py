@@ -12,7 +12,7 @@ from neso.engine.client.request_arrays import (
 from neso.engine.core.request import EngineRequest, InputEmbeddings, PromptImage
 from neso.engine.ipc.messages import EngineInfo
 from neso.engine.lora.config import LORA_DISABLED
-from neso.engine.sampling.limits import check_sampling, check_tokens
+from neso.engine.sampling.limits import check_sampling, check_scores, check_tokens
 from neso.engine.text.tokenizer import NO_TOKENIZER, EngineTokenizer
 from neso.engine.vision.image_prompt import ImagePrompt
 from neso.generation import (
@@ -66,8 +66,12 @@ class InputProcessor:
                 "min_tokens", f"{params.min_tokens} tokens do not fit, there is room for {room}"
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        info.scores.check(
-            params, num_prompt_tokens=len(prompt), max_tokens=max_tokens, vocab_size=info.vocab_size
+        check_scores(
+            info.scores,
+            params,
+            num_prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+            vocab_size=info.vocab_size,
         )
         eos_token_ids = () if params.ignore_eos else self._eos_token_ids
         return EngineRequest(

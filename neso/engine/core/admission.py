@@ -7,9 +7,10 @@ import heapq
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Protocol
 
 from neso.engine.core.kv_manager import KVCacheManager
+from neso.engine.core.scheduler_config import STATIC_BATCHING, BatchSchedulerPolicy, GptModelType
 from neso.engine.core.sequence import Sequence
 
 
@@ -91,11 +92,6 @@ class WaitingQueue:
             if sequence is not None:
                 found.append(sequence)
         return found
-
-
-BatchSchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
-GptModelType = Literal["inflight_fused_batching", "inflight_batching", "V1", "static"]
-STATIC_BATCHING: frozenset[GptModelType] = frozenset({"V1", "static"})
 
 
 class AdmissionPolicy(Protocol):

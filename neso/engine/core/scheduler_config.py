@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from neso.engine.core.admission import STATIC_BATCHING, BatchSchedulerPolicy, GptModelType
+BatchSchedulerPolicy = Literal["max_utilization", "guaranteed_no_evict"]
+GptModelType = Literal["inflight_fused_batching", "inflight_batching", "V1", "static"]
+STATIC_BATCHING: frozenset[GptModelType] = frozenset({"V1", "static"})
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.runners.base import LayerStack, RunnerOptions
+from neso.engine.runners.base import LayerStack
 from neso.engine.runners.numpy_layers import layer_norm
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.encoder_spec import ClassifierSpec, EncoderSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 from neso.engine.weights.source import TensorSource

@@ -10,7 +10,7 @@ from neso.engine.core.request import EngineRequest, SequenceOutput
 from neso.engine.core.stats import EngineStats
 from neso.engine.lora.config import LoraConfig
 from neso.engine.runners.base import Capability
-from neso.engine.sampling.limits import ScoreLimits
+from neso.engine.sampling.score_limits import ScoreLimits
 from neso.engine.vision.image_prompt import VisionInfo
 from neso.generation.pooling import PoolingInfo
 from neso.generation.request import LoraRequest

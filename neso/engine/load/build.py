@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from neso import __version__
 from neso.engine.host_resources import available_cores
-from neso.engine.runners.base import RunnerOptions, UnsupportedOption
 from neso.engine.runners.native.packed_decoder import Item, count_items, dense_dtype, pack_items, write_rank
 from neso.engine.runners.native.tensor_parallel import ShardedTensors, shard_spec
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import DecoderSpec, TensorPart, all_tensors
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.text.tokenizer import Tokenizer

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from neso.engine.core.attention_window import AttentionWindow
 from neso.engine.host_resources import available_memory
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.sampling.token_sampling import SamplingBatch, choose
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from neso.engine.weights.model_tensors import EncoderTensors
     from neso.engine.weights.source import TensorSource
 
-DType = Literal["auto", "float32", "float16", "bfloat16"]
-Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
 Capability = Literal[
     "lora", "input_embeddings", "tree_attention", "hidden_states", "attention_sinks", "host_cache"
 ]
@@ -64,30 +63,6 @@ class CacheLayout:
     num_blocks: int
     block_size: int
     num_host_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerOptions:
-    """Precision of weights, use of the machine, limits of attention.
-
-    - dtype: of weights and activations; "auto": the checkpoint's
-    - quantization: of matrices that are dense in the checkpoint; None: not quantized
-    - num_threads: of a CPU runner; None: see `available_cores`
-    - max_attention_window_size, sink_token_length: see `limit_attention`
-    """
-
-    dtype: DType = "auto"
-    quantization: Quantization | None = None
-    num_threads: int | None = None
-    max_attention_window_size: int | list[int] | None = None
-    sink_token_length: int = 0
-
-
-DEFAULT_OPTIONS = RunnerOptions()
-
-
-class UnsupportedOption(ValueError):
-    """The runner does not support an option or its value."""
 
 
 class LaunchedTokens(Protocol):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from neso.engine.runners.base import LayerStack, Runner, RunnerOptions, SpecRunner, UnsupportedOption
+from neso.engine.runners.base import LayerStack, Runner, SpecRunner
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.specs.decoder_spec import limit_attention
 from neso.engine.specs.registry import decoder_spec

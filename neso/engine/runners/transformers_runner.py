@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import (
-    DEFAULT_OPTIONS,
-    RunnerOptions,
-    UnsupportedOption,
-)
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
 from neso.engine.runners.torch.device_runner import DeviceRunner, operations_for, prepare_device
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache
 from neso.engine.runners.torch.operations import Operations

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Annotated
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
+from neso.engine.sampling.score_limits import MAX_LOGPROBS, ScoreLimits
 from neso.generation import InvalidParameter, SamplingParams
 from neso.generation.sampling_params import ALL_LOGPROBS, MAX_BIAS
 
@@ -49,58 +47,36 @@ def check_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
             raise InvalidParameter(field, f"token {token} is not in the vocabulary of {vocab_size}")
 
 
-MAX_LOGPROBS = 20
 MAX_LOGITS_BYTES = 64 << 20
 """Limit of the bytes of logits of one request, unless the engine options allow or forbid logits."""
 
 
-class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the log probabilities and logits that requests can get, named as in vLLM and TensorRT-LLM.
-
-    The logits of one position take 0.5 MB with a vocabulary of 128,256. `max_logprobs` -1 allows the whole vocabulary
-    for `logprobs`, and 20 for `prompt_logprobs`. The descriptions are the help texts of the options.
-    """
-
-    max_logprobs: Annotated[
-        int, Meta(description="Maximum of logprobs and prompt_logprobs of a request; -1 for no limit.")
-    ] = MAX_LOGPROBS
-    gather_context_logits: Annotated[
-        bool | None, Meta(description="Allow logits of prompts; by default up to 64 MiB a request.")
-    ] = None
-    gather_generation_logits: Annotated[
-        bool | None, Meta(description="Allow logits of output; by default up to 64 MiB a request.")
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.max_logprobs < ALL_LOGPROBS:
-            raise ValueError(f"max_logprobs must be at least 0, or -1 for all, got {self.max_logprobs}")
-
-    def check(
-        self, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, vocab_size: int
-    ) -> None:
-        """Raises `InvalidParameter` if a request with these lengths (in tokens) exceeds a limit."""
-        if self.max_logprobs == ALL_LOGPROBS:
-            _check_logprobs("logprobs", params.logprobs, ALL_LOGPROBS, vocab_size)
-            _check_logprobs("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
-        else:
-            _check_logprobs("logprobs", params.logprobs, 0, self.max_logprobs)
-            _check_logprobs("prompt_logprobs", params.prompt_logprobs, 0, self.max_logprobs)
-        if params.return_context_logits:
-            _check_logits(
-                "return_context_logits",
-                "gather_context_logits",
-                self.gather_context_logits,
-                num_prompt_tokens,
-                vocab_size,
-            )
-        if params.return_generation_logits:
-            _check_logits(
-                "return_generation_logits",
-                "gather_generation_logits",
-                self.gather_generation_logits,
-                params.num_sequences * max_tokens,
-                vocab_size,
-            )
+def check_scores(
+    limits: ScoreLimits, params: SamplingParams, *, num_prompt_tokens: int, max_tokens: int, vocab_size: int
+) -> None:
+    """Raises `InvalidParameter` if a request with these lengths (in tokens) exceeds a limit."""
+    if limits.max_logprobs == ALL_LOGPROBS:
+        _check_logprobs("logprobs", params.logprobs, ALL_LOGPROBS, vocab_size)
+        _check_logprobs("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
+    else:
+        _check_logprobs("logprobs", params.logprobs, 0, limits.max_logprobs)
+        _check_logprobs("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
+    if params.return_context_logits:
+        _check_logits(
+            "return_context_logits",
+            "gather_context_logits",
+            limits.gather_context_logits,
+            num_prompt_tokens,
+            vocab_size,
+        )
+    if params.return_generation_logits:
+        _check_logits(
+            "return_generation_logits",
+            "gather_generation_logits",
+            limits.gather_generation_logits,
+            params.num_sequences * max_tokens,
+            vocab_size,
+        )
 
 
 def _check_logprobs(field: str, wanted: int | None, least: int, most: int) -> None:

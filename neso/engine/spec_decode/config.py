@@ -8,8 +8,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from neso.engine.core.draft import DraftTree
-
 TreePath = tuple[int, ...]
 _DEPTH_1 = [(rank,) for rank in range(10)]
 _DEPTH_2 = [
@@ -49,12 +47,6 @@ def paths_of(choices: Sequence[Sequence[int]]) -> list[TreePath]:
             raise ValueError(f"medusa_choices: a rank is negative in {list(path)}")
         known.add(path)
     return paths
-
-
-def tree_of(paths: Sequence[TreePath]) -> DraftTree:
-    """Return the tree of paths in the order of `paths_of`."""
-    numbers = {(): -1, **{path: number for number, path in enumerate(paths)}}
-    return DraftTree(tuple(numbers[path[:-1]] for path in paths))
 
 
 Method = Literal["ngram", "draft_model", "medusa"]

@@ -14,7 +14,7 @@ from neso.engine.core.draft import Draft, DraftTree
 from neso.engine.core.sequence import Sequence
 from neso.engine.runners.base import Runner
 from neso.engine.runners.numpy_layers import linear, silu
-from neso.engine.spec_decode.config import TreePath, tree_of
+from neso.engine.spec_decode.config import TreePath
 from neso.engine.spec_decode.speculator import Proposer
 from neso.engine.spec_decode.verification import Verified
 from neso.engine.weights.safetensors_file import SafetensorsFile
@@ -23,6 +23,12 @@ from neso.engine.weights.source import CheckpointError, copy_as_float32
 Float32Array = npt.NDArray[np.float32]
 # "medusa_head.0.0.linear.weight" inside a model, "0.0.linear.weight" in a separate file.
 _NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
+
+
+def tree_of(paths: Many[TreePath]) -> DraftTree:
+    """Return the tree of paths in the order of `paths_of`."""
+    numbers = {(): -1, **{path: number for number, path in enumerate(paths)}}
+    return DraftTree(tuple(numbers[path[:-1]] for path in paths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from neso.engine.addons.input_embeddings import EmbeddingRows
 from neso.engine.core.request import PromptImage
-from neso.engine.runners.base import LayerStack, RunnerOptions
+from neso.engine.runners.base import LayerStack
 from neso.engine.runners.numpy_layers import ACTIVATIONS, layer_norm, linear
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.encoder_spec import VisionSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 from neso.engine.weights.source import TensorSource

@@ -17,7 +17,7 @@ from neso.backends.tensorrtllm.parameters import BY_NAME, PARAMETERS
 from neso.backends.tensorrtllm.settings import read_settings
 from neso.engine.config import EngineConfig
 from neso.engine.load.build import build_engine
-from neso.engine.runners.base import RunnerOptions
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.server.errors import InvalidArgument
 
 

@@ -17,8 +17,9 @@ import neso._native as _native
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter
 from neso.engine.lora.peft_checkpoint import read_peft_checkpoint
-from neso.engine.runners.base import Runner, RunnerOptions, SpecRunner
+from neso.engine.runners.base import Runner, SpecRunner
 from neso.engine.runners.registry import runner_class
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 

@@ -15,8 +15,9 @@ from model_cases import DENSE, MODELS, SPARSE
 from plan_builder import PlanBuilder, oracle_logits, random_tokens, run_in_chunks
 
 import neso._native as _native
-from neso.engine.runners.base import Runner, RunnerOptions
+from neso.engine.runners.base import Runner
 from neso.engine.runners.registry import runner_class
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 

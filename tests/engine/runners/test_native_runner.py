@@ -15,8 +15,8 @@ from plan_builder import PlanBuilder, oracle_logits, random_tokens, run_in_chunk
 
 import neso._native as _native
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import RunnerOptions, UnsupportedOption
 from neso.engine.runners.native.runner import NativeRunner
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 

@@ -30,7 +30,7 @@ from torch_cases import (
 
 from neso.engine.client.llm import LLM
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import UnsupportedOption
+from neso.engine.runners.runner_options import UnsupportedOption
 from neso.engine.runners.torch.decode_graphs import BATCH_SIZES, DecodeGraphs
 from neso.engine.runners.torch.runner import TorchRunner
 from neso.engine.runners.torch.weights import MLP, DenseLinear, Float8Linear, Linear

@@ -17,7 +17,7 @@ from neso.engine.config import EngineConfig
 from neso.engine.core.request import EngineRequest
 from neso.engine.errors import EngineError
 from neso.engine.load.loader import load_engine
-from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.runners.transformers_runner import TransformersRunner
 from neso.engine.specs.config_reader import UnsupportedModel
 from neso.engine.weights.checkpoint import Checkpoint

@@ -11,8 +11,9 @@ from plan_builder import PlanBuilder, random_tokens, run, run_in_chunks
 
 from neso.engine.core.draft import DraftTree
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import RunnerOptions, SpecRunner
+from neso.engine.runners.base import SpecRunner
 from neso.engine.runners.registry import runner_class
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.triton_operations import TritonOperations
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint

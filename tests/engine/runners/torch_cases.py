@@ -21,7 +21,7 @@ from random_draws import assert_neighbours, random_draws
 from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
-from neso.engine.runners.base import RunnerOptions
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch import triton_attention as attention_kernels
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.device_runner import DeviceLogits

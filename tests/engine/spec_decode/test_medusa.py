@@ -18,8 +18,8 @@ from neso.engine.core.step_plan import StepPlan
 from neso.engine.errors import EngineError
 from neso.engine.runners.base import CacheLayout
 from neso.engine.runners.registry import runner_class
-from neso.engine.spec_decode.config import MC_SIM_7B_63, paths_of, tree_of
-from neso.engine.spec_decode.medusa import MedusaHeads
+from neso.engine.spec_decode.config import MC_SIM_7B_63, paths_of
+from neso.engine.spec_decode.medusa import MedusaHeads, tree_of
 from neso.engine.specs.registry import decoder_spec
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.source import CheckpointError

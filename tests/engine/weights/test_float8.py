@@ -21,7 +21,7 @@ from neso.engine.config import EngineConfig
 from neso.engine.errors import EngineError
 from neso.engine.load.build import build_engine
 from neso.engine.load.loader import load_engine
-from neso.engine.runners.base import RunnerOptions
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.weights.checkpoint import Checkpoint
 from neso.engine.weights.quantized import Float8Matrix
 from neso.engine.weights.source import CheckpointError

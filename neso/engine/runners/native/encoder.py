@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 import neso._native as _native
 from neso.engine.host_resources import available_cores
-from neso.engine.runners.base import DEFAULT_OPTIONS, Float32Array, Int32Array, LayerStack, RunnerOptions
+from neso.engine.runners.base import Float32Array, Int32Array, LayerStack
 from neso.engine.runners.native.packing import DTYPES, KINDS, Packer, reject_fp8
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.specs.encoder_spec import LayerRole, LayerStackSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.runners.base import RunnerOptions, UnsupportedOption
 from neso.engine.runners.native.packing import (
     DTYPES,
     INT8,
@@ -22,6 +21,7 @@ from neso.engine.runners.native.packing import (
     Packer,
     Scheme,
 )
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import EXPERT_ROLES, NORM_BIASES, DecoderSpec, Role
 from neso.engine.weights.engine_directory import EngineDirectory, packed_file, vectors_file
 from neso.engine.weights.model_tensors import DecoderTensors

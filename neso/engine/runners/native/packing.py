@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import neso._native as _native
-from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.weights.quantized import Float8Matrix, Matrix, QuantizedMatrix, dense
 
 Float32Array = npt.NDArray[np.float32]

@@ -12,15 +12,7 @@ import neso._native as _native
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
 from neso.engine.lora.adapter import LoraAdapter, output_widths
-from neso.engine.runners.base import (
-    DEFAULT_OPTIONS,
-    CacheLayout,
-    Capability,
-    Logits,
-    PackedAdapter,
-    RunnerOptions,
-    SpecRunner,
-)
+from neso.engine.runners.base import CacheLayout, Capability, Logits, PackedAdapter, SpecRunner
 from neso.engine.runners.native.packed_adapter import AdapterKind, NativeAdapter
 from neso.engine.runners.native.packed_decoder import (
     PackedDecoder,
@@ -32,6 +24,7 @@ from neso.engine.runners.native.packed_decoder import (
 )
 from neso.engine.runners.native.packing import KINDS, Arena, reject_fp8
 from neso.engine.runners.rotary_tables import RotaryTables
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.sampling.token_sampling import RowMasks, SamplingBatch
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.engine_directory import EngineDirectory

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from neso.engine.runners.base import UnsupportedOption
+from neso.engine.runners.runner_options import UnsupportedOption
 from neso.engine.specs.decoder_spec import DecoderSpec, Role
 from neso.engine.weights.model_tensors import DecoderTensors
 from neso.engine.weights.quantized import Float8Matrix, Matrix, QuantizedMatrix, take_rows

@@ -6,16 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from neso.engine.runners.base import (
-    DEFAULT_OPTIONS,
-    Float32Array,
-    Int32Array,
-    LayerStack,
-    RunnerOptions,
-    UnsupportedOption,
-)
+from neso.engine.runners.base import Float32Array, Int32Array, LayerStack
 from neso.engine.runners.reference.attention import softmax_weighted
 from neso.engine.runners.reference.layers import ACTIVATIONS, layer_norm, linear
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
 from neso.engine.specs.encoder_spec import LayerRole, LayerStackSpec
 from neso.engine.weights.model_tensors import EncoderTensors
 

@@ -15,15 +15,7 @@ import numpy.typing as npt
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter, output_widths
-from neso.engine.runners.base import (
-    DEFAULT_OPTIONS,
-    CacheLayout,
-    Capability,
-    PackedAdapter,
-    RunnerOptions,
-    SpecRunner,
-    UnsupportedOption,
-)
+from neso.engine.runners.base import CacheLayout, Capability, PackedAdapter, SpecRunner
 from neso.engine.runners.reference.attention import AttentionPlan, KVCache, attend
 from neso.engine.runners.reference.layers import (
     AdapterBatch,
@@ -36,6 +28,7 @@ from neso.engine.runners.reference.layers import (
 )
 from neso.engine.runners.reference.rotary import cos_sin, rotate
 from neso.engine.runners.reference.weights import DecoderWeights, LayerWeights, NormWeights
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import DecoderSpec
 from neso.engine.weights.source import TensorSource
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.host_resources import available_cores
-from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner, RunnerOptions
+from neso.engine.runners.base import CacheLayout, Capability, Logits, Runner
+from neso.engine.runners.runner_options import RunnerOptions
 from neso.engine.runners.torch.kv_cache import HeadShape, KVCache, bytes_per_block
 from neso.engine.runners.torch.operations import Operations, PlainOperations
 from neso.engine.runners.torch.sampling import choose

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neso.engine.runners.base import (
-    DEFAULT_OPTIONS,
-    Float32Array,
-    Int32Array,
-    LayerStack,
-    RunnerOptions,
-    UnsupportedOption,
-)
+from neso.engine.runners.base import Float32Array, Int32Array, LayerStack
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions, UnsupportedOption
 from neso.engine.runners.torch.device_runner import prepare_device
 from neso.engine.runners.torch.step_inputs import send
 from neso.engine.specs.encoder_spec import EncoderActivation, LayerRole, LayerStackSpec

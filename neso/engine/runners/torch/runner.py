@@ -10,16 +10,9 @@ from torch import Tensor
 
 from neso.engine.core.step_plan import StepPlan
 from neso.engine.lora.adapter import LoraAdapter, output_widths
-from neso.engine.runners.base import (
-    DEFAULT_OPTIONS,
-    CacheLayout,
-    Capability,
-    Float32Array,
-    PackedAdapter,
-    RunnerOptions,
-    SpecRunner,
-)
+from neso.engine.runners.base import CacheLayout, Capability, Float32Array, PackedAdapter, SpecRunner
 from neso.engine.runners.rotary_tables import RotaryTables
+from neso.engine.runners.runner_options import DEFAULT_OPTIONS, RunnerOptions
 from neso.engine.runners.torch.adapters import AdapterSlots, TorchAdapter
 from neso.engine.runners.torch.decode_graphs import DecodeGraphs
 from neso.engine.runners.torch.decoder import Decoder

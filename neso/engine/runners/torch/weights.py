@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neso.engine.runners.base import RunnerOptions, UnsupportedOption
+from neso.engine.runners.runner_options import RunnerOptions, UnsupportedOption
 from neso.engine.specs.decoder_spec import NORM_BIASES, DecoderSpec, NormRole, Role
 from neso.engine.weights.model_tensors import DecoderTensors
 from neso.engine.weights.quantized import Float8Matrix, Matrix, dense

@@ -1,0 +1,33 @@
+"""Options of runners. The module is fast to import, for the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+Quantization = Literal["int8", "int4", "int8_dynamic", "fp8"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """Precision of weights, use of the machine, limits of attention.
+
+    - dtype: of weights and activations; "auto": the checkpoint's
+    - quantization: of matrices that are dense in the checkpoint; None: not quantized
+    - num_threads: of a CPU runner; None: see `available_cores`
+    - max_attention_window_size, sink_token_length: see `limit_attention`
+    """
+
+    dtype: DType = "auto"
+    quantization: Quantization | None = None
+    num_threads: int | None = None
+    max_attention_window_size: int | list[int] | None = None
+    sink_token_length: int = 0
+
+
+DEFAULT_OPTIONS = RunnerOptions()
+
+
+class UnsupportedOption(ValueError):
+    """The runner does not support an option or its value."""
