@@ -1,14 +1,20 @@
-"""Access control shared by the front ends: TLS certificates, and APIs restricted to clients with a secret header."""
+"""Access control shared by the front ends: TLS certificates, and APIs restricted to clients with a secret header.
+
+`neso serve --help` imports this module, so `TlsFiles.context` imports `ssl`, which is slow to import.
+"""
 
 from __future__ import annotations
 
 import hmac
-import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neso.server.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import ssl
 
 GROUPS = (
     "health",
@@ -88,6 +94,8 @@ class TlsFiles:
 
     def context(self, protocol: str) -> ssl.SSLContext:
         """Create a server context that offers `protocol` in ALPN. Raises `InvalidArgument` naming the invalid file."""
+        import ssl
+
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([protocol])
