@@ -1,4 +1,4 @@
-"""Configuration file of `--config`."""
+"""The configuration file `--config`."""
 
 from __future__ import annotations
 

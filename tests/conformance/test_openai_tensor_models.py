@@ -155,7 +155,7 @@ def test_tensorrtllm_convention_inputs(client: openai.OpenAI, model: str) -> Non
         ("scripted_bls", {"frequency_penalty": 1}, "frequency_penalty"),
     ],
 )
-def test_parameters_without_an_input_are_refused(
+def test_parameters_without_an_input_are_rejected(
     client: openai.OpenAI, model: str, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=r"no input for it|would need the inputs") as refusal:

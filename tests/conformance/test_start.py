@@ -147,7 +147,7 @@ def test_port_in_use(protocol):
             assert "Traceback" not in server.output
 
 
-def test_bad_option():
+def test_invalid_option():
     with ServerProcess("--backend-config=nonsense") as server:
         assert server.process.wait(60) == 2
         assert "BACKEND,KEY=VALUE" in server.output

@@ -308,7 +308,7 @@ def test_cancelled_stream_frees_the_engine(slow_server):
         ({"lora_weights": np.zeros((1, 1, 4), np.float16)}, "lora_weights: needs lora_task_id"),
     ],
 )
-def test_invalid_inputs_are_refused_by_name(stream, change, message):
+def test_errors_name_invalid_inputs(stream, change, message):
     with pytest.raises(InferenceServerException, match=message):
         stream.ask(prompt_inputs(PROMPT, 4) | change)
     assert len(stream.ask(prompt_inputs(PROMPT, 4))) == 1

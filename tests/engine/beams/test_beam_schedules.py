@@ -182,7 +182,7 @@ def test_fewer_allowed_tokens_than_beams():
     assert all(o.finish_reason for o in found)
 
 
-def test_a_group_too_large_for_the_cache_is_refused():
+def test_a_group_too_large_for_the_cache_is_rejected():
     core = make_beam_core(num_blocks=10)
     assert core.add(make_request("fits", [1] * 8, 8, beam_width=4)) == []
     (output,) = core.add(make_request("does not", [1] * 8, 12, beam_width=4))

@@ -280,7 +280,7 @@ def test_unguided_requests_are_unchanged(llm: LLM) -> None:
         ({"structural_tag": {"type": "structural_tag", "format": {"type": "song"}}}, "song"),
     ],
 )
-def test_bad_grammars_name_their_field(llm: LLM, guided: dict[str, Any], message: str) -> None:
+def test_invalid_grammars_name_their_field(llm: LLM, guided: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameter, match=re.escape(message)) as caught:
         generate(llm, guided)
     assert caught.value.field == f"guided_decoding.{next(iter(guided))}"

@@ -159,7 +159,7 @@ async def test_requests_in_flight_outlive_their_model(repository: RepositoryBuil
     core = await start_core(poll=True)
     stream = ask_slow(core.model("slow"))
     await until((folder / "1" / "begun").exists)
-    (folder / "config.pbtxt").rename(repository.path / "kept")  # the folder of the code stays for the test
+    (folder / "config.pbtxt").rename(repository.path / "kept")  # the code folder is kept for the test
     moved = folder.rename(repository.path.parent / "moved")
     polling = asyncio.ensure_future(core.poll_repositories())
     await until(lambda: index_of(core, "slow")[0].state is ModelState.UNLOADING)
