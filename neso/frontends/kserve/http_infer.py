@@ -103,7 +103,7 @@ class InferEndpoint:
         return response if accepted == IDENTITY else await asyncio.to_thread(compress, response, accepted)
 
     def _read(self, request: Request) -> tuple[Model, InferenceRequest, OutputFormat]:
-        """Raises `ServerError`."""
+        """Read the request. Raises `ServerError`."""
         service = self._service
         version = request.params.get("version", "")
         model = service.find_unary_model(request.params["model"], version, "HTTP end point")

@@ -199,7 +199,7 @@ class Http2Connection(asyncio.Protocol):
             stream.events.on_end()
 
     def increase_send_window(self, increment: int) -> None:
-        """The client sent a WINDOW_UPDATE for the connection."""
+        """Handle a WINDOW_UPDATE for the connection."""
         self.send_window += increment
         self._send_ready_streams()
 

@@ -94,14 +94,14 @@ class FrameWriter:
         self._closed = True
 
     def pause(self) -> None:
-        """The transport's write buffer is full."""
+        """Handle a full write buffer of the transport."""
         self.writable = False
         self._writable.clear()
         if self._stall_timer is None:
             self._start_stall_timer()
 
     def resume(self) -> None:
-        """The transport's write buffer has room again."""
+        """Resume writing: the transport's write buffer has room again."""
         self.writable = True
         self.wake_waiters()
 
