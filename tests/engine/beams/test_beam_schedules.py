@@ -124,7 +124,7 @@ def test_a_waiting_beam_computes_all_but_its_last_token():
     assert {1, 2} <= seen
 
 
-def test_a_group_with_nan_logits_fails_alone(monkeypatch):
+def test_nan_logits_fail_only_their_group(monkeypatch):
     core = make_beam_core()
     core.add(make_request("bad", [1], 8, beam_width=3))
     core.add(make_request("good", [2], 8, beam_width=3))
