@@ -22,7 +22,7 @@ def config(tmp_path: Path):
     return write
 
 
-def test_all_kinds_of_values(config):
+def test_all_value_types(config):
     options = parse(
         config(
             """

@@ -129,7 +129,7 @@ def test_invalid_values(arguments, message):
         parse(*arguments)
 
 
-def test_addresses_default_to_that_of_http():
+def test_addresses_default_to_the_http_address():
     options = parse("--http-address=127.0.0.1")
     assert options.metrics.host == options.openai.host == "127.0.0.1"
     assert options.grpc.host == "0.0.0.0"

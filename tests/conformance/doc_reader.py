@@ -72,9 +72,9 @@ def at_addresses(code: str, server: ServerProcess) -> str:
 class DocReader:
     """Follows a section in a separate folder.
 
-    A block `neso serve …` starts a server for the blocks after it, in place of the last. Other blocks of bash and
-    Python are run; a `json` or `text` block right behind one is what it has to print. `stand_ins` are put in place of
-    names in commands and files: checkpoints that are small and on this machine.
+    A block `neso serve …` starts a server for the following blocks and stops the previous one. Other Bash and Python
+    blocks are run; a `json` or `text` block directly after one is its expected output. `stand_ins` replace names in
+    commands and files by small local checkpoints.
     """
 
     def __init__(self, folder: Path, stand_ins: dict[str, str] | None = None) -> None:

@@ -32,7 +32,7 @@ def init(directory: Path, *options: str, model: str = "neso-pilot") -> Path:
 
 
 def tensors(batch: int | None, **values: Any) -> list[grpc_client.InferInput]:
-    """Each value for each of `batch` rows, or per row if it is a list of lists; None: no batch dimension."""
+    """Repeat each value for `batch` rows; a list of lists has one value per row. None: no batch dimension."""
     inputs = []
     for name, value in values.items():
         row = np.atleast_1d(np.array(value, object if isinstance(value, str) else None))

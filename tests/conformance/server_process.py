@@ -29,7 +29,7 @@ PLACES = {
 class ServerProcess:
     """The constructor starts the server and returns when it is ready or has exited.
 
-    `python`: the interpreter, this one unless another is named. `environment`: variables beside those of this process.
+    `python`: the interpreter, by default that of this process. `environment`: additional variables.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def prompt(i: int) -> str:
 
 
 @pytest.mark.slow
-def test_half_of_a_hundred_streams_disconnect(llm):
+def test_fifty_of_a_hundred_streams_disconnect(llm):
     """Over the network, with a cache that holds only some of the requests."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = llm.generate([prompt(i) for i in range(STREAMS)], params, progress=False)

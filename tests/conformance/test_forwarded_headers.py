@@ -86,7 +86,7 @@ def test_stream(process):
     }
 
 
-def test_bad_pattern():
+def test_invalid_pattern():
     with ServerProcess("--http-header-forward-pattern=(") as server:
         assert server.process.wait(60) == 2
         assert "--http-header-forward-pattern: '(' is not a regular expression: missing" in server.output

@@ -31,7 +31,7 @@ def test_agent(server):
 
 
 def test_agent_without_forced_tools(server):
-    """The answer may be poor, but there is one."""
+    """The answer may be poor, but it is not empty."""
     output = run(
         "agent/client.py",
         "--prompt=How is TSLA doing?",

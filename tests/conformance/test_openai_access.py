@@ -141,7 +141,7 @@ def test_cors(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_bodies_that_are_too_large(server: ServerProcess, chunked: bool) -> None:
+def test_too_large_bodies(server: ServerProcess, chunked: bool) -> None:
     body = b"x" * 200_000
     answer = requests.post(
         server.url("/v1/completions", "openai"),
@@ -300,7 +300,9 @@ def test_load_with_config_override(explicit: ServerProcess) -> None:
         ("echo", {"config": "{"}, 400, None),
     ],
 )
-def test_refused_loads(explicit: ServerProcess, name: str, body: Any, status: int, param: str | None) -> None:
+def test_rejected_loads(
+    explicit: ServerProcess, name: str, body: Any, status: int, param: str | None
+) -> None:
     got, answer = control(explicit, name, "load", body)
     assert (got, answer["error"]["param"]) == (status, param), answer
 
@@ -316,7 +318,7 @@ def test_loads_need_explicit_model_control() -> None:
 # -- certificate of the port -----------------------------------------------------------------------------------------
 
 
-def test_openai_port_with_its_own_certificate(tmp_path: Path) -> None:
+def test_openai_port_with_a_separate_certificate(tmp_path: Path) -> None:
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
     leaf.private_key_pem.write_to_path(tmp_path / "key.pem")

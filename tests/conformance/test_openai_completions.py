@@ -268,5 +268,5 @@ def test_usage_in_streams(api):
         ({"web_search_options": {"a": 1}}, "web_search_options"),
     ],
 )
-def test_refused_parameters(server, fields, param):
+def test_rejected_parameters(server, fields, param):
     assert refused(server, **fields) == param

@@ -39,7 +39,7 @@ def server(checkpoint: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def other(checkpoint: Path) -> Iterator[ServerProcess]:
-    """The same defaults, set by an option instead of the file."""
+    """A server with defaults from an option; the file is ignored."""
     override = json.dumps({"max_new_tokens": 12, "temperature": 5.0})
     with ServerProcess(
         checkpoint, "--generation-config=vllm", f"--override-generation-config={override}"

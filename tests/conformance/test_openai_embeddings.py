@@ -87,7 +87,7 @@ def test_tokens_and_dimensions(api, embedder):
         ({"input": "x", "dimensions": 0}, "dimensions"),
     ],
 )
-def test_bad_requests_name_the_field(api, given, param):
+def test_invalid_requests_name_the_field(api, given, param):
     with pytest.raises(openai.BadRequestError) as caught:
         api.embeddings.create(model="embedder", **given)
     assert caught.value.param == param

@@ -196,7 +196,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_model_in_its_own_environment(tmp_path, environment, packed):
+def test_model_in_a_separate_environment(tmp_path, environment, packed):
     folder = tmp_path / "models" / "who"
     (folder / "1").mkdir(parents=True)
     if packed:

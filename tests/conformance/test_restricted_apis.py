@@ -170,7 +170,7 @@ def test_restricted_health():
         ("--http-restricted-api=health,health:a=b", "can not be specified more than once"),
     ],
 )
-def test_bad_settings(setting, message):
+def test_invalid_settings(setting, message):
     with ServerProcess(setting) as server:
         assert server.process.wait(60) == 2
         wait_until(lambda: message in server.output)

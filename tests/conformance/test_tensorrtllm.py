@@ -100,7 +100,7 @@ def test_stream_of_new_tokens(stream, expected):
     assert set(responses[0]) == {"output_ids", "sequence_length"}
 
 
-def test_unary_answer_starts_with_the_prompt(stream, expected):
+def test_unary_response_starts_with_the_prompt(stream, expected):
     (response,) = stream.ask(prompt_inputs(PROMPT, LENGTH))
     assert response["output_ids"].tolist() == [[PROMPT + expected]]
     assert response["sequence_length"].tolist() == [[len(PROMPT) + LENGTH]]
@@ -257,7 +257,7 @@ def slow_stream(slow_server):
         yield found
 
 
-def test_stop_ends_the_request_with_that_id(slow_stream):
+def test_stop_ends_the_request_with_the_same_id(slow_stream):
     stream = slow_stream
     stream.send(prompt_inputs(PROMPT, 480, streaming=TRUE), "long")
     stream.send(prompt_inputs(PROMPT, 480), "whole")
@@ -308,7 +308,7 @@ def test_cancelled_stream_frees_the_engine(slow_server):
         ({"lora_weights": np.zeros((1, 1, 4), np.float16)}, "lora_weights: needs lora_task_id"),
     ],
 )
-def test_invalid_inputs_are_refused_by_name(stream, change, message):
+def test_errors_name_invalid_inputs(stream, change, message):
     with pytest.raises(InferenceServerException, match=message):
         stream.ask(prompt_inputs(PROMPT, 4) | change)
     assert len(stream.ask(prompt_inputs(PROMPT, 4))) == 1

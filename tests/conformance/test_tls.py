@@ -214,7 +214,7 @@ def test_versions_and_alpn(one_sided, files):
         assert connection.version() == "TLSv1.3"
 
 
-def test_clients_without_a_certificate_are_refused(mutual, files):
+def test_clients_without_a_certificate_are_rejected(mutual, files):
     connection = http.client.HTTPSConnection(
         mutual.address("http"), context=context_of(files, certificate=False), timeout=10
     )
@@ -229,7 +229,7 @@ def test_clients_without_a_certificate_are_refused(mutual, files):
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
 
 
-def test_plain_text_is_refused_without_affecting_others(one_sided, files):
+def test_plain_text_is_rejected_without_affecting_others(one_sided, files):
     host, port = one_sided.address("http").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as raw:
         raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -270,7 +270,7 @@ def test_incomplete_handshakes_do_not_delay_shutdown(files):
         ),
     ],
 )
-def test_bad_options(files, options, message):
+def test_invalid_options(files, options, message):
     options = [o.replace("CERT", files.server_cert).replace("KEY", files.server_key) for o in options]
     with ServerProcess(*options) as server:
         assert server.process.wait(60) == 2

@@ -208,7 +208,7 @@ def test_mismatched_sequences_and_lengths(served):
     assert status == 400 and "SEQUENCE_LENGTH: has 2 values" in answer["error"]
 
 
-def test_older_names(served, address):
+def test_legacy_names(served, address):
     values = {"random_seed": 7, "top_k": 40, "temperature": 2.0}
     texts = {text(ask(address, "ensemble", text_input=PROMPT, max_tokens=8, **values)) for _ in range(3)}
     assert len(texts) == 1
@@ -282,7 +282,7 @@ def test_accumulated_tokens(tmp_path):
     assert np.all(np.diff([len(part) for part in texts]) > 0)
 
 
-def test_repository_in_the_older_layout(tmp_path):
+def test_repository_in_the_legacy_layout(tmp_path):
     """Configured as in its guide, with transformers tokenizers.
 
     Preprocessing never sends one of its outputs, and log probabilities pass through postprocessing.
@@ -355,7 +355,7 @@ def test_undecodable_output_fails_only_its_request(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_many_streams_half_of_which_disconnect(tmp_path, mode):
+def test_many_streams_with_disconnects(tmp_path, mode):
     init(tmp_path, "--parameter=max_num_seqs=8")
     setting = f"--backend-config=python,execution-mode={mode}"
     with ServerProcess(f"--model-repository={tmp_path}", setting, timeout=90) as server:

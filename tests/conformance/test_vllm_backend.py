@@ -277,7 +277,7 @@ def test_structured_outputs(server, form, fits):
         ({"lora_name": "sheep"}, "LoRA sheep is not supported, we currently support ['doll']"),
     ],
 )
-def test_bad_requests(server, llm, body, message):
+def test_invalid_requests(server, llm, body, message):
     status, answer = server.post(f"/v2/models/{MODEL}/generate", {"text_input": QUESTION, **body})
     assert status == 400
     assert answer["error"].startswith(message)

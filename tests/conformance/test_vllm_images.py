@@ -167,7 +167,7 @@ def test_generate_equals_transformers(server, oracle, prompt, images):
     assert answer["num_input_tokens"] == length
 
 
-def test_answers_depend_on_the_images(oracle):
+def test_output_depends_on_the_images(oracle):
     """Otherwise the token comparisons would prove nothing."""
     answers = {tuple(oracle(*prompt)[0]) for prompt in PROMPTS.values()}
     assert len(answers) == len(PROMPTS)
@@ -214,7 +214,7 @@ def test_chats(openai_client, oracle, parts):
     assert "".join(pieces) == reply.choices[0].message.content
 
 
-def test_an_answer_without_a_limit_fills_the_context(openai_client, oracle):
+def test_output_without_a_limit_fills_the_context(openai_client, oracle):
     _, length = oracle("<|user|><image>What?</s><|assistant|>", ["a"])
     reply = openai_client.chat.completions.create(
         model=MODEL, messages=chat_of("a", "What?"), temperature=0, extra_body={"ignore_eos": True}
@@ -241,7 +241,7 @@ def test_an_answer_without_a_limit_fills_the_context(openai_client, oracle):
         ("<image>", [encoded("a")] * 2, "vLLM cannot put the images into the prompt"),
     ],
 )
-def test_bad_images_in_tensors(server, prompt, images, why):
+def test_invalid_images_in_tensors(server, prompt, images, why):
     status, answer = generate(server, prompt, images)
     assert status == 400
     assert answer["error"].startswith(f"Error generating stream: image: {why}")
@@ -256,7 +256,7 @@ def test_bad_images_in_tensors(server, prompt, images, why):
         (chat_of("a", "b", "a"), "At most 2 image"),
     ],
 )
-def test_bad_images_in_chats(openai_client, messages, why):
+def test_invalid_images_in_chats(openai_client, messages, why):
     with pytest.raises(openai.BadRequestError, match=why) as caught:
         openai_client.chat.completions.create(model=MODEL, messages=messages)
     assert caught.value.param == "messages"

@@ -117,7 +117,7 @@ def test_structural_tags_and_whitespace() -> None:
         ({"guided_decoding_guide": "a"}, "guided_decoding_guide_type"),
     ],
 )
-def test_bad_requests_name_their_field(values: dict[str, Any], field: str) -> None:
+def test_invalid_requests_name_their_field(values: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         SamplingParams.from_mapping(values)
     assert caught.value.field == field

@@ -35,7 +35,7 @@ sys.exit(chr(10).join(failed) or 0)
 """
 
 
-def test_backends_that_import_each_other() -> None:
+def test_backends_with_mutual_imports() -> None:
     """In separate processes, since imports cannot be undone."""
     for _ in range(3):
         found = subprocess.run(

@@ -115,7 +115,7 @@ async def test_unknown_models_and_versions(repository, start_core):
         ),
     ],
 )
-async def test_a_broken_configuration_affects_only_its_model(repository, start_core, config, reason):
+async def test_an_invalid_configuration_affects_only_its_model(repository, start_core, config, reason):
     repository.add("identity")
     repository.add("broken", config=config)
     core = await start_core()
@@ -140,7 +140,7 @@ async def test_unknown_backends(repository, start_core):
     assert "ensemble scheduling must be set for ensemble" in index_of(core, "ensemble")[0].reason
 
 
-async def test_a_backend_that_cannot_be_imported(repository, start_core, monkeypatch):
+async def test_backend_import_error(repository, start_core, monkeypatch):
     monkeypatch.setitem(BUILTIN, "odd", "no_such_package:Backend")
     (repository.add("odd") / "config.pbtxt").write_text('backend: "odd"')
     repository.add("identity")
@@ -488,7 +488,7 @@ async def test_explicitly_loaded_steps_stay_loaded(repository, start_core):
         {"n" * 300: b""},
     ],
 )
-async def test_files_that_cannot_be_written(start_core, files):
+async def test_invalid_override_files(start_core, files):
     core = await start_core(explicit=True)
     with pytest.raises(InvalidArgument, match="file"):
         await core.load_model("made", config='{"backend": "python"}', files=files)

@@ -87,7 +87,7 @@ async def add_sub(repository, start_core):
         ),
     ],
 )
-async def test_requests_that_do_not_match_the_signature(add_sub, model, arrays, message):
+async def test_mismatched_requests_are_rejected(add_sub, model, arrays, message):
     if model == "batched" and message.startswith("unexpected shape"):
         arrays = {"A": np.ones(2, np.int32)}
     with pytest.raises(InvalidArgument, match=re.escape(message)) as raised:

@@ -79,7 +79,7 @@ def test_a_region_stays_mapped_while_a_request_uses_it(manager, cuda):
         (b"\x09" * 64, 0, 8, "CUDA_ERROR_INVALID_HANDLE"),
     ],
 )
-def test_bad_registrations(manager, cuda, handle, device, size, message):
+def test_invalid_registrations(manager, cuda, handle, device, size, message):
     cuda.allocate(64)
     with pytest.raises(
         ServerError, match=f"failed to register CUDA shared memory region: 'a', {message}"

@@ -65,7 +65,7 @@ def test_status_lists_registered_regions(manager, memory):
     assert manager.status() == [] and not is_mapped(memory)
 
 
-def test_bad_registrations(manager, memory):
+def test_invalid_registrations(manager, memory):
     manager.register("a", key(memory), 0, 8)
     with refused(ErrorCode.ALREADY_EXISTS, "shared memory region 'a' already in manager"):
         manager.register("a", key(memory), 0, 8)

@@ -182,7 +182,7 @@ def test_special_tokens_by_name(tokenizer: Tokenizer) -> None:
     assert eot not in allowed(matcher, vocab_size) and allowed(matcher, vocab_size)
 
 
-def test_forced_text_needs_no_mask(tokenizer: Tokenizer) -> None:
+def test_forced_text_is_not_precomputed(tokenizer: Tokenizer) -> None:
     grammar = compile_grammar(tokenizer, tokenizer.vocab_size, regex="(a{1000}){1000}")
     assert isinstance(grammar.matcher, LLMatcher)
     assert allowed(grammar.start(()), tokenizer.vocab_size)

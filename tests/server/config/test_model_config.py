@@ -51,7 +51,7 @@ def test_backends_are_inferred(
         ("platform: 'caffe'", "unexpected platform type 'caffe' for m"),
     ],
 )
-def test_backends_that_cannot_be_inferred(tmp_path: Path, config: str, reason: str) -> None:
+def test_backend_inference_errors(tmp_path: Path, config: str, reason: str) -> None:
     message = parse(config)
     complete_config(message, "m", tmp_path)
     with pytest.raises(InvalidArgument, match=reason):

@@ -144,7 +144,7 @@ def test_stop_before_and_while_starting(models):
     server.stop()
 
 
-def test_a_repository_that_does_not_exist(tmp_path):
+def test_missing_repository(tmp_path):
     with pytest.raises(NotFound):
         neso.Server(model_repository=tmp_path / "nope").start(wait_until_ready=True)
 

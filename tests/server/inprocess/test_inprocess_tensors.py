@@ -58,7 +58,7 @@ def test_plain_values_become_the_model_datatype(value, datatype, expected):
         ([None], DataType.INT32),
     ],
 )
-def test_plain_values_that_do_not_fit(value, datatype):
+def test_mismatched_plain_values_are_rejected(value, datatype):
     with pytest.raises(InvalidArgument):
         make_input("X", value, datatype)
 
@@ -122,7 +122,7 @@ def test_dlpack_does_not_leak():
     assert sys.getrefcount(array) == before
 
 
-def test_arrays_that_are_not_contiguous_are_copied():
+def test_non_contiguous_arrays_are_copied():
     array = np.arange(6, dtype=np.float32).reshape(2, 3).T
     tensor = neso.Tensor.from_object(array)
     assert tensor.numpy().tolist() == array.tolist() and tensor.numpy().flags.c_contiguous

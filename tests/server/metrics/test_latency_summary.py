@@ -65,7 +65,7 @@ def test_memory_is_bounded():
 
 
 def test_out_of_order_clock_readings():
-    """Durations come from clock readings of several threads: a few are negative or late, which must do no harm."""
+    """Durations come from clock readings of several threads: some are negative or late and must be tolerated."""
     summary = LatencySummary()
     summary.add(-5, START)
     summary.add(10, START - 1)

@@ -44,7 +44,7 @@ def test_uris(uri: str, bucket: Bucket, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("uri", ["s3://", "://models", "as://account"])
-def test_bad_uris(uri: str) -> None:
+def test_invalid_uris(uri: str) -> None:
     with pytest.raises(InvalidArgument, match="expected"):
         parse_uri(uri)
 

@@ -91,7 +91,7 @@ async def test_hits_do_not_reach_the_backend(serve, batcher):
         assert response.output("COUNT").array.flat[0] == 1
     assert await count(model, 1, 3, shape=shape) == 2
     assert await count(model, 1, 2, shape=shape) == 1
-    # An execution of a batch is counted a moment after its responses.
+    # An execution of a batch is counted shortly after its responses.
     await until(lambda: model.statistics.snapshot()["execution_count"] == 2)
     statistics = model.statistics.snapshot()
     assert (statistics["inference_count"], statistics["execution_count"]) == (2, 2)
@@ -129,7 +129,7 @@ async def test_cache_key_fields(serve):
 
 
 @pytest.mark.parametrize("options", [{"sequence_id": 3}, {"sequence_id": "x"}, {"cacheable": False}])
-async def test_requests_that_are_not_cached(serve, options):
+async def test_uncached_requests(serve, options):
     model = await serve()
     assert [await count(model, **options), await count(model, **options)] == [1, 2]
     assert await count(model) == 3

@@ -322,7 +322,7 @@ class HttpConnection(asyncio.Protocol):
             self._context.tasks.discard(asyncio.current_task())
 
     def _done(self, request: Request) -> None:
-        """The response is complete. The task may continue, for example background work of an ASGI application."""
+        """Complete the response. The task may continue, for example background work of an ASGI application."""
         self._request = self._task = self._pending = None
         if self._streaming is not None:
             self._streaming = None
